@@ -402,19 +402,8 @@ def with_config(path: str) -> str | None:
     """A checkpoint folder, or the run folder that holds one under `last` -> the folder that has a
     config.json, None if neither has."""
     # sft.py and grpo.py link `last` to the newest checkpoint of their run.
-    folders = [resolve_link(path), resolve_link(os.path.join(path, "last"))]
+    folders = [path, os.path.join(path, "last")]
     return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
-
-
-def resolve_link(path: str) -> str:
-    """`last` or `best` of a run, if the filesystem has no links and they are files that name a
-    folder -> that folder. Any other path stays as it is."""
-    if os.path.isfile(path):
-        with open(path, "rb") as f:
-            name = f.read(100).decode(errors="replace").strip()
-        if re.fullmatch(r"step_\d+", name):
-            return os.path.join(os.path.dirname(path), name)
-    return path
 
 
 def find_config(path):

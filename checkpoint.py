@@ -60,7 +60,6 @@ def resolve_checkpoint(path):
     if unused := sorted(name for name in strange if not name.startswith(known)):
         raise launch.UserError(f"checkpoint {base}: {unused[0]} is stored, but config.json "
                                "describes a model without it; copy config.json again")
-    check_values(base)
     if strange := sorted(set(read_adapters(folder)) - set(names)):
         raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}, which the "
                                "base does not have")
@@ -99,52 +98,58 @@ def model_class(config):
 
 
 def stored_weights(folder):
-    """Every safetensors header of a checkpoint -> {weight: (shape, dtype)}. Raises UserError for a
-    missing shard, a truncated file, a weight that is stored twice, and quantized weights: now, not
-    after the models are built."""
+    """Every safetensors header of a checkpoint -> {weight: (shape, file)}. Raises UserError for a
+    missing shard, a truncated file, a weight that is stored twice, quantized weights, and values
+    that no training leaves: now, not after the models are built."""
     from safetensors import SafetensorError, safe_open
 
     names = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
     index = os.path.join(folder, "model.safetensors.index.json")
-    listed = None  # weight -> file, if there are several files
     if os.path.isfile(index):
-        listed = chat.read_object(index).get("weight_map")
-        if not isinstance(listed, dict):
-            raise launch.UserError(f"{index} has no weight_map; copy it again")
-        if missing := sorted(set(map(str, listed.values())) - set(names)):
+        content = chat.read_object(index)
+        with chat.as_user_error(folder, "model.safetensors.index.json"):
+            missing = sorted(set(map(str, content["weight_map"].values())) - set(names))
+        if missing:
             raise launch.UserError(f"checkpoint {folder}: {missing[0]} is missing, which the index "
                                    "names; download it again")
     if not names:
         raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are "
-                               "loaded, no .bin, no GGUF: take or save the checkpoint in that "
-                               "format")
-    found, where = {}, {}
+                               "loaded, no .bin, no GGUF: take or save it in that format")
+    stored = {}
     for name in names:
         try:
             with safe_open(os.path.join(folder, name), "pt") as f:
-                slices = {key: f.get_slice(key) for key in f.keys()}
-                headers = {k: (list(s.get_shape()), s.get_dtype()) for k, s in slices.items()}
+                for key in f.keys():
+                    if key in stored:  # loaders differ in which of the two they take
+                        raise launch.UserError(f"checkpoint {folder}: {key} is in {stored[key][1]} "
+                                               f"and in {name}; delete the file that is too much")
+                    weight = f.get_slice(key)
+                    check_values(weight, f"checkpoint {folder}: {key} in {name}")
+                    stored[key] = list(weight.get_shape()), name
         except (SafetensorError, OSError) as e:
             raise launch.UserError(f"checkpoint {folder}: {name} cannot be read ({e}); copy it "
                                    "again") from None
-        for key, (_, dtype) in headers.items():
-            if key in where:  # loaders differ in which of the two they take
-                raise launch.UserError(f"checkpoint {folder}: {key} is in {where[key]} and in "
-                                       f"{name}; delete the file that does not belong here")
-            if dtype not in ("BF16", "F16", "F32"):
-                raise launch.UserError(f"checkpoint {folder}: {key} in {name} is stored as "
-                                       f"{dtype}, and quantized weights cannot be trained; give a "
-                                       "checkpoint in BF16, F16 or F32")
-            where[key] = name
-        found.update({k: v for k, v in headers.items() if listed is None or listed.get(k) == name})
-    return found
+    return stored
 
 
-def check_weights(ckpt: str, weights: dict, stored: dict) -> str:
-    """-> the dtypes in which the checkpoint stores these weights. Raises UserError unless it holds
-    each of them in its shape. stored: see stored_weights."""
-    missing = sorted(set(weights) - set(stored))
-    if missing:
+def check_values(weight, where):
+    """Raises UserError for a quantized weight, one that is no number, and a matrix of zeros, as a
+    download that was cut off leaves it. Reads small weights whole and some rows of large ones."""
+    if weight.get_dtype() not in ("BF16", "F16", "F32"):
+        raise launch.UserError(f"{where} is stored as {weight.get_dtype()}, and quantized weights "
+                               "cannot be trained; give a checkpoint in BF16, F16 or F32")
+    shape = weight.get_shape()
+    stride = 1 if math.prod(shape) < 2**20 else 1 + shape[0] // 8
+    some = torch.cat([weight[i:i + 1].flatten() for i in range(0, shape[0], stride)])
+    if not some.isfinite().all() or (len(shape) > 1 and not some.any()):
+        raise launch.UserError(f"{where} holds a value that is no number, or zeros alone; copy the "
+                               "file again, or take an older checkpoint")
+
+
+def check_weights(ckpt: str, weights: dict, stored: dict) -> None:
+    """Raises UserError unless a checkpoint holds each of these weights in its shape. stored: see
+    stored_weights."""
+    if missing := sorted(set(weights) - set(stored)):
         raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for "
                                f"example {missing[0]}; download it again")
     for name, weight in weights.items():
@@ -152,26 +157,6 @@ def check_weights(ckpt: str, weights: dict, stored: dict) -> str:
             raise launch.UserError(f"checkpoint {ckpt}: {name} has shape {stored[name][0]}, the "
                                    f"configuration says {list(weight.shape)}; the two are not of "
                                    "one checkpoint, copy it again")
-    return "/".join(sorted({stored[name][1] for name in weights}))
-
-
-def check_values(ckpt):
-    """Raises UserError for a weight that is no number and for a matrix of zeros, as a download that
-    was cut off leaves it. Reads small weights whole and some rows of large ones."""
-    from safetensors import safe_open
-
-    for name in sorted(n for n in os.listdir(ckpt) if n.endswith(".safetensors")):
-        with safe_open(os.path.join(ckpt, name), "pt") as f:
-            for key in f.keys():
-                weight = f.get_slice(key)
-                shape = weight.get_shape()
-                stride = 1 if math.prod(shape) < 2**20 else 1 + shape[0] // 8
-                some = torch.cat([weight[i:i + 1].flatten() for i in range(0, shape[0], stride)])
-                wrong = "a value that is no number" if not some.isfinite().all() else (
-                    "zeros alone" if len(shape) > 1 and not some.any() else None)
-                if wrong:
-                    raise launch.UserError(f"checkpoint {ckpt}: {key} holds {wrong}; copy {name} "
-                                           "again, or take an older checkpoint")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -191,7 +176,6 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     """
     import torch.distributed.checkpoint as dcp
 
-    assert lora or adapter_config(ckpt) is None, f"{ckpt} holds adapters: pass their rank"
     hf = meta_model(ckpt)
     if codec.base.recurrent:
         try:
@@ -218,22 +202,18 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
     policy.to_empty(device=device)
     hf.tie_weights()  # to_empty unties weights that are not in shards
     # Rotary tables are computed, not stored, so they are made anew on the device.
-    rotary = [(hf.model.language_model, "rotary_emb")]
-    rotary += [(hf.model.visual, "rotary_pos_emb")] if hf.model.visual else []
-    for owner, name in rotary:
-        old = getattr(owner, name)
-        setattr(owner, name, type(old)(old.config).to(device))
+    for owner, name in ((hf.model.language_model, "rotary_emb"),
+                        (hf.model.visual, "rotary_pos_emb")):
+        if old := getattr(owner, name, None):
+            setattr(owner, name, type(old)(old.config).to(device))
     weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
     policy.base = base_of(ckpt)
-    policy.stored_as = check_weights(policy.base, weights, stored_weights(policy.base))
     policy.digest = runs.content_digest(policy.base) if lora else None  # adapters are saved with it
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(policy.base))
     if lora:
         start_adapters(hf, read_adapters(ckpt))
     if frozen:
         hf.requires_grad_(False)  # adapters too
-    wrong = [n for n, p in hf.named_parameters() if p.requires_grad and p.dtype != torch.float32]
-    assert not wrong, f"trained weights that are not fp32: {wrong[:3]}"
     return policy
 
 
@@ -245,11 +225,10 @@ def shard(policy, device, replicas=1):
     each hold the whole model in shards (HSDP). With one group per node, weights are gathered inside
     a node and only gradients cross between nodes. 0: as many groups as ranks.
     """
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    world = dist.get_world_size()
+    world = launch.rank_and_world()[1]
     replicas = replicas or world
     if world % replicas:
         raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so "
@@ -258,11 +237,9 @@ def shard(policy, device, replicas=1):
         # Every rank holds the whole model in fp32, and clip_gradients averages the gradients.
         # FSDP's hooks would cost a third of a toy step, and Muon on its tensors more than that.
         return policy
-    if replicas == 1:
-        mesh = init_device_mesh(device.type, (world,))
-    else:
-        shape, names = (replicas, world // replicas), ("replicate", "shard")
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    dims = {"shard": world} if replicas == 1 else {"replicate": replicas,
+                                                   "shard": world // replicas}
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     precision = MixedPrecisionPolicy()
     if device.type == "cuda":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -383,9 +360,8 @@ def adapter_rank(ckpt: str, asked: int) -> int:
     if config is None:
         return asked
     if asked not in (0, config["r"]):
-        raise launch.UserError(f"--lora {asked}: {ckpt} holds adapters of rank {config['r']}, and "
-                               "a stage goes on training them: leave --lora out, or merge them "
-                               "first (tools/merge.py)")
+        raise launch.UserError(f"--lora {asked}: {ckpt} holds adapters of rank {config['r']}: leave"
+                               " --lora out to train these, or merge them first (tools/merge.py)")
     return config["r"]
 
 
@@ -400,9 +376,6 @@ def base_of(ckpt: str, check: bool = False) -> str:
     if not os.path.isdir(base):
         raise launch.UserError(f"checkpoint {ckpt}: its base {base} is missing; write where the "
                                "base lies now into base_model_name_or_path of adapter_config.json")
-    if adapter_config(base) is not None:
-        raise launch.UserError(f"checkpoint {ckpt}: its base {base} holds adapters itself; merge "
-                               "the base first (tools/merge.py)")
     if check and config["base_digest"] != runs.content_digest(base):
         raise launch.UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these "
                                "adapters were trained on (its content differs)")
@@ -555,12 +528,13 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
     weights = {name: tensor.cpu() for name, tensor in gathered if rank == 0}
     opened = contextlib.ExitStack()  # on rank 0: the folder under its temporary name
 
+    out = os.path.dirname(os.path.abspath(path))
+
     def begin():
-        out = os.path.dirname(os.path.abspath(path))
         # The log reaches the disk before a checkpoint that is newer than its last line.
         for name in ("log.jsonl", "rollouts"):
             with contextlib.suppress(FileNotFoundError):
-                runs.sync(os.path.join(out, name))
+                launch.sync(os.path.join(out, name))
         folder = opened.enter_context(runs.atomic_folder(path))
         write(codec.files, folder, weights)
         return folder
@@ -579,10 +553,9 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
             on_rank_0(opened.close)  # gives the folder its name
     except (OSError, dcp.CheckpointException) as error:  # on every rank, whichever could not write
         why = launch.why(next(iter(getattr(error, "failures", {0: [error]}).values()))[0])
-        left = runs.newest_checkpoint(os.path.dirname(os.path.abspath(path)))
-        rest = f"the newest whole one is {left}: make room, and the same command goes on from it"
-        raise launch.RunError(f"checkpoint {path} could not be written ({why}); "
-                              + (rest if left else "there is no older one")) from None
+        left = runs.newest_checkpoint(out)
+        raise launch.RunError(f"checkpoint {path} could not be written ({why}); the "
+                              f"newest whole one is {left}: make room, and go on from it") from None
 
 
 def on_rank_0(work):
@@ -636,7 +609,6 @@ def save_files(files, folder, dtype=None):
 def load_train_state(policy, optimizer, path):
     """Restores weights and optimizer (or a list of them) from `path`/train_state, which any number
     of ranks saved. Collective. resume_point restores the loop state."""
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
 
@@ -644,7 +616,7 @@ def load_train_state(policy, optimizer, path):
     shards = {"model": trained_state(policy),
               "optimizer": states.get_optimizer_state_dict(policy, optimizer)}
     dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"),  # weights: in place
-             no_dist=dist.get_world_size() == 1)  # as in save_checkpoint
+             no_dist=launch.rank_and_world()[1] == 1)  # as in save_checkpoint
     states.set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
 
 
@@ -661,6 +633,6 @@ def add_arguments(add):
 
 
 def weights_line(policy):
-    """For the terminal: how many weights are trained, and the dtypes in which they were stored."""
+    """For the terminal: how many weights are trained."""
     n = sum(p.numel() for p in model.trained_parameters(policy))
-    return f"{n / 1e6:.2f} M trained parameters in fp32 (read from {policy.stored_as})"
+    return f"{n / 1e6:.2f} M trained parameters in fp32"

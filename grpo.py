@@ -386,9 +386,9 @@ def main():
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
-    files = data.files_of(args, (args.data, tasks), (args.val, held))
+    subtitles = data.files_of(args, (args.data, tasks), (args.val, held))[1]
     ckpts = {"--ckpt": ckpt, **({"--teacher": wise} if wise else {})}
-    inputs = runs.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, *files)
+    inputs = runs.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, subtitles)
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import copy
 import errno
+import faulthandler
 import functools
 import hashlib
 import io
@@ -18,11 +19,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import warnings
-import zlib
 
 # Segments that grow fragment less, since packs differ in length. torch reads this at its first
 # allocation. vLLM 0.32 turns the option off around its own pool, which cannot use it.
@@ -44,7 +45,6 @@ class RunError(Exception):
 def run_main(main):
     """Runs a script's main(). Bad user input becomes one line on stderr and exit code 2. A run that
     cannot go on becomes one line and exit code 1, Ctrl-C one line and exit code 130."""
-    import signal
     import traceback
 
     name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK", "0")
@@ -57,33 +57,27 @@ def run_main(main):
     try:
         main()
     except (Exception, KeyboardInterrupt) as e:
-        unlock()
         # Of a file that cannot be written. Any other OSError is a fault of ours.
         named = "ENOSPC EDQUOT EROFS EACCES EIO ENOENT EPERM EFBIG ENAMETOOLONG ESTALE".split()
         if isinstance(e, OSError) and errno.errorcode.get(e.errno) in named:
             e = RunError(f"{e.filename or 'a file'}: {why(e)}")
         expected = isinstance(e, (UserError, RunError, KeyboardInterrupt))
         code = 2 if isinstance(e, UserError) else 130 if isinstance(e, KeyboardInterrupt) else 1
-        said = f" {printable(e) if str(e) else 'interrupted'}"
-        if not expected:
-            if world == 1:
-                raise
-            said = f"\n{traceback.format_exc()}"
-            if isinstance(e, RuntimeError) and "by peer" in str(e):  # gloo's; that rank says why
-                said = " another rank has ended, or the network has failed"
-        dist = sys.modules.get("torch.distributed")
-        if expected and (world == 1 or dist is None or not dist.is_initialized()):
-            # All ranks of a machine read the same flags and files, so the first one speaks.
-            if os.environ.get("LOCAL_RANK", rank) == "0":
-                print(f"{name}:{said}", file=sys.stderr, flush=True)
-            sys.exit(code)
-        # From here on the others may wait for this rank in a collective, and the threads of this
-        # rank for them. So it leaves at once, and torchrun ends all. Most errors are met by all
-        # ranks: rank 0 says them first, and torchrun then ends the others within that second.
-        if rank != "0":
+        if not expected and world == 1:
+            raise
+        text = f" {printable(e) or 'interrupted'}" if expected else f"\n{traceback.format_exc()}"
+        if isinstance(e, RuntimeError) and "by peer" in str(e):  # gloo's; that rank says why
+            text = " another rank has ended, or the network has failed"
+        who = f"{name}: rank {rank}" if world > 1 else name
+        # Most errors are met by all ranks, since they read the same flags and files. The first rank
+        # of a machine says them at once, and torchrun then ends the others within that second.
+        if os.environ.get("LOCAL_RANK", rank) != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(1)
-        print(f"{name}: rank {rank}:{said}", file=sys.stderr, flush=True)
+        print(f"{who}:{text}", file=sys.stderr, flush=True)
+        if world == 1:
+            sys.exit(code)
+        # The others may wait for this rank in a collective, and the threads of this rank for them.
         sys.stdout.flush()
         os._exit(code)
 
@@ -103,12 +97,10 @@ class Terminal(io.FileIO):
 
 def why(error):
     """Error -> its reason in words."""
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    return "the disk is full" if full else getattr(error, "strerror", None) or str(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter,
-                    argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Help with defaults, and the description as it was written."""
 
     def _get_help_string(self, action):
@@ -147,8 +139,7 @@ def add_arguments(add):
 
 def printable(text):
     """Text of a model or a data file -> the same without characters that steer a terminal."""
-    bad = "\N{REPLACEMENT CHARACTER}"
-    return "".join(c if c.isprintable() or c == "\n" else bad for c in str(text))
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in str(text))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -177,9 +168,8 @@ def import_shim():
         with contextlib.suppress(OSError):  # the CUDA build: libcudart is missing
             torch.ops.load_library(os.path.join(os.path.dirname(spec.origin), "_C.so"))
     if not hasattr(torch.ops.torchvision, "nms"):
-        import_shim.library = torch.library.Library("torchvision", "DEF")  # lives as long as this
-        for op in ("nms", "qnms"):
-            import_shim.library.define(f"{op}(Tensor dets, Tensor scores, float limit) -> Tensor")
+        for op in ("torchvision::nms", "torchvision::qnms"):
+            torch.library.define(op, "(Tensor dets, Tensor scores, float limit) -> Tensor")
 
 
 def quiet_libraries():
@@ -236,24 +226,20 @@ def start_process_group(patience=1800.0, cpu=False):
         torch.cuda.set_device(device)
     else:
         # Two spinning thread pools on shared cores cost a factor of ten: divide the cores.
-        # A user's number counts; OpenMP also takes a list, one number for each level of nesting.
-        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        torch.set_num_threads(int(asked) if asked.isdigit() and 0 < int(asked) < 1025 else cores())
+        if not os.environ.get("OMP_NUM_THREADS"):  # else OpenMP has taken the user's number
+            torch.set_num_threads(cores())
         torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
         warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         wait = timedelta(seconds=patience + 60 if patience else 30 * 86400)
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(backend, timeout=wait, **alone)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=wait, **alone)
     return rank, world, device
 
 
 def end_process_group(engine=None):
     """Ends a run, after everything is written and printed: leaves --out, the engine and the process
     group. Collective. With an engine on a GPU or on several ranks it does not return."""
-    import faulthandler
-
     import torch.distributed as dist
 
     unlock()
@@ -272,8 +258,6 @@ def end_process_group(engine=None):
 def beat(patience):
     """Marks the end of a phase: the next one may take `patience` seconds (0 = for ever). A rank
     that takes longer prints the stacks of its threads and exits, and torchrun ends the others."""
-    import faulthandler
-
     if patience:
         faulthandler.dump_traceback_later(patience, exit=True, file=sys.__stderr__)
 
@@ -282,7 +266,6 @@ def stop_on_signal():
     """-> an Event that SIGTERM, SIGUSR1 (schedulers send them as a warning), SIGHUP (the terminal
     has been closed) and Ctrl-C set. A second Ctrl-C ends the process at once, another second signal
     does nothing: torchrun passes on what its ranks may have got already."""
-    import signal
     import threading
 
     asked = threading.Event()
@@ -329,11 +312,7 @@ def any_rank(flag):
 
 def broadcast(values):
     """Rank 0's list of plain objects, on every rank. Collective."""
-    import torch.distributed as dist
-
-    if rank_and_world()[1] > 1:
-        dist.broadcast_object_list(values)
-    return values
+    return gather_rows([values])[0]
 
 
 def give_back_memory():
@@ -359,16 +338,11 @@ def read_jsonl(path, required=(), fault=None, faults=None):
     """JSONL file -> list of dicts. required: keys that every row has. fault: function of a row ->
     None, or the reason why it cannot be used. Raises UserError naming file and line. faults: a list
     that gets those lines instead (--check); such rows are left out."""
-    # A pipe could wait for ever. A folder is told of below.
-    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        raise UserError(f"{path}: is not a regular file")
     try:
         with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first
             lines = f.read().split("\n")
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path}: not UTF-8 text ({e.reason})") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: {why(e)}") from None
     if next(filter(str.strip, lines), "").lstrip().startswith("["):
         raise UserError(f"{path}: a JSON array; write one object a line (jq -c '.[]' {path})")
     rows = []
@@ -450,20 +424,19 @@ def make_out(path):
     """Creates an output folder and proves that it can be written, before any long work."""
     try:
         os.makedirs(path, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
         raise UserError(f"output folder {path}: {e.strerror}") from None
 
 
 def lock(out, name=".lock"):
     """Keeps the folder `out` for this run, until unlock() or the end of the process. Raises
-    UserError that names the run which holds it. Rank 0 holds it for all ranks."""
+    UserError that names the run which holds it. Rank 0 holds it for all ranks. The file stays, and
+    only its lock counts."""
     import fcntl
-    import socket
 
     path = os.path.join(os.path.realpath(out), name)
-    if os.environ.get("RANK", "0") != "0" or (os.getpid(), path) in lock.held:
+    if os.environ.get("RANK", "0") != "0" or path in lock.files:
         return
     try:
         file = open(path, "a+")
@@ -479,31 +452,31 @@ def lock(out, name=".lock"):
         print(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out",
               file=sys.stderr, flush=True)
         return
-    # The run before may have removed the file between our open and our lock.
-    if os.fstat(file.fileno()).st_nlink == 0:
-        file.close()
-        return lock(out, name)
     file.truncate(0)
     began = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(f"pid {os.getpid()} on {socket.gethostname()} since {began}", file=file, flush=True)
-    lock.held[os.getpid(), path] = file
+    print(f"pid {os.getpid()} on {os.uname().nodename} since {began}", file=file, flush=True)
+    lock.files[path] = file
 
 
-lock.held = {}  # (pid, path) -> open file
+lock.files = {}  # path -> open file
 
 
 def unlock():
     """Lets go of the folders that this process has locked."""
-    for pid, path in list(lock.held):
-        if pid == os.getpid():  # else a parent's, before a fork
-            with contextlib.suppress(OSError):
-                os.remove(path)  # while it is locked, so that no other run's file is removed
-            lock.held.pop((pid, path)).close()
+    while lock.files:
+        lock.files.popitem()[1].close()
 
 
-def own_sum(row):
-    """CRC-32 of the content of a dict but for this sum, which it may hold as own_crc32."""
-    return zlib.crc32(json.dumps({**row, "own_crc32": None}, sort_keys=True).encode())
+def sync(path):
+    """Returns once a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a filesystem that cannot sync folders
+            raise
+    finally:
+        os.close(handle)
 
 
 def write_atomic(path, text):
@@ -512,19 +485,14 @@ def write_atomic(path, text):
     try:
         with open(temp, "w", encoding="utf-8") as f:
             f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        sync(temp)
         os.replace(temp, path)
-        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-        with contextlib.suppress(OSError):  # some filesystems cannot; the file is whole
-            os.fsync(folder)  # else a power loss may take the new name
-        os.close(folder)
-    except BaseException as e:
-        with contextlib.suppress(OSError):
+        sync(os.path.dirname(os.path.abspath(path)))  # else a power loss may take the new name
+    except OSError as e:  # with the name and the reason, which users are told
+        raise type(e)(e.errno, why(e), path) from None
+    finally:
+        with contextlib.suppress(OSError):  # there is none after a success
             os.remove(temp)
-        if isinstance(e, OSError):  # with the name and the reason, which users are told
-            raise type(e)(e.errno, why(e), path) from None
-        raise
 
 
 def at_least(least, args, *names):

@@ -9,6 +9,7 @@ What each number means: docs/metrics.md. Reads and writes --out/log.jsonl. Used 
 grpo.py.
 """
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -38,10 +39,8 @@ def log_step(log, step, steps, episodes, labels, stats, counts):
 
 def labels_by_type(tasks):
     """Tasks -> {type: [(id, answer)]}, for by_chance."""
-    labels = {}
-    for task in tasks:
-        labels.setdefault(task["type"], []).append((task["id"], task["answer"]))
-    return labels
+    return {kind: [(task["id"], task["answer"]) for task in tasks if task["type"] == kind]
+            for kind in {task["type"] for task in tasks}}
 
 
 def by_chance(e, labels):
@@ -54,8 +53,8 @@ def by_chance(e, labels):
     two = [known[(at + n) % len(known)] for n in range(min(2, len(known)))]
     others = [a for name, a in two if name != e.task["id"] and a is not None]
     answer = rewards.final_answer(e.turns, e.think_open)
-    options = e.task.get("options")
-    return rewards.accuracy(answer, e.task["type"], others[0], options) if others else None
+    return rewards.accuracy(answer, e.task["type"], others[0],
+                            e.task.get("options")) if others else None
 
 
 def episode_row(e, labels):
@@ -132,9 +131,8 @@ def summarise(rows):
     out |= {name: mean(row["reward"][name] for row in rows if row["reward"]) for name in terms}
     out |= {name: average(rows, name) for name in ("length", "turns", "f_tau", "well_formed",
                                                    "sub_tokens")}
-    out["kappa"] = average(rows, "executed")
-    out["written_calls"] = average(rows, "written")
-    out["valid_calls"] = average(rows, "parseable")
+    out |= {name: average(rows, column) for name, column in (
+        ("kappa", "executed"), ("written_calls", "written"), ("valid_calls", "parseable"))}
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
     # Of all turns of the step, a rollout of three turns counts three times.
     turns = sum(row["turns"] for row in rows)
@@ -246,10 +244,10 @@ def step_counts(rows, counts):
     times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
     packed = sum(c["packed"] for c in counts)
     sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
-    judged = [row for row in rows if row["judge"] is not None]
-    verdicts = [row for row in judged if row["judge"] != "fallback"]
-    judge = {"judged": len(judged), "judge_failed": len(judged) - len(verdicts),
-             "judge_cached": sum(row["judge_cached"] for row in verdicts)}
+    judged = [row["judge"] for row in rows if row["judge"] is not None]
+    judge = {"judged": len(judged), "judge_failed": judged.count("fallback"),
+             "judge_cached": sum(row["judge_cached"] for row in rows
+                                 if row["judge"] in (True, False))}
     return {**times, **(judge if counts[0]["judge"] else {}),
             "zero_variance": sum(c["skipped"] for c in counts),
             "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
@@ -302,8 +300,7 @@ class Log:
         minutes = (time.monotonic() - self.began) / 60
         end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
         if step < steps:
-            end = (f"stopped after step {step} of {steps}; the same command goes on "
-                   f"from {self.out}")
+            end = f"stopped after step {step} of {steps}; the same command goes on from {self.out}"
         print(end, flush=True)
         self.file.close()
         self.track("finish")
@@ -318,8 +315,6 @@ def add_track_arguments(add):
 
 def check_tracker(args):
     """Raises UserError if the package of --track is missing: before models are loaded."""
-    import importlib.util
-
     # A folder wandb/ of earlier runs is found too, as a package without an origin.
     if args.track and not getattr(importlib.util.find_spec(args.track), "origin", None):
         raise launch.UserError(f"--track {args.track}: the package is not installed: "
@@ -331,8 +326,6 @@ def start_tracker(out, start, args):
     --track. Raises UserError if the tracker refuses."""
     if not args.track:
         return None
-    import importlib
-
     path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
     if not start or not os.path.exists(path):
         launch.write_atomic(path, os.urandom(16).hex()[:21])
@@ -366,9 +359,8 @@ def whole_rows(path):
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             for line in f:
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # no row with a step
                     row = launch.parse_json(line)
-                    numbered = isinstance(row, dict) and isinstance(row.get("step"), int)
-                    if numbered and line.endswith("\n"):
+                    if line.endswith("\n") and row["step"] >= 0:
                         rows.append(row)
     return rows

@@ -927,7 +927,7 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
-                             *data.files_of(args, (args.data, tasks)))
+                             data.files_of(args, (args.data, tasks))[1])
     names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
     kept = {*Episode.kept(), "ids"}  # keys of a whole record
     rows, wanted = [], len(tasks) * args.group

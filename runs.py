@@ -3,7 +3,7 @@ runs.py: the folder of a run: who writes there, from what the run is made, where
 
   a run      out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last and
              lists size and CRC-32 of every other file; out/last and out/best link to them
-  identity   digests of all that a run reads: checkpoints, rows, subtitles; size and mtime of films.
+  identity   digests of all that a run reads but videos: checkpoints, rows, subtitles.
              A start that finds another one says so, or ends with exit code 2
   a kill     between any two file operations loses no checkpoint that was whole, and leaves nothing
              half-written under a final name
@@ -13,12 +13,10 @@ No torch at the top, so that `rollout.py --help` and tools/pick.py answer at onc
 Reads and writes the folders of sft.py, grpo.py and tools/replay.py, and the file of rollout.py.
 """
 import contextlib
-import errno
 import functools
 import glob
 import hashlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -40,8 +38,14 @@ def claim_run(out, inputs):
     keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)], inputs)
     for link in (os.path.join(out, name) for name in ("last", "best")):
         if os.path.isdir(link) and not os.path.islink(link):  # no link could replace it
-            raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere, "
-                                   "and the same command links to the step_* folders")
+            raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere")
+    probe = os.path.join(out, f".{os.urandom(4).hex()}.tmp0")
+    try:
+        os.symlink("last", probe)
+        os.remove(probe)
+    except OSError as e:
+        raise launch.UserError(f"--out {out}: {e.strerror}; `last` and `best` are links, which "
+                               "exFAT and SMB lack; choose a folder on another disk") from None
     launch.lock(out)  # until this process ends: two runs would delete each other's files
 
 
@@ -50,27 +54,22 @@ def keep_inputs(outputs, inputs):
     read = {os.path.realpath(path) for path in inputs if path}
     for path in outputs:
         if os.path.realpath(path) in read:
-            raise launch.UserError(f"{path} would be replaced, but it is an input; choose another "
-                                   "--out")
+            raise launch.UserError(f"{path} would be replaced, but it is an input; change --out")
 
 
 def clean_run(out, start):
     """On rank 0, at a start: deletes files that killed runs left half-written, rollouts of steps
     that this run will take again and, if a run begins anew, its older checkpoints. Raises UserError
     if one of them stays."""
-    for folder in (out, os.path.join(out, "rollouts")):
-        for name in os.listdir(folder) if os.path.isdir(folder) else []:
-            rollouts = re.match(r"step_(\d+)\.rank", name)
-            # .tmp: of write_atomic and symlink
-            if re.search(r"\.tmp\d+$", name) or (rollouts and int(rollouts[1]) >= start):
-                os.remove(os.path.join(folder, name))
-    old = step_folders(out)
-    for name in os.listdir(out):
-        path = os.path.join(out, name)
-        if re.match(r"\.+step_", name) or (start == 0 and path in old):
-            shutil.rmtree(path, ignore_errors=True)
-        if start == 0 and name in ("last", "best"):
-            os.remove(path)
+    # .tmp: of write_atomic and symlink; .step_: of atomic_folder and prune_checkpoints
+    old = r"(\.step_.*|.*\.tmp\d+)" if start else r"(\.step_.*|.*\.tmp\d+|step_\d{6,}|last|best)"
+    for path in [*pathlib.Path(out).iterdir(), *pathlib.Path(out, "rollouts").glob("*")]:
+        rollouts = re.match(r"step_(\d+)\.rank", path.name)
+        if re.fullmatch(old, path.name) or (rollouts and int(rollouts[1]) >= start):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
     if start == 0 and (left := newest_checkpoint(out)):
         raise launch.UserError(f"{left} of an older run cannot be deleted; choose another --out")
 
@@ -79,21 +78,19 @@ def clean_run(out, start):
 # From what a run is made, and where it goes on
 
 
-def identities(ckpts, flags, films, subtitles=()):
+def identities(ckpts, flags, subtitles=()):
     """-> {what a run reads: [digest, name]}, for resume_point. Collective: rank 0 reads. ckpts:
-    {flag: folder, as resolved}. flags: {flag: [path or None]}. films, subtitles: [(folder, name)].
-    """
-    found = None
+    {flag: folder, as resolved}. flags: {flag: [path or None]}. subtitles: [(folder, name)]. Not the
+    videos, which are terabytes: each record holds the identity of its own."""
+    inputs = None
     if launch.rank_and_world()[0] == 0:
         flags = {flag: [path for path in paths if path] for flag, paths in flags.items()}
         # A renamed file is the same data.
-        found = {flag: [digest_of(map(os.path.split, paths), names=False),
-                        " ".join(paths) or "none"] for flag, paths in flags.items()}
-        found |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
-        # Films are terabytes, so only size and mtime.
-        found |= {"subtitles": [digest_of(subtitles), None],
-                  "films": [digest_of(films, content=False), None]}
-    return launch.broadcast([found])[0]
+        inputs = {flag: [digest_of(map(os.path.split, paths), names=False),
+                         " ".join(paths) or "none"] for flag, paths in flags.items()}
+        inputs |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
+        inputs["subtitles"] = [digest_of(subtitles), None]
+    return launch.broadcast([inputs])[0]
 
 
 def content_digest(ckpt):
@@ -101,11 +98,10 @@ def content_digest(ckpt):
     whole, weights with 4 KiB of every MiB, because 16 GB would take minutes to read."""
     digest = hashlib.sha256()
     for name in sorted(os.listdir(ckpt)):
-        weights = name.endswith(".safetensors")
-        if not weights and not name.endswith((".json", ".jinja", ".txt")) or name == "state.json":
-            continue  # a README, an optimizer, the state of its training
         path = os.path.join(ckpt, name)
-        if not os.path.isfile(path):  # a folder of that name, or a link to a file that is gone
+        # Not a README, an optimizer, the state of its training, a link to a file that is gone.
+        if (name == "state.json" or not os.path.isfile(path)
+                or not name.endswith((".safetensors", ".json", ".jinja", ".txt"))):
             continue
         if name == "adapter_config.json":  # counts with its base's digest, not with the base's path
             config = chat.read_object(path)
@@ -113,7 +109,8 @@ def content_digest(ckpt):
             digest.update(json.dumps(config, sort_keys=True).encode())
             continue
         size = os.path.getsize(path)
-        stride = 2**20 if weights and size > 2**26 else 2**12  # bytes; 2**12 reads all of a file
+        # bytes; 2**12 reads all of a file
+        stride = 2**20 if name.endswith(".safetensors") and size > 2**26 else 2**12
         digest.update(f"{name} {size}".encode())
         with open(path, "rb") as f:
             for at in range(0, size, stride):
@@ -122,17 +119,13 @@ def content_digest(ckpt):
     return digest.hexdigest()
 
 
-def digest_of(files, content=True, names=True):
-    """Digest of files [(folder, name)]: their names unless names is False, and their bytes or, if
-    content is False, size and mtime. The folder does not count, so that data may move."""
+def digest_of(files, names=True):
+    """Digest of the bytes of files [(folder, name)], and of their names unless names is False. The
+    folder does not count, so that data may move."""
     def one(file):
-        path = os.path.join(*file)
-        with contextlib.suppress(OSError, ValueError):  # missing, or no path: the digest says so
-            if content:
-                with open(path, "rb") as f:
-                    return file[1], hashlib.file_digest(f, "sha256").hexdigest()
-            status = os.stat(path)
-            return file[1], status.st_size, status.st_mtime_ns
+        # A missing file has None.
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(*file), "rb") as f:
+            return file[1], hashlib.file_digest(f, "sha256").hexdigest()
         return file[1], None
 
     with ThreadPoolExecutor(16) as pool:  # on a network's disk each look waits
@@ -152,13 +145,12 @@ def code_digests():
 
 def write_args(path, args, **more):
     """Writes the settings of a run, and digests of its scripts, as JSON. more: further fields."""
-    text = json.dumps({**vars(args), "code": code_digests(), **more}, indent=1)
-    launch.write_atomic(path, text)
+    launch.write_atomic(path, json.dumps({**vars(args), "code": code_digests(), **more}, indent=1))
 
 
 def changes(args, inputs, then):
-    """What is not as it was at the start before -> ([text of a flag or an input], text of the films
-    or None). inputs: see identities. then: {"args": .., "inputs": ..} of that start."""
+    """What is not as it was at the start before -> [text of a flag or an input]. inputs: see
+    identities. then: {"args": .., "inputs": ..} of that start."""
     # How far, how fast, where, and who is told: two parts of one run may differ in these.
     free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
             "show", "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb",
@@ -169,10 +161,8 @@ def changes(args, inputs, then):
     free |= {"ckpt", "data", "val", "rollouts"} if was else set()
     flags = [f"--{k.replace('_', '-')} {old[k]} (now {now[k]})" for k in sorted(old)
              if k in now and k not in free and old[k] != now[k]]
-    moved = {k: f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
-             for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]}
-    films = moved.pop("films", None)  # a copy of them has another mtime, so they are only told of
-    return [*moved.values(), *flags], films
+    return [f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
+            for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]] + flags
 
 
 def resume_point(out, args, resume, inputs=None, base=None):
@@ -180,24 +170,23 @@ def resume_point(out, args, resume, inputs=None, base=None):
 
     resume None: go on if --out holds a run of the same settings, and raise UserError if it holds a
     run of others. True: go on with the new settings. False: begin anew and delete that run.
-    inputs: see identities. They are settings too, but for films. base: the folder of whole weights
-    that the adapters of --ckpt stand on, or --ckpt itself.
+    inputs: see identities. They are settings too. base: the folder of whole weights that the
+    adapters of --ckpt stand on, or --ckpt itself.
     """
     folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
-    check_apart(args.ckpt, base, out, state.get("args", {}))
+    check_apart(args.ckpt, base, out)
     if folder is None:
         torn = step_folders(out)
         if torn and resume is not False:  # damaged after it was saved: the user decides
-            raise launch.UserError(f"{out}: {os.path.basename(torn[0])} is not whole, and nothing "
-                                   "else here is (a file is missing, or its size or bytes are not "
-                                   "those in state.json); --no-resume begins anew and deletes it")
+            raise launch.UserError(f"{torn[0]} is not whole (its state.json lists its files), and "
+                                   "nothing else here is; --no-resume begins anew and deletes it")
         return None, {}
-    other, films = changes(args, inputs or {}, state)
+    other = changes(args, inputs or {}, state)
     if resume is None and other:
         raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(other[:3])};"
                                " choose another --out, or --resume to go on with the new ones, or "
                                "--no-resume to delete it")
-    for text in filter(None, [films, *other]):
+    for text in other:
         launch.say(f"{folder}: {text}")
     # Values on other held-out rows cannot be compared.
     if any(text.startswith("--val ") for text in other):
@@ -226,21 +215,16 @@ def claim_file(out, args, inputs, names, kept):
             os.remove(left)
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
     then = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
-    was = then.get("inputs")
-    whole = isinstance(was, dict) and all(isinstance(v, list) and len(v) == 2 for v in was.values())
-    other, films = changes(args, inputs, {"args": then, "inputs": was if whole else {}})
-    other = other if whole else [f"{beside(out)} is missing or damaged"]
+    was = {"args": then, "inputs": then.get("inputs")}
+    other = changes(args, inputs, was) if was["inputs"] else [f"{beside(out)} is missing or old"]
     if paths and other:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
                                f"{', '.join(other[:3])}; choose another --out, or delete the file")
-    if films:
-        launch.say(f"{paths[0]}: {films}")
     rows = [row for path in paths
             for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
-    rows = [row for row in rows if isinstance(row["group"], str) and isinstance(row["sample"], int)
-            and (row["group"], row["sample"]) in names and row.keys() >= kept
-            and not is_retried(row)]
-    return list({(row["group"], row["sample"]): row for row in rows}.values())
+    rows = {(row["group"], row["sample"]): row for row in rows
+            if row.keys() >= kept and not is_retried(row)}
+    return [row for name, row in rows.items() if name in names]
 
 
 def beside(out):
@@ -248,28 +232,23 @@ def beside(out):
     return f"{out.removesuffix('.jsonl')}.args.json"
 
 
-def check_apart(ckpt, base, out, then):
+def check_apart(ckpt, base, out):
     """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
-    old checkpoints. then: the arguments of the run that goes on; --ckpt may be as it was there."""
-    start = chat.with_config(ckpt)
-    if start is None or then.get("ckpt") == ckpt:
-        return
-    for folder in filter(None, (start, base)):
+    old checkpoints."""
+    for folder in filter(None, (chat.with_config(ckpt), base)):
         above = pathlib.Path(folder).resolve()
         if any(os.path.samefile(out, place) for place in (above, *above.parents)):
             raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
-                                   "deletes old checkpoints; choose another --out (the run there "
-                                   "goes on with the --ckpt that it began from)")
+                                   "deletes old checkpoints; choose another --out")
 
 
 def check_run(step, bad, out, read, limit=3):
     """Raises RunError, on all ranks alike, after `limit` bad steps in a row. read: whether a video
     of this step could be read; if not, the disk is probably away and not every file broken."""
     if bad >= limit:
-        why = "no finite gradient for {} steps in a row;" if read else (
-            "no video could be read for {} steps; is the disk there?")
-        raise launch.RunError(f"step {step + 1}: {why.format(bad)} the newest checkpoint is "
-                              f"{newest_checkpoint(out)}")
+        reason = "no finite gradient" if read else "is the disk there? no video could be read"
+        raise launch.RunError(f"step {step + 1}: {reason} for {bad} steps in a row; the newest "
+                              f"checkpoint is {newest_checkpoint(out)}")
 
 
 def is_best(value, best, rows, best_rows):
@@ -280,7 +259,7 @@ def is_best(value, best, rows, best_rows):
         more = rows > best_rows
         launch.say(f"held-out rows: {best_rows} at `best`, {rows} can be read now, so "
                    + ("`best` begins anew" if more else "this is no `best`"))
-        best = -math.inf if more else math.inf
+        best = float("-inf" if more else "inf")
     return value > best  # no number, NaN, is no best
 
 
@@ -303,7 +282,7 @@ def settle(folder, state):
         symlink(os.path.join(out, "last"), folder)
         if os.path.isdir(best := best_beside(folder, state) or ""):
             symlink(os.path.join(out, "best"), best)
-        sync(out)  # before older checkpoints go
+        launch.sync(out)  # before older checkpoints go
         prune_checkpoints(folder)
     except OSError as error:
         launch.say(f"{error}: `last`, `best` or an old checkpoint stays as it was, and the run "
@@ -323,7 +302,7 @@ def prune_checkpoints(newest, keep=2):
     # A newer one is damaged, else the run would have gone on from it.
     whole = complete_checkpoints(out)
     whole = whole[whole.index(newest):] if newest in whole else []
-    kept = [chat.resolve_link(os.path.join(out, name)) for name in ("last", "best")]
+    kept = [os.path.join(out, name) for name in ("last", "best")]
     for folder in whole[:keep]:
         state = chat.read_object(os.path.join(folder, "state.json"))
         kept += [folder, best_beside(folder, state) or folder]
@@ -362,8 +341,7 @@ def undamaged_checkpoint(out):
         saved = state.get("crc32", {})  # older versions wrote no sums
         found = checksums(folder, sorted(saved))
         damaged = [name for name in saved if found[name] != saved[name]]
-        if state.get("own_crc32") not in (None, launch.own_sum(state)):
-            damaged.append("state.json")
+        damaged += ["state.json"] * (state.get("own_crc32") not in (None, own_sum(state)))
         if not damaged:
             return folder, state
         launch.say(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
@@ -374,10 +352,9 @@ def undamaged_checkpoint(out):
 def is_complete(folder):
     """Whether a checkpoint is whole: all files are as long as its state.json says."""
     try:
-        with open(os.path.join(folder, "state.json")) as f:
-            files = launch.parse_json(f.read())["files"].items()
+        files = chat.read_object(os.path.join(folder, "state.json"))["files"].items()
         return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (launch.UserError, OSError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -387,8 +364,13 @@ def mark_complete(folder, state, sums):
         raise OSError(f"{unread[0]} cannot be read back")
     files = {name: os.path.getsize(os.path.join(folder, name)) for name in sums}
     state = {**state, "files": files, "crc32": sums}
-    marker = json.dumps({**state, "own_crc32": launch.own_sum(state)}, indent=1)
+    marker = json.dumps({**state, "own_crc32": own_sum(state)}, indent=1)
     launch.write_atomic(os.path.join(folder, "state.json"), marker)
+
+
+def own_sum(state):
+    """CRC-32 of the content of state.json but for this sum, which it may hold as own_crc32."""
+    return zlib.crc32(json.dumps({**state, "own_crc32": None}, sort_keys=True).encode())
 
 
 def checksums(folder, names):
@@ -434,47 +416,19 @@ def atomic_folder(path):
         mode = os.stat(temp).st_mode & 0o666
         for folder, _, names in os.walk(temp):
             for name in (os.path.join(folder, name) for name in names):
-                with unless_missing():
+                with contextlib.suppress(OSError):  # a filesystem without modes
                     os.chmod(name, mode)  # safetensors makes files that others cannot read
-                sync(name)
-            sync(folder)
+                launch.sync(name)
+            launch.sync(folder)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temp, path)
-        with contextlib.suppress(OSError):  # the folder is whole
-            sync(parent)
-    except BaseException:
-        shutil.rmtree(temp, ignore_errors=True)
-        raise
-
-
-def sync(path):
-    """Returns once a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with unless_missing():
-            os.fsync(handle)
+        launch.sync(parent)
     finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def unless_missing():
-    """Passes over an operation that the filesystem lacks, as exFAT, SMB and some FUSE do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
+        shutil.rmtree(temp, ignore_errors=True)  # there is none after a success
 
 
 def symlink(link, target):
-    """Makes `link` a relative link to the folder `target` beside it, atomically. Without links: a
-    file with the name of the folder, see chat.resolve_link."""
-    temp, name = f"{link}.tmp{os.getpid()}", os.path.basename(target)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(temp)
-    with unless_missing():
-        os.symlink(name, temp)
-    if not os.path.islink(temp):
-        launch.write_atomic(temp, name + "\n")
+    """Makes `link` a relative link to the folder `target` beside it, atomically."""
+    temp = f"{link}.{os.urandom(4).hex()}.tmp0"  # a kill here leaves it to clean_run
+    os.symlink(os.path.basename(target), temp)
     os.replace(temp, link)

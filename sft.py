@@ -175,11 +175,6 @@ class Chats:
             self.tokens -= len(self.encoded.popitem(last=False)[1].ids)
         return sequence
 
-    def films(self):
-        """-> [(folder, name)] of the films of all rows."""
-        return [(self.root, item["video"]) for row in self.rows
-                for item in chat.videos_in(row["messages"])]
-
     def cost(self, index):
         """About how many frames a row has, known without decoding; launch.deal balances by this."""
         videos = chat.videos_in(self.rows[index]["messages"])
@@ -363,8 +358,7 @@ def main():
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     train, held = open_data(args, codec, cache)
-    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
-                             train.films() + (held.films() if held else []))
+    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, best = state.get("step", 0), state.get("best", math.inf)

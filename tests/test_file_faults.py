@@ -205,7 +205,7 @@ def stand_in_for_sft(policy, disk, window):
         policy.hf.weight.grad = -torch.ones(2, 2)
         return 1 / (policy.steps() + 1), 4
 
-    rows = types.SimpleNamespace(rows=[0] * 5, films=list, frames=None, broken=set())
+    rows = types.SimpleNamespace(rows=[0] * 5, frames=None, broken=set())
     sft.open_data = lambda *_: (rows, rows)
     sft.batch_packs = lambda *_: ([], None, [])
     sft.build_optimizers = lambda *_: [model.adamw()]
@@ -311,7 +311,8 @@ def test_nothing_finished_is_lost_whichever_operation_fails(request, play, windo
     straight, code, _, err, done = play("straight", window)
     assert code == 0 and not err and len(done) > 10, err
     wanted = read(straight)
-    names = {"args.json", "best", "last", "log.jsonl", "rollouts", "step_000004", "step_000005"}
+    names = {".lock", "args.json", "best", "last", "log.jsonl", "rollouts", "step_000004",
+             "step_000005"}
     assert names - {"rollouts"} <= set(wanted["names"]) <= names
     assert [(wanted[name][0], wanted[name][2]) for name in ("last", "best")] == [
         ("step_000005", 5), ("step_000004", 4)]
@@ -386,7 +387,7 @@ def test_no_episode_that_has_ended_is_lost(request, tmp_path, how):
     assert code == 0 and not err and "15 rollouts in" in out
     wanted = episodes_in(whole)
     assert len(wanted) == 15 and wanted == sorted(wanted)
-    assert sorted(os.listdir(whole.parent)) == ["r.args.json", "r.jsonl"]
+    assert sorted(os.listdir(whole.parent)) == [".r.jsonl.lock", "r.args.json", "r.jsonl"]
     for at in sample(request, done, how):
         struck = tmp_path / f"struck{at}" / "r.jsonl"
         part = struck.with_suffix(".jsonl.part")
@@ -397,7 +398,7 @@ def test_no_episode_that_has_ended_is_lost(request, tmp_path, how):
         code, _, err, _ = forked(rollouts(tmp_path, struck), tmp_path)
         assert code == 0 and not err, (done[at - 1], err)
         assert episodes_in(struck) == wanted, done[at - 1]
-        assert sorted(os.listdir(struck.parent)) == ["r.args.json", "r.jsonl"], done[at - 1]
+        assert set(os.listdir(struck.parent)) == set(os.listdir(whole.parent)), done[at - 1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -148,7 +148,6 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         pay(one, said("scarlet", answer="blood red"))
         assert [body["model"] for body in server.asked[4:]] == ["k", "j"]
     rows = [json.loads(line) for line in file.read_bytes().splitlines()[4:] if line]
-    rows = [{k: v for k, v in row.items() if k != "own_crc32"} for row in rows]
     assert {"question": "Which colour?", "gold": "blood red", "answer": "scarlet", "model": "j",
             "verdict": True} in rows
 

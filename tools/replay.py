@@ -96,8 +96,7 @@ def main():
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)
-    films = [(source.root, e.task["video"]) for e in episodes]
-    inputs = runs.identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts}, films)
+    inputs = runs.identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts})
     folder, _ = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     if folder:
         launch.say(f"nothing to do: {args.out} has the update")

@@ -77,6 +77,6 @@ def test_another_template_argument_is_another_setting(stage):
         assert low == again != none
         return
     then = {"args": json.loads(json.dumps(vars(low)))}
-    assert runs.changes(again, {}, then) == ([], None)
-    ((flag,), _) = runs.changes(none, {}, then)
+    assert runs.changes(again, {}, then) == []
+    (flag,) = runs.changes(none, {}, then)
     assert "--template-args" in flag and "low" in flag

@@ -12,7 +12,7 @@ def test_records_that_somebody_edited_are_sampled_again(tmp_path):
     out = tmp_path / "r.jsonl"
     assert forked(rollouts(tmp_path, out), tmp_path)[0] == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    wanted, edits = episodes_in(out), [{"group": 3, "sample": "x"}, {"group": ["a"], "sample": 0}]
+    wanted, edits = episodes_in(out), [{"group": 3, "sample": "x"}]
     edits += [{"group": rows[2]["group"], "sample": rows[2]["sample"]}, {**rows[3], "group": "0/z"}]
     for edit in edits:
         part = [edit, *rows[4:]]
