@@ -73,7 +73,8 @@ def group_by_prompt(episodes):
     groups = {}
     # Sort by sample, not by time of completion: sums of floats are then the same in every run.
     for episode in sorted(episodes, key=lambda e: e.sample):
-        if episode.context is not None and 1 in episode.context.mask:
+        trained = episode.status in ("ok", "context")  # else the machine failed, not the policy
+        if trained and episode.context is not None and 1 in episode.context.mask:
             prompt = episode.group, *(item.key for item in episode.context.items)
             groups.setdefault(prompt, []).append(episode)
     return list(groups.values())
@@ -213,11 +214,11 @@ def pack_loss(policy, reference, teacher, pack, real, old, args):
     import torch
 
     # All log-probs are at the sampling temperature: the engine's are, too.
-    logp, entropy = policy(pack, args.temperature)  # [n] each
-    old = logp.detach() if old is None else old  # a constant
-    with torch.no_grad():
+    with torch.no_grad():  # first: with adapters the reference is the policy, adapters changed
         ref = None if reference is None else reference(pack, args.temperature)[0]  # [n]
         taught = None if teacher is None else teacher(pack, args.temperature)[0]  # [n]
+    logp, entropy = policy(pack, args.temperature)  # [n] each
+    old = logp.detach() if old is None else old  # a constant
     if real:
         advantage = model.to_device(pack.values["advantage"], logp.device)  # [n]
         sampler = model.to_device(pack.values["sampler"], logp.device)  # [n]
@@ -392,7 +393,7 @@ def main():
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
-    best_step, best_of = state.get("best_step"), state.get("best_of")  # of so many held-out tasks
+    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see runs.is_best
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
@@ -471,15 +472,16 @@ def main():
         # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
         # the same number, so all of them save or none.
         if eval_due:
-            acc, n = evaluate(log, sampler, held, step + 1, args)
-            if runs.is_best(acc, best, n, best_of):
-                best, best_step, best_of = acc, step + 1, n
+            acc, unread = evaluate(log, sampler, held, step + 1, args)
+            if runs.is_best(acc, best, unread, best_unread):
+                best, best_step, best_unread = acc, step + 1, unread
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_asked.is_set())
-        save_due = last or (args.save_every and (step + 1) % args.save_every == 0)
-        if stopping or save_due or best_step == step + 1:
-            state = {"best": best, "best_step": best_step, "best_of": best_of, "args": vars(args),
-                     "inputs": inputs}
+        # Not after a bad step: two such saves would push out the checkpoints from before the fault.
+        due = args.save_every and (step + 1) % args.save_every == 0 and not bad_steps
+        if stopping or last or due or best_step == step + 1:
+            state = {"best": best, "best_step": best_step, "best_unread": best_unread,
+                     "args": vars(args), "inputs": inputs}
             checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state)
             launch.beat(args.patience)
         if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
@@ -611,9 +613,9 @@ def write_rollouts(out, step, rank, episodes):
 
 
 def evaluate(log, sampler, held, step, args):
-    """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, tasks
-    in it). The K, the seeds and so the noise of a task are the same in every evaluation.
-    Collective."""
+    """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, ids
+    of the tasks that failed, which it leaves out). The K, the seeds and so the noise of a task are
+    the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
     rank, world = launch.rank_and_world()
     rows = []
@@ -627,8 +629,8 @@ def evaluate(log, sampler, held, step, args):
             launch.beat(args.patience)
             if e.error and tools and step == 0:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
-            rows.append({"tools": tools, "status": e.status, "acc": e.reward.get("acc"),
-                         "K": e.num_frames, "type": e.task["type"]})
+            rows.append({"id": str(e.task["id"]), "tools": tools, "status": e.status,
+                         "acc": e.reward.get("acc"), "K": e.num_frames, "type": e.task["type"]})
     # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
     rows = launch.gather_rows(rows)
     good = [row for row in rows if row["status"] in ("ok", "context")]
@@ -646,7 +648,8 @@ def evaluate(log, sampler, held, step, args):
         accs = [metrics.number(val[key]) for key in ("acc", "acc_without_tools")]
         log.write({"step": step, "val": val},
                   f"step {step:04d} | held-out acc {accs[0]} no tools {accs[1]}{failed}")
-    return -1.0 if val["acc"] is None else val["acc"], val["n"]
+    unread = sorted({row["id"] for row in rows} - {row["id"] for row in good if row["tools"]})
+    return -1.0 if val["acc"] is None else val["acc"], unread
 
 
 # ------------------------------------------------------------------------------------------------

@@ -524,7 +524,12 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     sampler = replace(sampler, pump=pump or Pump(sampler.engine, sampler.threads))
 
     async def play_and_score(episode):
-        return await score_episode(await play(episode, sampler), sampler.pay, sampler.judge)
+        episode = await play(episode, sampler)
+        # A window whose file has gone, or a request that failed, says nothing of the policy.
+        failed = [c for c in episode.calls if c["status"] in ("video_error", "engine_error")]
+        if failed and episode.status == "ok":
+            episode.fail(failed[0]["status"], f"a call: {failed[0]['summary']}")
+        return await score_episode(episode, sampler.pay, sampler.judge)
 
     # More episodes than the engine's batch keep the batch full while some of them decode.
     live = sampler.max_live or 2 * sampler.engine.max_seqs

@@ -246,19 +246,20 @@ def check_run(step, bad, out, read, limit=3):
     """Raises RunError, on all ranks alike, after `limit` bad steps in a row. read: whether a video
     of this step could be read; if not, the disk is probably away and not every file broken."""
     if bad >= limit:
-        reason = "no finite gradient" if read else "is the disk there? no video could be read"
-        raise launch.RunError(f"step {step + 1}: {reason} for {bad} steps in a row; the newest "
-                              f"checkpoint is {newest_checkpoint(out)}")
+        reason = (f"no finite gradient for {bad} steps in a row;" if read else
+                  f"no video could be read for {bad} steps; is the disk there?")
+        raise launch.RunError(f"step {step + 1}: {reason} the newest checkpoint is "
+                              f"{newest_checkpoint(out)}")
 
 
-def is_best(value, best, rows, best_rows):
-    """Whether a held-out value, higher is better, is the new best one. It is a mean over `rows`
-    rows; a video that cannot be read takes its rows away, and means of other rows cannot be
-    compared. best_rows: of the best value, None: there is none yet."""
-    if best_rows not in (None, rows):
-        more = rows > best_rows
-        launch.say(f"held-out rows: {best_rows} at `best`, {rows} can be read now, so "
-                   + ("`best` begins anew" if more else "this is no `best`"))
+def is_best(value, best, unread, best_unread):
+    """Whether a held-out value, higher is better, is the new best one. unread: rows whose videos
+    could not be read, so that the value is a mean over the others; means over other rows cannot be
+    compared. best_unread: those of the best value, None: there is none yet."""
+    if best_unread not in (None, unread):
+        more = set(unread) < set(best_unread)
+        launch.say(f"held-out rows not read: {len(best_unread)} at `best`, {len(unread)} now,"
+                   + (" so `best` begins anew" if more else " so this is no `best`"))
         best = float("-inf" if more else "inf")
     return value > best  # no number, NaN, is no best
 

@@ -221,14 +221,16 @@ def check(args, codec, cache):
 
 
 def batch_packs(chats, step, codec, args, rank, world):
-    """This rank's part of the batch of a step, see make_packs, and the rows that it has skipped in
-    this epoch. (seed, step) draws the chats, so a resumed run sees the same ones. They are dealt
-    out by cost, so no rank waits for the long videos of another."""
+    """This rank's part of the batch of a step, see make_packs, whether a video of it could not be
+    read, and the rows that this rank has skipped in this epoch. (seed, step) draws the chats, so a
+    resumed run sees the same ones. They are dealt out by cost, so no rank waits for the long videos
+    of another."""
     if step * args.batch_size % len(chats.rows) < args.batch_size:  # the first of an epoch
         chats.broken.clear()  # a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
-    return *make_packs(chats, mine, codec, args.pack_tokens), sorted(chats.broken)
+    packs, frames = make_packs(chats, mine, codec, args.pack_tokens)
+    return packs, frames, not chats.broken.isdisjoint(mine), sorted(chats.broken)
 
 
 def make_packs(chats, indices, codec, pack_tokens):
@@ -362,7 +364,7 @@ def main():
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, best = state.get("step", 0), state.get("best", math.inf)
-    best_step, best_of = state.get("best_step"), state.get("best_of")  # of so many held-out chats
+    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see runs.is_best
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
@@ -391,7 +393,7 @@ def main():
     bad = 0  # steps in a row without a finite gradient or a video; check_run ends such a run
     for step in range(start, steps):
         clock = time.monotonic()
-        packs, policy.features.frames, broken = future.result()  # raises the thread's error
+        packs, policy.features.frames, missed, broken = future.result()  # raises its error
         waited = time.monotonic() - clock  # near 0 if decoding keeps up with training
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
@@ -403,14 +405,16 @@ def main():
                 group["lr"] = lr * fraction
         loss, tokens = backward(policy, packs)
         norm = model.clip_gradients(policy, args.clip)
+        # No rank has read a video, though there were some: chats of text alone must not hide that.
+        blind = launch.any_rank(missed) and not launch.any_rank(policy.features.frames)
         # The norm covers the gradients of all ranks, so all of them step or none does. A skipped
         # step costs a batch. A step with NaN in it would cost the run.
-        bad = 0 if math.isfinite(norm) and tokens else bad + 1
+        bad = 0 if math.isfinite(norm) and not blind else bad + 1
         for o in optimizers:
             if not bad:
                 o.step()
             o.zero_grad(set_to_none=True)  # frees the memory until the next backward
-        runs.check_run(step, bad, args.out, tokens)
+        runs.check_run(step, bad, args.out, not blind)
 
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
@@ -432,21 +436,23 @@ def main():
         # held is None without --val: then no `best`, and checkpoints by --save-every alone.
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, held, args, rank, world)
-            chats = len(held.rows) - sum(launch.gather_rows([len(held.broken)]))
+            unread = sorted(launch.gather_rows(sorted(held.broken)))
             if rank == 0:
                 line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
-                log.write({"step": step + 1, "val_loss": value if chats else None}, line)
+                known = None if math.isnan(value) else value
+                log.write({"step": step + 1, "val_loss": known}, line)
             # Every rank has the same numbers, so all of them save or none.
-            if runs.is_best(-value, -best, chats, best_of):
-                best, best_step, best_of = value, step + 1, chats
+            if runs.is_best(-value, -best, unread, best_unread):
+                best, best_step, best_unread = value, step + 1, unread
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(asked.is_set())
-        due = last or (args.save_every and (step + 1) % args.save_every == 0)
-        if stopping or due or best_step == step + 1:
+        # Not after a bad step: two such saves would push out the checkpoints from before the fault.
+        due = args.save_every and (step + 1) % args.save_every == 0 and not bad
+        if stopping or last or due or best_step == step + 1:
             # resume_point reads all of it again and compares the settings.
-            state = {"best": best, "best_step": best_step, "best_of": best_of, "args": vars(args),
-                     "inputs": inputs}
+            state = {"best": best, "best_step": best_step, "best_unread": best_unread,
+                     "args": vars(args), "inputs": inputs}
             checkpoint.save_run(policy, codec, optimizers, args.out, step + 1, state)
             launch.beat(args.patience)
         if stopping:

@@ -393,7 +393,7 @@ def test_videos_that_were_away_are_asked_about_by_the_next_start(world, toy):
     first = world("--live", 1, rows=rows, say=say, allow=False)
     os.rename(away, toy / "videos")
     assert first.code == 2 and "4 of 5" in first.err, first.err
-    again = world("--live", 1, rows=rows, allow=False)
+    again = world("--live", 1, rows=rows, say=lambda request: answer("red"), allow=False)
     assert again.code == 0 and [r["n"] for r in again.results] == [5], again.err
     assert {task_of(r) for r in again.engine.asked} == {f"task {n}" for n in range(1, 5)}
     assert again.results[0]["acc"] == 1.0
@@ -552,7 +552,7 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     (("--bench", "mlvu", "--root", "/x"), (), "no --data"),
     (("--bench", "mlvu", "--root", "/no/such"), ("--data",), "no such folder"),
     (("--bench", "mlvu", "lvbench", "--root", "a", "b", "c"), ("--data",), "--root"),
-    (("--rescore", "/no/such"), (), "tasks.jsonl"), (("--table", "/no/such"), (), "tasks.jsonl"),
+    (("--rescore", "/no/such"), (), "tasks.jsonl"), (("--table", "/no/such"), (), "summary.json"),
     (("--judge-url", "http://x"), (), "--judge-model"),
     (("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "j"), (),
      "no server answers at http://127.0.0.1:9"),

@@ -37,11 +37,13 @@ from scripted import (
 )
 
 import chat
+import grpo
 import launch
 import rewards
 import rollout
 import video
 from engine import Completion
+from runs import is_retried
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -234,7 +236,8 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
                       newest_first=True)
     episode = play_one(engine, tasks, Broken(str(toy), video.FrameCache()))
     got, glue = responses(codec, episode)
-    assert episode.status == "ok" and len(got) == len(episode.calls) == 10
+    assert episode.status == "engine_error"  # of one call; the episode went on
+    assert len(got) == len(episode.calls) == 10
     assert got == [c["summary"] for c in episode.calls]
     wanted = ["I saw 0", "not valid JSON", "unknown tool 'zoom'", "reversed", "I saw 60",
               "holds nothing of the video", "could not be looked at",
@@ -259,6 +262,28 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
     assert (60.0, 64.0) in [(c["start"], c["end"]) for c in episode.calls]
     # by its name another tool's call is told apart; one that cannot be read has none
     assert [c["name"] for c in episode.calls] == ["crop_video", "", "zoom"] + 7 * ["crop_video"]
+
+
+@pytest.mark.parametrize("kind", ["video_error", "engine_error"])
+def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, toy, kind):
+    """The disk goes between the overview and the call, or a request fails: the episode is counted
+    as failed, tried again by the next start, and not trained on."""
+    class Away(rollout.Source):
+        def load_window(self, spec, film):
+            raise video.VideoError(spec["video"], "no such file")
+
+    kind_of_source = {"video_error": Away, "engine_error": rollout.Source}[kind]
+    source = kind_of_source(str(toy), video.FrameCache())
+    error = Completion("", error="HTTP 500")
+    engine = Scripted(codec, [calls((0, 8)), ANSWER],
+                      sub=lambda request: replace(error, id=request.id))
+    sampler = rollout.Sampler(engine, codec, source, AGENT)
+    (episode,) = rollout.run(sampler, tasks[:1], 4)
+    assert episode.status == kind and episode.error.startswith("a call: error: the window")
+    assert is_retried(episode.to_json()) and episode.turns[-1] == ANSWER
+    assert grpo.group_by_prompt([episode]) == []
+    episode.status = "ok"
+    assert grpo.group_by_prompt([episode]) == [[episode]]
 
 
 def test_num_frames_of_a_call_is_honoured_up_to_the_limit(codec, tasks, frames_of):

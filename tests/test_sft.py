@@ -424,14 +424,11 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
     code, _, err, log = outage(range(2, 12), *flags)
     assert code == 1 and len(err.splitlines()) == 1, err
     assert "step 5: no video could be read for 3 steps; is the disk there?" in err
-    assert err.rstrip().endswith("step_000004")
-    two, four = (load_file(tmp_path / "out" / f"step_00000{n}" / "model.safetensors")
-                 for n in (2, 4))
-    assert all(torch.equal(two[name], four[name]) for name in two)
+    # Nothing was saved at step 4: the weights there were those of step 2.
+    assert err.rstrip().endswith("step_000002")
     code, out, err, log = outage((), *flags)  # it is back
     assert code == 0 and "done" in out, err
-    assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 2 + [
-        False] * 2 + [True] * 8
+    assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 12
 
 
 def test_chats_whose_video_was_away_are_tried_again_in_the_next_epoch(outage):
@@ -443,22 +440,40 @@ def test_chats_whose_video_was_away_are_tried_again_in_the_next_epoch(outage):
     assert out.count("skipped ") == 6
 
 
+def test_chats_of_text_alone_do_not_hide_that_no_video_can_be_read(outage, tmp_path):
+    """And no save comes between the fault and the end: it would push out what was saved before."""
+    with open(tmp_path / "d.jsonl", "a") as file:
+        file.writelines(json.dumps({"id": f"text {n}", "messages": [
+            {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]}) + "\n"
+            for n in range(9))
+    code, _, err, log = outage(range(4, 30), "--steps", 30, "--save-every", 1)
+    assert code == 1 and "no video could be read for 3 steps; is the disk there?" in err
+    bad = [row["bad_steps"] for row in log if "loss" in row]
+    assert bad[4:] and max(bad[:4]) == 0 and 2 in bad[4:]
+    # A batch without any video says nothing of the disk, so such a step counts and is saved.
+    assert {f"step_{n + 1:06d}" for n, number in enumerate(bad) if not number} >= {
+        path.name for path in (tmp_path / "out").glob("step_*")}
+
+
 def test_an_evaluation_without_its_videos_is_no_best(outage, tmp_path):
     """No loss is not a loss of 0. The next evaluation counts again."""
     code, out, err, log = outage(["val 1"], "--steps", 6, "--eval-every", 2)
     assert code == 0, err
     losses = [row["val_loss"] for row in log if "val_loss" in row]
     assert losses[1] is None and losses[2] < losses[0]
-    assert "0 can be read now, so this is no `best`" in out
+    assert "held-out rows not read: 0 at `best`, 6 now, so this is no `best`" in out
     assert os.readlink(tmp_path / "out" / "best") == "step_000006"
     state = json.loads((tmp_path / "out" / "best" / "state.json").read_text())
-    assert state["best"] == losses[2] and state["best_of"] == 6
+    assert state["best"] == losses[2] and state["best_unread"] == []
 
 
 def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
-    assert runs.is_best(-2.0, -3.0, 6, 6) and not runs.is_best(-3.0, -3.0, 6, 6)
-    assert runs.is_best(-9.0, -float("inf"), 6, None)
-    assert not runs.is_best(float("nan"), -float("inf"), 6, None)
+    assert runs.is_best(-2.0, -3.0, [], []) and not runs.is_best(-3.0, -3.0, [], [])
+    assert runs.is_best(-9.0, -float("inf"), [7], None) and runs.is_best(-2.0, -3.0, [7], [7])
+    assert not runs.is_best(float("nan"), -float("inf"), [], None)
     assert not capsys.readouterr().out
-    assert not runs.is_best(-0.1, -3.0, 5, 6) and "no `best`" in capsys.readouterr().out
-    assert runs.is_best(-9.0, -3.0, 6, 5) and "begins anew" in capsys.readouterr().out
+    # As many rows that are others cannot be compared either.
+    for unread, before in (([7], []), ([7], [8]), ([7, 8], [7])):
+        assert not runs.is_best(-0.1, -3.0, unread, before)
+        assert "no `best`" in capsys.readouterr().out
+    assert runs.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
