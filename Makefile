@@ -2,7 +2,7 @@
 # make test   the tests (ARGS="--shuffle 7": in a random order)
 # make test-all   also the tests in tests/all: rare cases, long sweeps, faults, pages in a browser
 # make test-fast   the edit loop: a minute or two, without engines and processes
-# make lint   ruff, and the sizes of the scripts beside their aims
+# make lint   ruff
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
 # make test-faults   a fault at every file operation of a save and of a start (`make test-all` tries a sample)
@@ -84,7 +84,6 @@ test-fast: .venv/dev
 
 lint: .venv/dev
 	$(BIN)/ruff check -q .
-	$(BIN)/python tools/lint.py
 
 test-faults: .venv/dev
 	$(BIN)/python -m pytest tests/test_file_faults.py --all-faults $(ARGS)

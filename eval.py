@@ -39,13 +39,12 @@ from dataclasses import dataclass, replace
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
-import data
 import launch
 import rollout
-import runs
-from endpoint import add_judge_arguments, open_judge
 from evaluation import benchmarks, costs, endpoint, folders, scores, systems
 from evaluation.episodes import check_prompts, reordered, run
+from plumbing import data, runs
+from plumbing.judge import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -243,7 +242,7 @@ def whole_checkpoint(args):
     """-> (folder of --ckpt, checked; digest of the weights), or None twice for endpoints."""
     if not args.ckpt:
         return None, None
-    import checkpoint  # imports torch, which an endpoint does not need
+    from plumbing import checkpoint  # imports torch, which an endpoint does not need
 
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     return ckpt, runs.content_digest(ckpt)
@@ -307,7 +306,7 @@ def evaluate(args):
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
-    kept = {**vars(args), "prompt_hash": prompts}
+    kept = {**vars(args), "prompt_hash": prompts, "code": runs.code_digests("evaluation")}
     for suite in suites if rank == 0 else []:
         if not suite.part:
             folders.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))

@@ -51,17 +51,14 @@ from dataclasses import fields, replace
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
-import checkpoint
-import data
 import launch
-import metrics
 import model
 import rewards
 import rollout
-import runs
 import video
-from endpoint import add_judge_arguments, open_judge
 from engine import Pump
+from plumbing import checkpoint, data, metrics, runs
+from plumbing.judge import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees

@@ -17,7 +17,7 @@ distinct frame set and kept.
 Letters in shapes: L tokens of a pack, N trained tokens, V vision tokens, D deepstack levels, H
 hidden size; [T, H, W, 3] are T frames of H x W pixels.
 
-Reads and writes no file: checkpoint.py loads and saves the policy.
+Reads and writes no file: plumbing/checkpoint.py loads and saves the policy.
 """
 import functools
 import inspect

@@ -44,14 +44,13 @@ from functools import partial
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
-import data
 import launch
 import rewards
-import runs
 import video
-from data import Source
-from endpoint import add_judge_arguments, open_judge
 from engine import Limits, Pump, Request, VllmEngine, in_flight
+from plumbing import data, runs
+from plumbing.data import Source
+from plumbing.judge import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
 # Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one
@@ -827,7 +826,7 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
     sleeping: give memory back between rollouts (GPU). windows: (crops that one context may hold
     beside the overview, frames of each).
     """
-    import checkpoint  # imports torch, so not at the top
+    from plumbing import checkpoint  # imports torch, so not at the top
 
     launch.use_gpu(args.cpu)
     # The engine reserves memory for the largest context: all frames that one may hold.
@@ -926,7 +925,7 @@ def main():
     args = parse_args()
     from tqdm import tqdm
 
-    import checkpoint  # imports torch, which takes seconds: --help answers at once
+    from plumbing import checkpoint  # imports torch, which takes seconds: --help answers at once
 
     tasks = data.read_tasks(args.data)[: args.limit or None]
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)

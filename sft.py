@@ -37,13 +37,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
-import checkpoint
-import data
 import launch
-import metrics
 import model
-import runs
 import video
+from plumbing import checkpoint, data, metrics, runs
 
 
 def build_parser():

@@ -45,12 +45,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
-import checkpoint
 import launch
 import rewards
 import rollout
-import runs
 import video
+from plumbing import checkpoint, runs
 
 
 def colours():

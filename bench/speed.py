@@ -41,13 +41,13 @@ import numpy as np
 import torch
 
 import chat
-import checkpoint
 import grpo
 import launch
 import model
 import rollout
 import video
 from engine import Limits, VllmEngine
+from plumbing import checkpoint
 
 
 def installed(module, package, rows):

@@ -22,9 +22,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 
-import data
 import launch
 import rewards
+from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
 # The splits

@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 
 import chat
 import launch
-from endpoint import (
+from engine import Completion, Request
+from plumbing.judge import (
     Client,
     Reply,
     address,
@@ -33,7 +34,6 @@ from endpoint import (
     read_verdicts,
     refusal,
 )
-from engine import Completion, Request
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import chat
-import data
 import launch
 import rewards
 import rollout
 import video
 from evaluation.endpoint import ChatRequest
+from plumbing import data
 
 QUESTION = "{subtitles}{question}\n{options}\n{style}"
 

@@ -23,9 +23,9 @@ import time
 
 import launch
 import rewards
-import runs
 import video
 from evaluation import answers, benchmarks, costs, endpoint, scores, systems
+from plumbing import runs
 
 # ------------------------------------------------------------------------------------------------
 # Records

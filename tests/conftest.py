@@ -16,9 +16,9 @@ import hypothesis
 import pytest
 
 import chat
-import data
 import launch
 from engine import VllmEngine
+from plumbing import data
 
 # No test is timed: a busy machine may take a second for what takes a millisecond.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -316,7 +316,7 @@ def saved(toy, codec, tmp_path_factory):
     import torch
     from reference import load_policy
 
-    import checkpoint
+    from plumbing import checkpoint
 
     launch.start_process_group()
     policy = load_policy(str(toy / "init"), codec)

@@ -1,12 +1,12 @@
 """
 handmade.py: episodes by hand, as rollout.py leaves them, and log-probs by plain transformers
-forwards: for the tests of grpo.py, tools/replay.py and metrics.py.
+forwards: for the tests of grpo.py, tools/replay.py and plumbing/metrics.py.
 """
 import torch
 
 import chat
-import data
 import rollout
+from plumbing import data
 
 CALL = ('I need a closer look.\n</think>\n<tool_call>\n'
         '{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>')

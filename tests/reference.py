@@ -18,11 +18,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
-import checkpoint
 import launch
 import model
 import rollout
 from engine import Completion, Pump
+from plumbing import checkpoint
 
 
 def load_policy(ckpt, codec, device=None, recompute="none"):

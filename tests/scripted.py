@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import chat
 import rollout
-from endpoint import probe_messages
 from engine import Completion
 from evaluation import episodes
 from evaluation.endpoint import call_messages
+from plumbing.judge import probe_messages
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)

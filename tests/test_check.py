@@ -7,11 +7,11 @@ import re
 import pytest
 from scripted import AGENT
 
-import data
 import grpo
 import rollout
 import sft
 import video
+from plumbing import data
 
 
 def write(path, rows):

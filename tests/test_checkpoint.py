@@ -1,5 +1,5 @@
 """
-Tests of checkpoint.py: python -m pytest tests/test_checkpoint.py -q
+Tests of plumbing/checkpoint.py: python -m pytest tests/test_checkpoint.py -q
 
 What is saved is loaded again by plain transformers; what several ranks load is what from_pretrained
 loads. Then folders as they lie about: torn downloads, other formats, other architectures, damaged
@@ -21,12 +21,10 @@ from reference import forward
 from safetensors.torch import save_file
 
 import chat
-import checkpoint
 import launch
-import metrics
 import model
-import runs
 from model import Span, Tree
+from plumbing import checkpoint, metrics, runs
 
 CPU = torch.device("cpu")
 
@@ -134,7 +132,8 @@ SHARDS = """
     sys.path[:0] = [{root!r}, {root!r} + "/tests"]
     import torch
     import torch.distributed as dist
-    import chat, checkpoint, launch, model
+    import chat, launch, model
+    from plumbing import checkpoint
     from reference import load_policy
     rank, world, device = launch.start_process_group()
     codec = chat.load_codec(sys.argv[1])

@@ -13,7 +13,7 @@ from conftest import run_script
 import chat
 import launch
 import rollout
-from data import read_tasks
+from plumbing.data import read_tasks
 from tools import convert as conversion
 
 

@@ -1,5 +1,5 @@
 """
-Tests of data.py: python -m pytest tests/test_data.py -q
+Tests of plumbing/data.py: python -m pytest tests/test_data.py -q
 
 Subtitles in prompts: test_subtitles.py. --check: test_check.py.
 """
@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-import data
 import launch
+from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
 # Labels

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-import data
 import rollout
 import video
+from plumbing import data
 
 
 def block(page, holds):
@@ -48,7 +48,7 @@ def test_the_ten_films_are_tasks_that_can_be_trained_on(tmp_path, codec):
 
 def test_the_question_from_python_is_answered(toy, tmp_path, monkeypatch, capsys):
     """As written, but for the folders of the demo."""
-    text = block("hacking.md", "import checkpoint, chat, rollout, video")
+    text = block("hacking.md", "import chat, rollout, video")
     assert len(text.splitlines()) < 15
     text = text.replace("out/demo/grpo", str(toy / "init")).replace("out/demo/toy", str(toy))
     names = {}

@@ -19,8 +19,8 @@ import eval as evaluation
 import launch
 import rollout
 import video
-from endpoint import Client
 from evaluation import endpoint
+from plumbing.judge import Client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,10 +18,10 @@ from reference import ReferenceEngine, load_policy
 from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 
 import chat
-import checkpoint
 import model
 import rollout
 from engine import Limits, Pump, Request, VllmEngine, in_flight
+from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_new_tokens=8,

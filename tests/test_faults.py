@@ -13,13 +13,14 @@ import textwrap
 import pytest
 from conftest import ROOT, run_script
 
-import runs
+from plumbing import runs
 
 HEAD = """
     import os, signal, sys, time
     sys.path[:0] = [{root!r}, {root!r} + "/tests"]
     import torch
-    import model, checkpoint, launch, reference, rewards, rollout, runs, sft, grpo, video
+    import model, launch, reference, rewards, rollout, sft, grpo, video
+    from plumbing import checkpoint, runs
     rollout.make_engine = reference.make_engine
     rank = int(os.environ.get("RANK", 0))
 """

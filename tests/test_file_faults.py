@@ -24,13 +24,12 @@ import torch
 from safetensors.torch import load_file
 
 import chat
-import checkpoint
 import grpo
 import launch
 import model
 import rollout
-import runs
 import sft
+from plumbing import checkpoint, runs
 
 # ------------------------------------------------------------------------------------------------
 # A disk that fails

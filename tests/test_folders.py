@@ -21,8 +21,8 @@ import eval as evaluation
 import grpo
 import launch
 import rollout
-import runs
 import sft
+from plumbing import runs
 from tools import view
 
 LIVE = ("--prompts", 2, "--group", 2, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",

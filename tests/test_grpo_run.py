@@ -14,10 +14,10 @@ import torch
 from conftest import run_script
 from handmade import colourful
 
-import checkpoint
 import grpo
 import launch
 import rollout
+from plumbing import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,14 @@ from safetensors.torch import load_file, save_file
 from scripted import ANSWER, Server
 from test_eval import Scripted as EvalEngine
 
-import checkpoint
-import data
 import eval as evaluation
 import grpo
 import launch
 import rollout
-import runs
 import sft
 import video
-from endpoint import open_judge
+from plumbing import checkpoint, data, runs
+from plumbing.judge import open_judge
 from tools import pick, replay
 
 SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation, "pick": pick,

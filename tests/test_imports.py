@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "video", "data", "chat", "model", "engine", "endpoint", "runs",
-         "checkpoint", "rollout", "toy", "metrics", "sft", "grpo",
+ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "plumbing.data",
+         "plumbing.judge", "plumbing.runs", "plumbing.checkpoint", "plumbing.metrics", "rollout",
+         "toy", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.readers", "evaluation.sources", "evaluation.episodes", "evaluation.paper",
          "evaluation.paper_driver", "evaluation.paper_texts", "evaluation.systems",
          "evaluation.costs", "evaluation.windows", "evaluation.scores", "evaluation.folders",
          "eval", "tools.plan", "tools.ask", "tools.pick", "tools", "bench"]  # fmt: skip
-FILES = sorted([*Path(ROOT).glob("*.py"), *Path(ROOT).glob("evaluation/*.py"),
-                *Path(ROOT).glob("tools/*.py"), *Path(ROOT).glob("bench/*.py")])
+FILES = sorted(path for folder in (".", "plumbing", "evaluation", "tools", "bench")
+               for path in Path(ROOT, folder).glob("*.py"))
 
 
 def place(name):

@@ -14,11 +14,11 @@ import sys
 import pytest
 from scripted import Scripted, Server
 
-import endpoint as client
 import grpo
 import rewards
 import rollout
 from evaluation import endpoint
+from plumbing import judge as client
 from tools import replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import launch
-import metrics
+from plumbing import metrics
 
 # ------------------------------------------------------------------------------------------------
 # How a script begins and ends

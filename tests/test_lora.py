@@ -16,13 +16,13 @@ import torch
 from reference import load_policy, make_engine
 from safetensors.torch import load_file
 
-import checkpoint
 import grpo
 import launch
 import model
 import rewards
 import rollout
 import sft
+from plumbing import checkpoint
 from tools import merge
 
 CPU = torch.device("cpu")

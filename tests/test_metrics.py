@@ -1,5 +1,5 @@
 """
-Tests of metrics.py: python -m pytest tests/test_metrics.py -q
+Tests of plumbing/metrics.py: python -m pytest tests/test_metrics.py -q
 
 --track has tests of its own, test_track.py.
 """
@@ -8,8 +8,8 @@ import json
 import pytest
 from handmade import colourful, make_group
 
-import metrics
 import rewards
+from plumbing import metrics
 
 
 @pytest.fixture(scope="module")

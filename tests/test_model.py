@@ -23,12 +23,12 @@ from reference import forward, generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
-import checkpoint
 import launch
 import model
 import sft
 import video
 from model import Span, Tree
+from plumbing import checkpoint
 
 LEARNING = SimpleNamespace(optimizer="muon", lr=1e-3, muon_lr=1e-2, beta2=0.99)
 

@@ -8,10 +8,10 @@ import pytest
 from conftest import run_script
 from scripted import Scripted, calls, play
 
-import data
 import rollout
 import sft
 import video
+from plumbing import data
 from tools import pick
 
 TASKS = [{"id": name, "video": f"videos/rl-000{n}.mp4", "question": "Which?", "options": None,

@@ -10,10 +10,10 @@ import torch
 from conftest import run_script
 
 import chat
-import data
 import model
 import rewards
 import toy as toy_script
+from plumbing import data
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ import rewards
 import rollout
 import video
 from engine import Completion
-from runs import is_retried
+from plumbing.runs import is_retried
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,13 +19,11 @@ from reference import forward
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import checkpoint
-import data
 import launch
 import model
-import runs
 import sft
 import video
+from plumbing import checkpoint, data, runs
 
 
 def settings_for_chats(**changed):

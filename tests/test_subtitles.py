@@ -11,11 +11,11 @@ from conftest import run_script
 from scripted import AGENT, Scripted, is_sub
 
 import chat
-import data as data_py
 import eval as evaluation
 import grpo
 import launch
 import rollout
+from plumbing import data as data_py
 
 ANSWER = "I saw it.\n</think>\n<answer>red</answer>"
 # The frames of an overview of 4 stand at 8, 24, 40 and 56 s.

@@ -21,10 +21,9 @@ from reference import ReferenceEngine, make_engine
 
 import grpo
 import launch
-import metrics
 import rollout
-import runs
 import sft
+from plumbing import metrics, runs
 
 # ------------------------------------------------------------------------------------------------
 # Asked to stop
@@ -208,7 +207,8 @@ def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
 
 RUNNER = """
     import os, random, signal, sys, time
-    import model, checkpoint, launch, sft, grpo, video, rollout, reference
+    import model, launch, sft, grpo, video, rollout, reference
+    from plumbing import checkpoint
     if "--vllm" in sys.argv:
         sys.argv.remove("--vllm")
     else:

@@ -17,12 +17,12 @@ import pytest
 from conftest import TOY
 
 import chat
-import data
 import launch
 import rewards
 import rollout
 import toy as toy_world
 import video
+from plumbing import data
 
 
 def digests(folder):

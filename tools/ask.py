@@ -26,12 +26,12 @@ from dataclasses import replace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
-import data
 import eval as evaluation
 import launch
 import rewards
 import rollout
 from evaluation import endpoint, episodes, systems
+from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
 # An episode as events

@@ -23,11 +23,11 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
-import data
 import launch
 import rewards
 import rollout
 from evaluation import benchmarks
+from plumbing import data
 
 
 def relative(path):

@@ -58,8 +58,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import chat
-import checkpoint
-import data
 import grpo
 import launch
 import model
@@ -68,6 +66,7 @@ import sft
 import toy
 import video
 from engine import Limits, VllmEngine
+from plumbing import checkpoint, data
 from tools import plan
 
 ROOT, CPU = sys.path[0], torch.device("cpu")

@@ -16,9 +16,8 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
-import checkpoint
 import launch
-import runs
+from plumbing import checkpoint, runs
 
 
 def main():

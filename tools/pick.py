@@ -33,12 +33,11 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import data
 import launch
 import rewards
 import rollout
-import runs
 from evaluation import folders
+from plumbing import data, runs
 
 # ------------------------------------------------------------------------------------------------
 # Rollout JSONL that somebody may have edited, merged or written by another program

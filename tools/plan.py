@@ -16,8 +16,8 @@ from copy import deepcopy
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
-import checkpoint
 import launch
+from plumbing import checkpoint
 
 PHASE = 11  # columns of a number in the table
 # Bytes that vLLM keeps while it sleeps: CUDA graphs and libraries. Others report 0.8 to 1.5 GB;

@@ -20,17 +20,15 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
-import checkpoint
 import grpo
 import launch
-import metrics
 import model
 import rewards
 import rollout
-import runs
 import video
-from endpoint import open_judge
 from evaluation import folders
+from plumbing import checkpoint, metrics, runs
+from plumbing.judge import open_judge
 from tools import pick
 
 

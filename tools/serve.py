@@ -799,7 +799,7 @@ def parse_args():
 
 
 def main():
-    import checkpoint
+    from plumbing import checkpoint
 
     args = parse_args()
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)

@@ -9,10 +9,10 @@ import os
 
 import pytest
 
-import data
 import eval as evaluation
 import launch
 from evaluation import benchmarks, scores
+from plumbing import data
 
 NO_PYARROW = "pyarrow is not installed (requirements-dev.txt brings it)"
 

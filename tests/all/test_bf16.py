@@ -18,12 +18,12 @@ from conftest import ROOT, Overheard, run_script
 
 sys.path.insert(0, ROOT)  # of the worker at the bottom
 
-import checkpoint
 import grpo
 import launch
 import model
 import rollout
 import sft
+from plumbing import checkpoint
 from tools import replay
 
 HALF = torch.bfloat16

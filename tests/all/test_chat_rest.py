@@ -11,7 +11,7 @@ import pytest
 
 import chat
 import rollout
-import runs
+from plumbing import runs
 
 OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 

@@ -1,5 +1,5 @@
 """
-What checkpoint.py refuses: kinds of checkpoints, damaged folders, code in a checkpoint:
+What plumbing/checkpoint.py refuses: kinds of checkpoints, damaged folders, code in a checkpoint:
 python -m pytest tests/all/test_checkpoint_refused.py -q
 """
 import builtins
@@ -21,14 +21,13 @@ from test_checkpoint import (
 )
 
 import chat
-import checkpoint
 import eval as evaluation
 import grpo
 import launch
 import rollout
-import runs
 import sft
 from engine import Limits, VllmEngine
+from plumbing import checkpoint, runs
 from tools import plan
 
 SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation}

@@ -1,5 +1,5 @@
 """
-More of checkpoint.py, files and links:
+More of plumbing/checkpoint.py, files and links:
 python -m pytest tests/all/test_checkpoint_rest.py -q
 """
 import hashlib
@@ -11,8 +11,7 @@ import torch
 from conftest import ROOT
 from test_checkpoint import CPU, arguments, saved_at  # noqa: F401
 
-import checkpoint
-import runs
+from plumbing import checkpoint, runs
 
 
 def test_large_checkpoints_are_several_files_and_an_index(toy, monkeypatch, process_group, codec,

@@ -14,7 +14,7 @@ import rewards
 import rollout
 import sft
 import video
-from data import chat_fault, read_tasks
+from plumbing.data import chat_fault, read_tasks
 from tools import convert as conversion
 
 # second, and the sentence below; the traces store the frames as stills, in a user turn.

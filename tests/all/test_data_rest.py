@@ -1,10 +1,10 @@
 """
-More of data.py, forms of subtitles:
+More of plumbing/data.py, forms of subtitles:
 python -m pytest tests/all/test_data_rest.py -q
 """
 import json
 
-import data
+from plumbing import data
 
 
 def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):

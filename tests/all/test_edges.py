@@ -10,13 +10,10 @@ import os
 import pytest
 from conftest import run_script
 
-import checkpoint
-import data
 import launch
-import metrics
 import rewards
-import runs
 from evaluation import benchmarks, endpoint, folders
+from plumbing import checkpoint, data, metrics, runs
 from tools import replay
 
 DEEP = "[" * 100_000 + "]" * 100_000

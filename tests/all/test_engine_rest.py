@@ -32,12 +32,12 @@ from test_engine import (  # noqa: F401
     vllm_engines,
 )
 
-import checkpoint
 import engine as engine_module
 import grpo
 import rollout
 import video
 from engine import Pump, Request, VllmEngine, end_process, engine_prompt
+from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,11 +25,11 @@ from test_eval import (  # noqa: F401
 )
 
 import chat
-import data
 import eval as evaluation
 import rollout
 from engine import Completion
 from evaluation import costs, scores
+from plumbing import data
 
 
 def dealt(rows, parts, root="", **more):

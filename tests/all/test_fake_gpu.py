@@ -51,12 +51,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import chat
-import checkpoint
 import grpo
 import launch
 import model
-import runs
 import sft
+from plumbing import checkpoint, runs
 from tools import plan
 
 ROOT = str(Path(__file__).resolve().parents[2])

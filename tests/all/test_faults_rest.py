@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, run_script
 from test_faults import AT_STEP, HEAD, LIVE, command, goes_on, run, steps_of  # noqa: F401
 
-import runs
+from plumbing import runs
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from test_folders import (
 )
 
 import launch
-import runs
+from plumbing import runs
 
 # ------------------------------------------------------------------------------------------------
 # The checkpoint that a run starts from

@@ -22,12 +22,12 @@ from PIL import Image
 from test_video import paint, seen, write
 
 import chat
-import data as data_py
 import eval as evaluation
 import rollout
 import video
 from engine import Completion
 from evaluation import episodes, folders, systems
+from plumbing import data as data_py
 
 CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
         '</tool_call>')

@@ -32,13 +32,11 @@ from test_identity import (  # noqa: F401
 )
 
 import chat
-import checkpoint
-import data
 import grpo
 import launch
 import rollout
-import runs
 import video
+from plumbing import checkpoint, data, runs
 from tools import pick, replay
 
 IDS = ["a", "a/0", "a/0/0", "a%2F0", "0", "0/a", "a/"]

@@ -25,11 +25,11 @@ from test_judge_reward import (  # noqa: F401
     task,
 )
 
-import data
-import endpoint as client
 import launch
 import rewards
 import rollout
+from plumbing import data
+from plumbing import judge as client
 from tools import pick, replay
 from video import FrameCache
 

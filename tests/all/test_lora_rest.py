@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 from test_lora import CPU, RANK, adapted, adapters, moved, pack_of, run, saved  # noqa: F401
 
 import chat
-import checkpoint
 import grpo
 import launch
 import model
-import runs
 import sft
 from engine import Limits, VllmEngine
+from plumbing import checkpoint, runs
 
 # ------------------------------------------------------------------------------------------------
 # Files

@@ -15,12 +15,12 @@ from conftest import ROOT, run_script
 from reference import ReferenceEngine
 
 import chat
-import checkpoint
 import launch
 import model
 import rollout
 import sft
 import toy as toy_module
+from plumbing import checkpoint
 from tools import gpu_check, plan
 
 CPU = torch.device("cpu")

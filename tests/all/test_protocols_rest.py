@@ -24,7 +24,6 @@ from test_protocols import (
 )
 
 import chat
-import data
 import eval as evaluation
 import launch
 import rewards
@@ -32,6 +31,7 @@ import rollout
 import video
 from engine import Completion
 from evaluation import benchmarks, endpoint, episodes, systems
+from plumbing import data
 
 SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None,
         "answer": [8, 16], "type": "grounding"}

@@ -31,11 +31,8 @@ from hypothesis import strategies as st
 from reference import ReferenceEngine, forward
 
 import chat
-import checkpoint
-import data
 import grpo
 import launch
-import metrics
 import model
 import rewards
 import rollout
@@ -44,6 +41,7 @@ import toy
 import video
 from engine import Completion
 from evaluation import episodes
+from plumbing import checkpoint, data, metrics
 from tools import replay
 
 CPU = torch.device("cpu")
@@ -713,7 +711,8 @@ OLDER = """
     sys.path[:0] = [{old!r}]
     sys.path.append({root!r})
     import torch
-    import model, checkpoint, launch
+    import model, launch
+    from plumbing import checkpoint
     launch.import_shim()
     import transformers
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig

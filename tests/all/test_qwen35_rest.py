@@ -15,10 +15,10 @@ from conftest import ROOT, run_script
 from test_qwen35 import CALL, alone, codec35, loaded, random_trees, world35  # noqa: F401
 
 import chat
-import checkpoint
 import launch
 import model
 import rewards
+from plumbing import checkpoint
 
 
 def test_random_layouts(world35, codec35):

@@ -15,9 +15,9 @@ import pytest
 from conftest import ROOT, run_script
 
 import chat
-import data
 import rollout
 from evaluation.endpoint import ChatRequest, OpenAIEngine
+from plumbing import data
 
 
 @pytest.fixture(scope="module")

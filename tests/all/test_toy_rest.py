@@ -11,11 +11,11 @@ from conftest import run_script
 from test_toy import digests, kind_of, rows_of, seconds_of, told_scenes
 
 import chat
-import data
 import rewards
 import rollout
 import toy as toy_world
 import video
+from plumbing import data
 
 SMALL = ("--base-videos", 3, "--sft-videos", 3, "--rl-videos", 2, "--eval-videos", 1)
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 
 import launch
-import metrics
+from plumbing import metrics
 
 TRACKERS = ["trackio", "wandb", "swanlab"]
 ROW = {"acc": 0.25, "n": 3, "val": None, "why": "text", "by_K": {"4": {"acc": 0.5, "tau": None}}}

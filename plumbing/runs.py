@@ -1,5 +1,5 @@
 """
-runs.py: the folder of a run: who writes there, from what the run is made, where it goes on.
+plumbing/runs.py: the folder of a run: who writes there, what it is made from, where it goes on.
 
   a run      out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last and
              lists size and CRC-32 of every other file; out/last and out/best link to them
@@ -136,11 +136,14 @@ def digest_of(files, names=True):
 
 
 @functools.cache  # a script that is edited while the run goes on is not the code that runs
-def code_digests():
-    """{script: digest} of the scripts beside this one. args.json and state.json hold them, so that
-    a result can be traced to the code that made it."""
-    scripts = sorted(pathlib.Path(__file__).absolute().parent.glob("*.py"))
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in scripts}
+def code_digests(*folders):
+    """{script: digest} of the top level, plumbing/ and these folders. args.json and state.json hold
+    them, so that a result can be traced to the code that made it."""
+    root = pathlib.Path(__file__).absolute().parents[1]
+    scripts = sorted(path for folder in (".", "plumbing", *folders)
+                     for path in (root / folder).glob("*.py"))
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            for path in scripts}
 
 
 def write_args(path, args, **more):
