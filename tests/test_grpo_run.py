@@ -177,11 +177,11 @@ def test_a_run_that_sees_no_video_for_three_steps_ends_and_goes_on_later(outage,
     """One such step is skipped as before."""
     flags = ("--steps", 6, "--save-every", 1)
     with pytest.raises(launch.RunError, match="^step 5: no video could be read for 3 steps; is the "
-                       "disk there.*step_000004$"):
+                       "disk there.*step_000002$"):
         outage((0, 2, 3, 4, 5), *flags)
     _, last, folder = outage((), *flags)
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [row["not_ok"] for row in rows] == [6, 0, 6, 6, 0, 0] and last["step"] == 6
+    assert [row["not_ok"] for row in rows] == [6, 0, 0, 0, 0, 0] and last["step"] == 6
 
 
 # ------------------------------------------------------------------------------------------------

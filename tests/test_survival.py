@@ -259,7 +259,7 @@ def check_killed(straight, killed, steps):
     """Nothing was trained twice, nothing torn was loaded, nothing is left over."""
     assert steps_of(killed) == list(range(1, steps + 1))
     assert same(weights(straight), weights(killed)) == 0.0
-    left = [n for n in os.listdir(killed) if n.startswith((".", "step_"))]
+    left = [n for n in os.listdir(killed) if n.startswith((".", "step_")) and n != ".lock"]
     assert sorted(left) == [f"step_{n:06d}" for n in (steps - 1, steps)], left
     losses = [[json.loads(line)["loss"] for line in (f / "log.jsonl").read_text().splitlines()]
               for f in (straight, killed)]

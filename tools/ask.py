@@ -192,7 +192,7 @@ def film_task(args, number=0, question="", options=None) -> dict:
     spoken = args.subtitle_file and os.path.relpath(args.subtitle_file, args.video_root)
     return {"id": f"question-{number}", "video": os.path.relpath(args.video, args.video_root),
             "question": question, "options": options or None, "answer": None,
-            "type": "mcq" if options else "open", **({"subtitles": spoken} if spoken else {})}
+            "type": "mcq" if options else args.type, **({"subtitles": spoken} if spoken else {})}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -208,6 +208,8 @@ def parse_args():
     add("--video", required=True, help="a film: a file, or a folder of frames")
     add("--question", help="default: questions are read from the terminal")
     add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
+    add("--type", choices=["open", "list", "grounding"], default="open",
+        help="of answers without options, as the model was trained; the toy: list")
     add("--out", help="rollout JSONL to write; default: none is written")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Lists of one, because the flags of protocols are those of eval.py.
@@ -225,7 +227,7 @@ def parse_args():
     early = launch.peek(parser)
     parser.set_defaults(**systems.protocols()[early.protocol].native)
     if early.preset == "toy":
-        parser.set_defaults(**rollout.toy_lengths())
+        parser.set_defaults(**rollout.toy_lengths(), type="list")
     args = parser.parse_args()
     for wrong, why in [(args.options and not args.question, "--options belong to --question"),
                        (args.protocols, "--protocols is of eval.py"),
