@@ -203,7 +203,8 @@ class VllmEngine:
             module = importlib.import_module(f"vllm.model_executor.models.{base.engine_module}")
             ModelRegistry.register_model(base.model_class, getattr(module, base.model_class))
             # vLLM fills the KV cache with zeros at start, 1 to 3 s per GiB, so ask for little.
-            text = AutoConfig.from_pretrained(ckpt, trust_remote_code=False).text_config
+            config = AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
+            text = config.text_config
             heads = text.num_hidden_layers * text.num_key_value_heads
             room = limits.context * heads * text.head_dim * 2 * 4  # bytes of one context
             if base.recurrent:  # a page of keys and values is as large as a layer's state
@@ -243,7 +244,8 @@ class VllmEngine:
             self.engine.engine_core._finalizer.detach()
         self.codec, self.max_seqs = codec, limits.max_seqs
         self.running, self.prompts = {}, {}  # request id -> Request; see engine_prompt
-        self.tied_on_cpu = not gpu and self.engine.model_config.hf_config.tie_word_embeddings
+        # By the file: vLLM unties its own configuration if an equal head is stored as well.
+        self.tied_on_cpu = not gpu and config.tie_word_embeddings
         self.gpu, self.sleeping = gpu, gpu and limits.sleeping
         self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py alone
 

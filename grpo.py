@@ -627,7 +627,8 @@ def evaluate(log, sampler, held, step, args):
             if e.error and tools and step == 0:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
             rows.append({"id": str(e.task["id"]), "tools": tools, "status": e.status,
-                         "acc": e.reward.get("acc"), "K": e.num_frames, "type": e.task["type"]})
+                         "acc": e.reward.get("acc"), "judge": e.reward.get("judge"),
+                         "K": e.num_frames, "type": e.task["type"]})
     # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
     rows = launch.gather_rows(rows)
     good = [row for row in rows if row["status"] in ("ok", "context")]
@@ -645,7 +646,9 @@ def evaluate(log, sampler, held, step, args):
         accs = [metrics.number(val[key]) for key in ("acc", "acc_without_tools")]
         log.write({"step": step, "val": val},
                   f"step {step:04d} | held-out acc {accs[0]} no tools {accs[1]}{failed}")
-    unread = sorted({row["id"] for row in rows} - {row["id"] for row in good if row["tools"]})
+    # An answer that token F1 scored, because the judge was away, cannot be compared either.
+    comparable = {row["id"] for row in good if row["tools"] and row["judge"] != "fallback"}
+    unread = sorted({row["id"] for row in rows} - comparable)
     return -1.0 if val["acc"] is None else val["acc"], unread
 
 

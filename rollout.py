@@ -522,21 +522,24 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     """
     sampler = replace(sampler, pump=pump or Pump(sampler.engine, sampler.threads))
 
+    # More episodes than the engine's batch keep the batch full while some of them decode.
+    live = sampler.max_live or 2 * sampler.engine.max_seqs
+    slots = asyncio.Semaphore(live)
+
     async def play_and_score(episode):
-        episode = await play(episode, sampler)
+        async with slots:  # an episode that waits for its judge keeps no other from being played
+            episode = await play(episode, sampler)
         # A window whose file has gone, or a request that failed, says nothing of the policy.
         failed = [c for c in episode.calls if c["status"] in ("video_error", "engine_error")]
         if failed and episode.status == "ok":
             episode.fail(failed[0]["status"], f"a call: {failed[0]['summary']}")
         return await score_episode(episode, sampler.pay, sampler.judge)
 
-    # More episodes than the engine's batch keep the batch full while some of them decode.
-    live = sampler.max_live or 2 * sampler.engine.max_seqs
     # A generator: an Episode and its coroutine exist only once there is room for them.
     works = (play_and_score(episode)
              for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step)
              if (episode.group, episode.sample) not in done)
-    finished = in_flight(sampler.pump, works, live)
+    finished = in_flight(sampler.pump, works, live + 256 * (sampler.judge is not None))
 
     async def following():
         return await anext(finished, None)

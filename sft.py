@@ -128,6 +128,7 @@ class Chats:
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
         self.broken = set()  # rows whose video could not be read in this pass over the rows
+        self.witness = None  # the file that was read last; if it has gone, the disk has
 
     def frames(self, spec):
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
@@ -147,6 +148,8 @@ class Chats:
             specs = chat.videos_in(row["messages"])
             frames = [self.frames(spec) for spec in specs]
             items = list(map(chat.vision_item, specs, frames))
+            for spec in specs:
+                self.witness = video.resolve(spec["video"], self.root)
         # A broken video costs one chat, not the run. ValueError: a window beyond the video.
         except (video.VideoError, ValueError) as error:
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
@@ -218,16 +221,18 @@ def check(args, codec, cache):
 
 
 def batch_packs(chats, step, codec, args, rank, world):
-    """This rank's part of the batch of a step, see make_packs, whether a video of it could not be
-    read, and the rows that this rank has skipped in this epoch. (seed, step) draws the chats, so a
+    """This rank's part of the batch of a step, see make_packs, whether the disk with the videos has
+    gone, and the rows that this rank has skipped in this epoch. (seed, step) draws the chats, so a
     resumed run sees the same ones. They are dealt out by cost, so no rank waits for the long videos
     of another."""
-    if step * args.batch_size % len(chats.rows) < args.batch_size:  # the first of an epoch
-        chats.broken.clear()  # a disk that was away may be back
+    first = step * args.batch_size
+    if (first + args.batch_size - 1) // len(chats.rows) > (first - 1) // len(chats.rows):
+        chats.broken.clear()  # the batch begins an epoch: a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, mine, codec, args.pack_tokens)
-    return packs, frames, not chats.broken.isdisjoint(mine), sorted(chats.broken)
+    away = not chats.broken.isdisjoint(mine) and not os.path.exists(chats.witness or chats.root)
+    return packs, frames, away, sorted(chats.broken)
 
 
 def make_packs(chats, indices, codec, pack_tokens):
@@ -390,7 +395,7 @@ def main():
     bad = 0  # steps in a row without a finite gradient or a video; check_run ends such a run
     for step in range(start, steps):
         clock = time.monotonic()
-        packs, policy.features.frames, missed, broken = future.result()  # raises its error
+        packs, policy.features.frames, away, broken = future.result()  # raises its error
         waited = time.monotonic() - clock  # near 0 if decoding keeps up with training
         if step + 1 < steps:
             future = prefetch.submit(batch_packs, train, step + 1, codec, args, rank, world)
@@ -402,16 +407,17 @@ def main():
                 group["lr"] = lr * fraction
         loss, tokens = backward(policy, packs)
         norm = model.clip_gradients(policy, args.clip)
-        # No rank has read a video, though there were some: chats of text alone must not hide that.
-        blind = launch.any_rank(missed) and not launch.any_rank(policy.features.frames)
+        # On one rank is enough, and chats of text alone must not hide it.
+        blind = launch.any_rank(away)
         # The norm covers the gradients of all ranks, so all of them step or none does. A skipped
         # step costs a batch. A step with NaN in it would cost the run.
         bad = 0 if math.isfinite(norm) and not blind else bad + 1
         for o in optimizers:
-            if not bad:
+            if tokens and not bad:
                 o.step()
             o.zero_grad(set_to_none=True)  # frees the memory until the next backward
-        runs.check_run(step, bad, args.out, not blind)
+        last = step + 1 == steps
+        runs.check_run(step, bad, args.out, not blind, 1 if last and blind else 3)
 
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
@@ -429,7 +435,6 @@ def main():
 
         # 3. The held-out loss, and a checkpoint.
         # `last` links to the newest checkpoint, `best` to the one with the lowest held-out loss.
-        last = step + 1 == steps
         # held is None without --val: then no `best`, and checkpoints by --save-every alone.
         if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, held, args, rank, world)

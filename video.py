@@ -407,7 +407,7 @@ def _open(path):
         codec = stream.codec_context
         # Flags of key frames of other codecs are often false: such a file is decoded in a row.
         sure = codec.codec.intra_only or codec.name in ("h264", "hevc", "vp8", "vp9", "libdav1d")
-        likely = codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora", "flv")
+        likely = codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora")
         for packet in container.demux(stream, *container.streams.audio):
             if packet.stream.index != stream.index:
                 end = (packet.pts or 0) + (packet.duration or 0)
@@ -422,6 +422,9 @@ def _open(path):
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
                 begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
+                if codec.name == "mpeg4":  # a joined clip may flag all; two bits tell what it is
+                    _, _, picture = bytes(packet).partition(b"\0\0\1\xb6")
+                    begin = begin and picture[:1] < b"\x40"  # 00: intra
                 packets.append((pts, pts if packet.dts is None else packet.dts,
                                 packet.duration or 0, packet.is_keyframe, packet.is_discard, begin))
     if not early:

@@ -246,8 +246,8 @@ def check_apart(ckpt, base, out):
 
 
 def check_run(step, bad, out, read, limit=3):
-    """Raises RunError, on all ranks alike, after `limit` bad steps in a row. read: whether a video
-    of this step could be read; if not, the disk is probably away and not every file broken."""
+    """Raises RunError, on all ranks alike, after `limit` bad steps in a row. read: whether videos
+    can be read; if not, the disk is away."""
     if bad >= limit:
         reason = (f"no finite gradient for {bad} steps in a row;" if read else
                   f"no video could be read for {bad} steps; is the disk there?")

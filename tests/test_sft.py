@@ -19,6 +19,7 @@ from reference import forward
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import chat
 import launch
 import model
 import sft
@@ -451,6 +452,27 @@ def test_chats_of_text_alone_do_not_hide_that_no_video_can_be_read(outage, tmp_p
     # A batch without any video says nothing of the disk, so such a step counts and is saved.
     assert {f"step_{n + 1:06d}" for n, number in enumerate(bad) if not number} >= {
         path.name for path in (tmp_path / "out").glob("step_*")}
+
+
+def test_films_that_are_gone_for_ever_end_no_run(outage, tmp_path):
+    """The disk is there: batches of chats of text and of films that have gone are trained on."""
+    rows = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        for item in chat.videos_in(row["messages"]):
+            item["video"] = "videos/gone.mp4"
+    text = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
+    rows += [{"id": f"text {n}", "messages": text} for n in range(9)]
+    write_rows(tmp_path / "d.jsonl", rows)
+    code, _, err, log = outage((), "--steps", 12)
+    assert code == 0, err
+    assert not any(row["bad_steps"] for row in log if "loss" in row)
+
+
+def test_a_run_whose_last_step_sees_no_video_is_not_done(outage):
+    code, _, err, _ = outage([5], "--steps", 6)
+    assert code == 1 and "no video could be read for 1 steps; is the disk there?" in err
+    code, out, err, _ = outage((), "--steps", 6)
+    assert code == 0 and "done" in out, err
 
 
 def test_an_evaluation_without_its_videos_is_no_best(outage, tmp_path):

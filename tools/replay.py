@@ -119,6 +119,8 @@ def main():
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
     groups = [group for group in groups if still_there(group, policy.features)]
+    if not launch.any_rank(groups):
+        raise launch.RunError("no video of these rollouts can be read; is the disk there?")
     if judge:
         async def score_all():
             await asyncio.gather(*(rollout.score_episode(e, pay, judge) for e in episodes))
