@@ -497,6 +497,25 @@ def test_a_frame_that_is_flagged_as_a_key_frame_need_not_be_one(
     cache.close()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_joined_clip_may_flag_all_its_frames(tmp_path, ffmpeg, order):
+    """MPEG-4 Part 2: one clip has a list of key frames, the other one has none."""
+    for n in (0, 1):
+        path = tmp_path / f"{n}.mp4"
+        ffmpeg("-f", "lavfi", "-i", "testsrc2=size=96x64:rate=10:duration=2", "-c:v", "mpeg4",
+               "-g", "10", path)
+        path.write_bytes(path.read_bytes().replace(b"stss", b"free" if n else b"stss"))
+    (tmp_path / "list").write_text("".join(f"file {n}.mp4\n" for n in order))
+    joined = tmp_path / "joined.mp4"
+    ffmpeg("-f", "concat", "-i", tmp_path / "list", "-c", "copy", joined)
+    _, pictures = shown_by(ffmpeg, joined)
+    cache = video.FrameCache(0)
+    for n in range(1, 40, 4):
+        (image,) = cache.frames(joined, np.array([n]), 0, 0, size=(64, 96)).images
+        assert np.abs(image.astype(int) - pictures[n]).mean() < 1, n
+    cache.close()
+
+
 def test_a_crop_on_the_left_is_applied(tmp_path, ffmpeg):
     """By 32 pixels, a multiple that a decoder in a hurry leaves there."""
     path = tmp_path / "v.mp4"

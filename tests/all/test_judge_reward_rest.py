@@ -67,7 +67,7 @@ def test_episodes_go_on_while_the_judge_thinks(judge):
         return done
 
     with Server(lambda body: "yes" if over.wait(20) else 500) as server:
-        sampler = rollout.Sampler(SimpleNamespace(max_seqs=8), None, None, rollout.Agent(),
+        sampler = rollout.Sampler(SimpleNamespace(max_seqs=1), None, None, rollout.Agent(),
                                   judge=judge(server))
         scored = list(rollout.run(sampler, [task()], 4, 6, play=play))
     assert scored[0].sample == 5  # the others wait for their verdicts, and it does not
