@@ -225,8 +225,9 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
 
 
 def mean_accuracy(group: list) -> float:
-    """Mean R_acc of a group. Failed rollouts count as 0."""
-    return sum(e.reward["acc"] for e in group) / len(group)
+    """Mean R_acc of a group; NaN if all failed. Without those that the machine failed."""
+    accs = [e.reward["acc"] for e in group if e.status not in ("video_error", "engine_error")]
+    return sum(accs) / len(accs) if accs else float("nan")
 
 
 def write(path: str, rows: list[dict]) -> None:
