@@ -88,8 +88,7 @@ def pytest_configure(config):
         number, count = int(name.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number % len(cores)::count])
-        if not config.getoption("--fast"):
-            preloaded()  # now, while there are no threads that a fork would lose
+        preloaded()  # now, while there are no threads that a fork would lose
 
 
 def pytest_addoption(parser):
