@@ -530,7 +530,7 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
         async with slots:  # an episode that waits for its judge keeps no other from being played
             episode = await play(episode, sampler)
         # A window whose file has gone, or a request that failed, says nothing of the policy.
-        failed = [c for c in episode.calls if c["status"] in ("video_error", "engine_error")]
+        failed = [c for c in episode.calls if c["status"] in runs.MACHINE_FAULTS]
         if failed and episode.status == "ok":
             episode.fail(failed[0]["status"], f"a call: {failed[0]['summary']}")
         return await score_episode(episode, sampler.pay, sampler.judge)

@@ -267,10 +267,14 @@ def is_best(value, best, unread, best_unread):
     return value > best  # no number, NaN, is no best
 
 
+# Statuses of episodes and calls that say nothing of the policy.
+MACHINE_FAULTS = ("video_error", "engine_error")
+
+
 def is_retried(record):
     """Whether the next start tries the episode of a record again. The fault may have been one of
     the machine, which has passed."""
-    return record["status"] in ("video_error", "engine_error")
+    return record["status"] in MACHINE_FAULTS
 
 
 # ------------------------------------------------------------------------------------------------

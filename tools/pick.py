@@ -226,7 +226,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
 
 def mean_accuracy(group: list) -> float:
     """Mean R_acc of a group; NaN if all failed. Without those that the machine failed."""
-    accs = [e.reward["acc"] for e in group if e.status not in ("video_error", "engine_error")]
+    accs = [e.reward["acc"] for e in group if e.status not in runs.MACHINE_FAULTS]
     return sum(accs) / len(accs) if accs else float("nan")
 
 
