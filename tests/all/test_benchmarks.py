@@ -11,7 +11,7 @@ import pytest
 
 import eval as evaluation
 import launch
-from evaluation import benchmarks, scores
+from evaluation import benchmarks
 from plumbing import data
 
 NO_PYARROW = "pyarrow is not installed (requirements-dev.txt brings it)"
@@ -110,26 +110,6 @@ def test_longvideobench_parquet_pads_options(tmp_path):
     assert set(tasks) == {"v_0", "v_1", "v_2"}
 
 
-@pytest.mark.parametrize("name, text", [
-    ("rows.json", '[{"video": "v", "timestamp": ["1.0", "2.0"], "caption": "x"}]'),
-    ("rows.jsonl", '{"video": "v", "timestamp": ["1.0", "2.0"], "caption": "x"}'),
-    ("rows.txt", "v 1.0 2.0##x")])
-def test_a_byte_order_mark_is_passed_over(tmp_path, name, text):
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8-sig")
-    read_it = benchmarks.charades_lines if name.endswith(".txt") else benchmarks.read_rows
-    assert read_it(str(path)) == [{"video": "v", "timestamp": ["1.0", "2.0"], "caption": "x"}]
-
-
-def test_longvideobench_json_has_candidates(tmp_path):
-    put(tmp_path, "lvb_val.json", [longvideobench(candidates=["walk", "run"])])
-    put(tmp_path, "lvb_test_wo_gt.json", [longvideobench(id="hidden", candidates=["walk", "run"])])
-    put(tmp_path, "v.mp4")
-    tasks, _ = read("longvideobench", tmp_path)
-    assert tasks["v_0"]["options"] == ["walk", "run"] and tasks["v_0"]["answer"] == "B"
-    assert tasks["v_0"]["video"] == "v.mp4" and len(tasks) == 1
-
-
 LVBENCH = {"uid": "7",
            "question": "Who (if anyone) enters?\n(A) A cook\n(B) The king\n"
                        "(C) A. Smith,\n   a sailor\n(D) Nobody", "answer": "C",
@@ -159,66 +139,6 @@ def test_lvbench(tmp_path, layout):
                                    "question_type": ["entity recognition", "reasoning"]}}
     assert tasks["8"]["answer"] == "A" and notes["no subtitles"] == 0 and notes["no video"] == 0
     assert "evidence" not in tasks["8"] and notes["no evidence"] == 1
-
-
-@pytest.mark.parametrize("inline", [True, False])
-def test_lvbench_with_a_column_of_options(tmp_path, inline):
-    """Labelled or bare; the question may repeat them, and is asked without."""
-    question = LVBENCH["question"] if inline else "Who (if anyone) enters?"
-    options = ["(A) A cook", "(B) The king", "(C) A. Smith, a sailor", "(D) Nobody"]
-    put(tmp_path, "data/train-00000-of-00001.parquet", [
-        {**LVBENCH, "question": question, "options": options, "key": "Cm73", "type": "cartoon",
-         "video_path": "Cm73.mp4"}])
-    tasks, notes = read("lvbench", tmp_path)
-    assert tasks["7"]["options"] == ["A cook", "The king", "A. Smith, a sailor", "Nobody"]
-    assert tasks["7"]["question"] == "Who (if anyone) enters?" and tasks["7"]["answer"] == "C"
-    assert notes["no usable answer"] == 0
-
-
-STATEMENTS = "Which order is right?\nA. he runs\nB. he falls\nC. he sings\nChoose one."
-ORDERS = ["A-B-C", "B-A-C", "C-B-A", "A-C-B"]
-
-
-@pytest.mark.parametrize("bench, file, row", [
-    ("videomme", "test", {"question_id": "1", "videoID": "v", "question": STATEMENTS, "answer": "B",
-                          "options": [f"{a}. {o}" for a, o in zip("ABCD", ORDERS)]}),
-    ("longvideobench", "lvb_val", {"id": "1", "video_path": "v.mp4", "question": STATEMENTS,
-                                   "candidates": ORDERS, "correct_choice": 1}),
-    ("lvbench", "train-0", {"key": "v", "type": "x", "uid": "1", "question": STATEMENTS,
-                            "question_type": [], "options": ORDERS, "answer": "B"}),
-    ("mlvu", "test-0", {"video": "v.mp4", "question": STATEMENTS, "candidates": ORDERS,
-                        "answer": "B"}),
-    ("mmvu", "validation", {"id": "1", "video": "x/main/videos/Art/1.mp4", "answer": "B",
-                            "question_type": "multiple-choice", "question": STATEMENTS,
-                            "choices": dict(zip("ABCDE", [*ORDERS, "none"]))}),
-    ("cgbench", "cgbench_mini", {"qid": 1, "video_uid": "v", "question": STATEMENTS,
-                                 "choices": ORDERS, "right_answer": "B",
-                                 "clue_intervals": [[1, 2]], "duration": 60}),
-    ("videomme_v2", "test", {"video_id": "001", "question_id": "001-1", "question": STATEMENTS,
-                             "options": "\n".join(f"{a}. {o}" for a, o in zip("ABCD", ORDERS)),
-                             "answer": "B", "group_type": "relevance", "group_structure": None}),
-    ("video_holmes", "test_Video-Holmes", {
-        "video ID": "v", "Question": STATEMENTS, "Options": dict(zip("ABCD", ORDERS)),
-        "Question Type": "TCI", "Answer": "B"})], ids=lambda value: value if "_" in value else "")
-def test_labelled_statements_of_a_question_are_no_options(bench, file, row, tmp_path):
-    """They stay, with all lines after them, if the options stand in a column of their own."""
-    put(tmp_path, f"{file}.jsonl", [row])
-    ((task,), _) = (list(part.values()) for part in read(bench, tmp_path))
-    assert task["question"] == STATEMENTS
-    assert task["options"][:4] == ORDERS and task["answer"] == "B"
-
-
-def test_white_space_of_a_published_question_and_its_options_is_kept_beside_the_task(tmp_path):
-    """Our prompts show them trimmed. The authors' driver shows them as they are published."""
-    row = {"id": "1", "video": "x/main/videos/Art/1.mp4", "question_type": "multiple-choice",
-           "question": " Which? \n", "choices": {"A": "a cat ", "B": "a dog"}, "answer": "B"}
-    put(tmp_path, "validation.jsonl", [row, {**row, "id": "2", "question": "Which?",
-                                             "choices": {"A": "a cat", "B": "a dog"}}])
-    (spaced, plain), _ = benchmarks.read_split("mmvu", str(tmp_path))
-    assert spaced["question"] == "Which?" and spaced["options"] == ["a cat", "a dog"]
-    assert spaced["published"] == " Which? \n"
-    assert spaced["published_options"] == ["a cat ", "a dog"]
-    assert not {"published", "published_options"} & set(plain)
 
 
 def test_mlvu_from_the_hub(tmp_path):
@@ -264,27 +184,6 @@ def test_mlvu_as_first_released(tmp_path):
     assert tasks["anomaly_reco-a.mp4"]["answer"] == "B" and len(tasks) == 3
     assert notes["empty rows left out"] == 1 and notes["items"] == 3
     assert notes["no usable answer"] == 1 and notes["no video"] == 1
-
-
-def test_mlvu_as_first_released_has_two_tasks_without_candidates(tmp_path):
-    """Nine files; in the last two the answer is a text. They are left out, counted, and no other
-    file may lack candidates for it."""
-    names = ("plotQA", "needle", "ego", "count", "order", "anomaly_reco", "topic_reasoning")
-    for number, name in enumerate(names, 1):
-        put(tmp_path, f"json/{number}_{name}.json", [
-            {"video": "v.mp4", "duration": 9, "question": "What?", "candidates": ["Fire", "Rain"],
-             "answer": "Rain", "question_type": name}])
-    for number, name in ((8, "sub_scene"), (9, "summary")):
-        put(tmp_path, f"json/{number}_{name}.json", [
-            {"video": "v.mp4", "duration": 9, "question": "Describe it.", "answer": "It rains.",
-             "question_type": name}] * 3)
-    tasks, notes = read("mlvu", tmp_path)
-    assert {task["tags"]["task"] for task in tasks.values()} == {*names}
-    assert len(tasks) == notes["items"] == 7 and notes["files without candidates left out"] == 2
-    row = {"video": "v.mp4", "question": "What?", "answer": "Rain", "question_type": "ego"}
-    put(tmp_path, "json/3_ego.json", [{**row, "candidates": ["Fire", "Rain"]}, row])
-    with pytest.raises(launch.UserError, match="3_ego.json: no column 'candidates'"):
-        benchmarks.read_split("mlvu", str(tmp_path))
 
 
 def test_mmvu(tmp_path):
@@ -430,42 +329,6 @@ def test_video_holmes(tmp_path):
     assert notes["no video"] == 0
 
 
-@pytest.mark.parametrize("options, bare", [
-    (["A. Apples.", "B. B. King"], ["Apples.", "B. King"]), (["(A) x", "(B) y"], ["x", "y"]),
-    (["A) x", "B) y"], ["x", "y"]), (["A: x", "B: y"], ["x", "y"]),
-    (["A. Milne", "Kafka"], ["A. Milne", "Kafka"]),  # a name, not a label
-    (["B. x", "A. y"], ["B. x", "A. y"]), (["A.M.", "B.C."], ["A.M.", "B.C."]),
-    ([" x ", "y"], ["x", "y"])])
-def test_labels_go_only_where_every_option_has_its_own(options, bare):
-    assert data.bare_options(options) == bare
-
-
-@pytest.mark.parametrize("answer, letter", [("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"),
-                                            ("two", "B"), ("A", "A"), ("E", ""), ("three", "C"),
-                                            ("thr", "")])
-def test_the_gold_letter_comes_from_a_letter_a_label_or_a_text(answer, letter):
-    assert benchmarks.answer_letter(answer, ["one", "two", "three", "three"]) == letter
-
-
-@pytest.mark.parametrize("name, files, why", [
-    ("videomme", {}, "expected videomme/test-*"),
-    # its only split is called train
-    ("lvbench", {"data/test-0.parquet": [{"x": 1}]}, "no rows of lvbench"),
-    ("videomme", {"test.jsonl": [{"question_id": "1"}]}, "no column 'videoID'"),
-    ("lvbench", {"video_info.meta.jsonl": [{"key": "a", "type": "tv", "qa": [{"uid": 1}]}]},
-     "no 'question'"),
-    ("mmvu", {"validation.json": "{not json"}, "validation.json"),
-    ("mmvu", {"validation.json": {"a": 1}}, "expected a list"),
-    ("charades", {"charades_sta_test.txt": "3MSZA 24.3##no end\n"}, "VIDEO START END"),
-    ("mlvu", {"json/1_plotQA.json": []}, "no rows")])
-def test_a_wrong_folder_is_one_line_that_says_what_was_expected(name, files, why, tmp_path):
-    for path, content in files.items():
-        put(tmp_path, path, content)
-    with pytest.raises(launch.UserError) as error:
-        benchmarks.read_split(name, str(tmp_path))
-    assert why in str(error.value) and "\n" not in str(error.value)
-
-
 VIDEOMME_ROW = VIDEOMME[0]
 MLVU_ROW = {"video": "v.mp4", "question": "What?", "candidates": ["Fire", "Rain"], "answer": "Rain"}
 
@@ -506,22 +369,6 @@ def test_half_read_ends_with_exit_code_2(name, files, why, tmp_path, monkeypatch
         launch.run_main(evaluation.main)
     said = capsys.readouterr().err
     assert end.value.code == 2 and why in said and said.count("\n") == 1 and not out.exists()
-
-
-def test_a_new_benchmark_is_one_entry_and_leaves_the_papers_rows_as_they_are(monkeypatch):
-    """Rows are by name: neither its place among the splits nor a row without it moves a number."""
-    known = benchmarks.splits()
-    monkeypatch.setattr(benchmarks, "splits", lambda: {"new": known["mlvu"], **known})
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
-                      for line in scores.paper_layout([], "markdown").split("\n")]
-    shown = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-    assert shown["ParaVT-8B (the paper's)"]["mlvu"] == "65.0"
-    assert "new" not in head  # neither the paper nor we have measured it
-    table = benchmarks.paper_table()
-    assert "charades" not in table["GPT-4o"] and "lvbench" not in table["Video-Thinker-7B"]
-    assert all(isinstance(percent, float) for row in table.values() for percent in row.values())
-    assert {name for row in table.values() for name in row} < {*known}
-    assert sum(len(row) for row in table.values()) == 101  # of 15 x 7, as counted in the paper
 
 
 def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):

@@ -3,7 +3,6 @@ More of chat.py, the arguments of templates:
 python -m pytest tests/all/test_chat_rest.py -q
 """
 import importlib.util
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 import chat
 import rollout
-from plumbing import runs
 
 OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
@@ -59,24 +57,3 @@ def test_published_templates_take_their_arguments(toy, tmp_path, name, given, sa
     assert "<tool_response>\nred\n</tool_response>" in glue and glue.endswith(ends)
 
 
-@pytest.mark.parametrize("stage", ["sft.py", "grpo.py", "eval.py"])
-def test_another_template_argument_is_another_setting(stage):
-    """For a run that goes on (rollout.py compares as grpo.py does) and for records of eval.py."""
-    import eval as evaluation
-    import grpo
-    import sft
-    from evaluation import folders
-
-    parser = {"sft.py": sft, "grpo.py": grpo, "eval.py": evaluation}[stage].build_parser()
-    low, again, none = (
-        parser.parse_args(["--ckpt", "c", "--data", "d", *more])
-        for more in (["--template-args", "reasoning_effort=low"],) * 2 + ((),))
-    if stage == "eval.py":
-        low, again, none = (folders.settings_digest(args, "", None, [], "")
-                            for args in (low, again, none))
-        assert low == again != none
-        return
-    then = {"args": json.loads(json.dumps(vars(low)))}
-    assert runs.changes(again, {}, then) == []
-    (flag,) = runs.changes(none, {}, then)
-    assert "--template-args" in flag and "low" in flag

@@ -55,14 +55,6 @@ def test_a_checkpoint_in_several_files(toy, codec, process_group, tmp_path):
 # Folders of a run
 
 
-def test_an_older_run_that_cannot_be_deleted_is_not_begun_anew(tmp_path, monkeypatch):
-    """Its checkpoint would be the newest one at the next start."""
-    saved_at(tmp_path, "step_000002")
-    monkeypatch.setattr(runs.shutil, "rmtree", lambda *_, **__: None)
-    with pytest.raises(launch.UserError, match="step_000002 of an older run cannot be deleted"):
-        runs.clean_run(str(tmp_path), start=0)
-
-
 def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
     for n in (1, 2, 3):
         saved_at(tmp_path, f"step_00000{n}")
@@ -304,11 +296,6 @@ FILES = {
 }
 
 
-def test_a_tied_head_that_is_stored_with_the_values_of_the_embeddings_is_fine(ckpt):
-    head(ckpt, 1.0)
-    assert checkpoint.resolve_checkpoint(str(ckpt)) == os.path.realpath(ckpt)
-
-
 @pytest.mark.parametrize("kind", FILES)
 def test_every_script_refuses_what_it_cannot_load(ckpt, refuse, kind):
     damage, why = FILES[kind]
@@ -316,24 +303,6 @@ def test_every_script_refuses_what_it_cannot_load(ckpt, refuse, kind):
     for script in SCRIPTS:
         line = refuse(script, ckpt)
         assert why in line and str(ckpt) in line
-
-
-def test_links_to_nothing_and_folders_named_like_files_do_no_harm(ckpt):
-    """Hub caches leave dangling links."""
-    (ckpt / "notes.txt").symlink_to(ckpt / "gone")
-    (ckpt / "old.json").mkdir()
-    assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)
-    assert runs.content_digest(str(ckpt)) and "notes.txt" not in chat.small_files(str(ckpt))
-
-
-@pytest.mark.parametrize("damage", [
-    sharded, stored_as(torch.float16, ""), stored_as(torch.bfloat16), quantized(dtype="bfloat16"),
-    quantized(torch_dtype="float16"), quantized(quantization_config=None),
-    torn(10**9, index=False)])
-def test_what_is_whole_is_taken_however_it_is_stored(ckpt, damage):
-    damage(ckpt)
-    assert checkpoint.resolve_checkpoint(str(ckpt)) == str(ckpt)
-    assert plan.read_config(str(ckpt)).text_config.hidden_size == 128
 
 
 # ------------------------------------------------------------------------------------------------

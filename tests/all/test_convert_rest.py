@@ -12,9 +12,7 @@ from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F
 import chat
 import rewards
 import rollout
-import sft
-import video
-from plumbing.data import chat_fault, read_tasks
+from plumbing.data import chat_fault
 from tools import convert as conversion
 
 # second, and the sentence below; the traces store the frames as stills, in a user turn.
@@ -79,19 +77,6 @@ def test_a_longvt_rl_row(tmp_path):
             task["source"]) == ("longvt_source/q/1.mp4", "Who?", "two men", "open", "longvt")
 
 
-def test_rl_rows_that_cannot_be_used_are_named(tmp_path, capsys):
-    bad = [(rl("C", kind="mcq"), "none of the options"),
-           (rl("B. one", kind="mcq"), "none of the options"),
-           (rl("A", "<video>Which?", "mcq"), "options cannot be read"),
-           (rl("soon", "<video>When?", "tvg"), "not [start, end]"),
-           (rl([9, 2], "<video>When?"), "not [start, end]"), (rl("B", videos=()), "0 videos"),
-           (rl("B", videos=("a", "b")), "2 videos"), (rl(""), "no answer")]
-    assert len(convert(tmp_path, [row for row, _ in bad] + [rl("B")])) == 1
-    printed = capsys.readouterr().out
-    for _, why in bad:
-        assert why in printed
-
-
 # ------------------------------------------------------------------------------------------------
 # Frames in tool responses, as in LongVT's traces. Its tool returns the frames of the window, one a
 # second, and the sentence below; the traces store the frames as stills, in a user turn.
@@ -105,28 +90,6 @@ SAME = piece("video_url", url="file:///data/longvt_source/selftrace_1/b.mp4")
 CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
 WINDOW = {"type": "video", "video": "longvt_source/selftrace_1/b.mp4", "start": 8.0, "end": 12.0,
           "fps": 1.0, "max_frames": 64}
-WHOLE = {"type": "video", "video": "longvt_source/selftrace_1/b_8.0_12.0.mp4", "frames": 4}
-
-
-@pytest.mark.parametrize("prompts", ["ours", "release"])
-@pytest.mark.parametrize("frames, seen", [(STILLS, WINDOW), ([SAME], WINDOW), ([CLIP], WHOLE)])
-@pytest.mark.parametrize("shape", ["inside", "after", "before", "tool"])
-def test_a_tool_response_keeps_its_frames(tmp_path, capsys, prompts, frames, seen, shape):
-    """Without them the next turn, which says what the window shows, would be learned blind."""
-    middle = {"inside": shown(f"<tool_response>\n{SENTENCE}: ", *frames, "\n</tool_response>"),
-              "after": shown(f"<tool_response>{SENTENCE}: </tool_response>", *frames),
-              "before": shown(*frames, f"<tool_response>{SENTENCE}: </tool_response>"),
-              "tool": shown(*frames, f"{SENTENCE}: ", role="tool")}[shape]
-    (row,) = convert(tmp_path, [longvt(turn(asks(8.0, 12.0)), middle)], prompts=prompts, frames=8)
-    system, user, call, tool, last = row["messages"]
-    text = {"type": "text", "text": f"{SENTENCE}: "}
-    assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
-                    else [text, seen]}
-    assert last["content"].startswith("<think>This window shows it.")
-    assert user["content"][0]["frames"] == 8 and chat_fault(row["messages"]) is None
-    assert ("video_path" in call["content"]) == (prompts == "release")
-    assert "of these chats 1 hold a call, 1 show frames in a tool response" in (
-        capsys.readouterr().out)
 
 
 def test_several_responses_of_a_turn_show_the_windows_of_their_own_calls(tmp_path):
@@ -138,24 +101,6 @@ def test_several_responses_of_a_turn_show_the_windows_of_their_own_calls(tmp_pat
     assert first["content"][1] == {**WINDOW, "max_frames": 5}
     assert second["content"][1] == {**WINDOW, "start": 20.0, "end": 30.0, "max_frames": 5}
     assert asked == {"role": "user", "content": "Go on."}  # text beside a response stays
-
-
-def test_marks_and_columns_in_tool_responses(tmp_path):
-    """The older layout: texts with marks, files in columns, a window that a video names itself."""
-    row = {"messages": json.dumps([
-        {"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": asks(1, 3)},
-        {"role": "tool", "content": "<image>\n<image>done"},
-        {"role": "assistant", "content": asks(4, 6)},
-        {"role": "user", "content": "<tool_response><video></tool_response>"},
-        {"role": "assistant", "content": ANSWER}]),
-        "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}],
-        "images": ["a_0.jpg", "a_1.jpg"]}
-    (talk,) = convert(tmp_path, [row], prompts="ours")
-    assert [m["role"] for m in talk["messages"]] == [
-        "system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
-    window = {"type": "video", "video": "selfqa/a.mp4", "fps": 1.0, "max_frames": 64}
-    assert talk["messages"][3]["content"][0] == {**window, "start": 1.0, "end": 3.0}
-    assert talk["messages"][5]["content"] == [{**window, "start": 4.0, "end": 5.0}]
 
 
 def test_rows_that_would_teach_what_is_not_shown_are_left_out(tmp_path, capsys):
@@ -198,55 +143,8 @@ def test_rows_that_would_teach_what_is_not_shown_are_left_out(tmp_path, capsys):
         assert f"{why}" in printed and f"the first is paravt_sft_x/{number}" in printed
 
 
-def test_converted_frames_are_those_of_the_window(tmp_path, codec, toy):
-    """Through sft.py's own reader, on a real file: overview first, then the window at one frame a
-    second on the video's clock, each where the template puts it."""
-    name = sorted(path.name for path in (toy / "videos").glob("*.mp4"))[0]
-    rows = [longvt(turn(asks(8.0, 12.0)), shown(f"<tool_response>{SENTENCE}", *STILLS,
-                                                "</tool_response>"), path=f"videos/{name}")]
-    convert(tmp_path, rows, frames=4, prompts="ours")
-    from types import SimpleNamespace
-
-    settings = SimpleNamespace(video_root=str(toy), max_pixels=50176, max_len=4096)
-    sequence = sft.Chats(str(tmp_path / "out.jsonl"), codec, settings, video.FrameCache())[0]
-    assert [item.seconds for item in sequence.items] == [[8.0, 24.0, 40.0, 56.0],
-                                                         [8.0, 9.0, 10.0, 11.0]]
-    text = chat.decode(codec, sequence.ids, keep_special=True)
-    response = text.split("<tool_response>")[1].split("</tool_response>")[0]
-    assert re.findall(r"<([0-9.]+) seconds>", response) == ["8.0", "9.0", "10.0", "11.0"]
-    assert sequence.ids.count(codec.image_pad) == 8
-    trained = chat.decode(codec, [i for i, m in zip(sequence.ids, sequence.mask) if m])
-    assert "This window shows it." in trained and SENTENCE not in trained
-
-
 # ------------------------------------------------------------------------------------------------
 # One prompt for the cold start and for RL
-
-
-def test_calls_lose_their_path_and_nothing_else(tmp_path):
-    turns = {'<tool_call>{"name":"crop_video","arguments":{"start_time": 1}}</tool_call>': None,
-             '<tool_call>{"name": "x", "arguments": "{video_path"}</tool_call>': None,
-             "<tool_call>video_path</tool_call> video_path": None,
-             '<tool_call>\n{"name":"crop_video","arguments":{"video_path":"\u00e9","n":"\u00e9"}}'
-             "\n</tool_call> video_path":
-             '<tool_call>\n{"name": "crop_video", "arguments": {"n": "\u00e9"}}\n</tool_call> '
-             "video_path"}
-    for given_text, wanted in turns.items():
-        assert conversion.without_path(given_text) == (wanted or given_text)
-
-
-def test_instructions_of_the_release_do_not_end_up_in_an_option(tmp_path, capsys):
-    """extra_info as ParaVT's own loader reads it: an answer and a type, no question."""
-    left = LETTERS + " Reason in <think> tags."
-    rows = [rl("D", f"<video>{LETTERS} {STRICT}", "mcq"),
-            rl("D", f"<video>{LETTERS}\n{STRICT}", "mcq"),
-            rl("D", f"<video>{LETTERS}\nThink first, call **crop_video** if needed, then answer.",
-               "mcq"),
-            rl("D", f"<video>{left}", "mcq"), rl("D", "<video>Say <think>?\nA. x\nB. y", "oe")]
-    tasks = convert(tmp_path, rows)
-    assert [t["options"] for t in tasks] == [["one", "two", "three", "four"]] * 3
-    assert {t["question"] for t in tasks} == {"Which?"}
-    assert "left out: 2 rows, the question still holds instructions" in capsys.readouterr().out
 
 
 # Sentences that publishers put after a question, from their own code.
@@ -299,30 +197,6 @@ def test_an_instruction_after_a_question_is_taken_out_or_the_row_is_left_out(
     assert asked == rollout.question_text(made)
 
 
-def test_an_option_is_one_line():
-    kept = {"Which?\nOptions:\nA. one\n\nB. two\n": ("Which?", ["one", "two"]),
-            "Which? Answer with the option letter only.\nA. one\nB. two": (
-                "Which?", ["one", "two"]),
-            "Which?\nA. Reply to the letter\nB. Answer the phone only": (
-                "Which?", ["Reply to the letter", "Answer the phone only"]),
-            "A man.\n\nWhich?\n (A) one\n (B) two": ("A man.\n\nWhich?", ["one", "two"])}
-    for text, wanted in kept.items():
-        asked, *found = conversion.question_of([text])
-        assert tuple(found) == wanted
-        assert asked.split() == text.replace(" Answer with the option letter only.", "").replace(
-            "Options:", "").split()
-    for text in ("Which?\nA. one\nand more\nB. two", "Which?\nA. one\nB. two\nHurry up.",
-                 "A. Smith runs.\nWhich?\nA. one\nB. two", "Which?\nA. one\nB. two\nA. three"):
-        with pytest.raises(ValueError, match="between or after the options"):
-            conversion.question_of([text])
-    # Labels that are no options for us: as an open question, the letter would be learned as a text.
-    for text in ("Which? A. one B. two", "Which?\nA.one\nB.two", "Which? (A) one (B) two",
-                 "Which?\na. one\nb. two", "Which?\n- **A.** one\n- **B.** two",
-                 "Which?\nA.\none\nB.\ntwo"):
-        with pytest.raises(ValueError, match="options that cannot be read"):
-            conversion.question_of([text])
-
-
 def test_a_question_is_never_cut():
     """An instruction inside a quotation, or before the question, is no instruction at its end."""
     for text in ("Why did he say 'Think first, call **crop_video** later'?",
@@ -338,45 +212,6 @@ def test_a_question_is_never_cut():
     for text in ("", "<video>", STRICT, "A. one\nB. two", "Which?\nA. \nB. two"):
         with pytest.raises(ValueError, match="no question"):
             conversion.question_of([text])
-
-
-words = st.lists(st.sampled_from(["red", "Who?", "a", "letter", "Think", "answer.", "3", "'so'"]),
-                 min_size=1, max_size=4).map(" ".join)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_words_of_a_question_are_kept_apart_and_in_order(data):
-    """Texts, marks and instructions in any order: each word of a question that is kept is there,
-    none joined to the next; only instructions at the end are gone."""
-    parts = data.draw(st.lists(words, min_size=1, max_size=4))
-    held = [piece("text", part) for part in parts]
-    held.insert(data.draw(st.integers(0, len(held))), SAME)
-    tail = data.draw(st.lists(st.sampled_from(KNOWN), max_size=2))
-    held += [piece("text", data.draw(st.sampled_from([" ", "\n", ""])) + one) for one in tail]
-    talk = longvt()
-    talk["messages"][1]["content"] = held
-    try:
-        made = conversion.to_chat(talk, 4, 4, "ours")["messages"][1]["content"][1]["text"]
-    except ValueError as error:
-        assert "instructions" in str(error) or "no question" in str(error)
-        return
-    style = rewards.task_types()["open"].prompt_suffix.split()
-    assert made.split() == " ".join(parts).split() + style
-
-
-def test_text_on_two_sides_of_a_video_is_not_glued():
-    talk = longvt()
-    for held in ([piece("text", "Before"), SAME, piece("text", "after what?")],
-                 [piece("text", "Before<video>after what?")]):
-        talk["messages"][1]["content"] = held
-        talk["videos"] = ["selfqa/b.mp4"] if len(held) == 1 else None
-        made = conversion.to_chat(talk, 4, 4, "ours")
-        assert made["messages"][1]["content"][1]["text"].startswith("\nBefore\nafter what?\n")
-    for more in ({}, {"question": "Before<video>after what?"}):
-        task = rl("red", "Before<video>after what?")
-        task["extra_info"] = {"answer": "red", **more}
-        assert conversion.to_task(task)["question"] == "Before\nafter what?"
 
 
 @pytest.mark.parametrize("prompts", ["ours", "release"])
@@ -399,27 +234,6 @@ def test_calls_and_responses_pair_up_or_the_chat_is_left_out(prompts):
     row["messages"].append(shown("Thank you."))
     with pytest.raises(ValueError, match="the last message is not the assistant"):
         conversion.to_chat(row, 4, 4, prompts)
-
-
-def test_labels_without_a_reward_and_lost_parts_of_tasks_are_left_out(tmp_path, capsys):
-    bad = [(rl("%%%", "<video>What?", "oe"), "no full reward"),
-           (rl([-3, 5], "<video>When?", "tvg"), "no full reward"),
-           (rl(["a", "b"], "<video>What?", "oe"), "the answer is not a text"),
-           (rl("B", prompt=[{"role": "user", "content": LETTERS},
-                            {"role": "assistant", "content": "x"}]), "turns of an assistant"),
-           (rl("B", images=["a.jpg"]), "still images"),
-           (rl("B", question="<video><video>Which?\n(A) one\n(B) two"), "more <video> marks"),
-           (rl("B", videos=({"x": 1},)), "malformed")]
-    part = rl("B")
-    part["videos"][0].update(video_start=1, video_end=2)
-    bad.append((part, "a part of a video"))
-    fine = [rl("[unclear]", "<video>What?", "oe"), rl(4, "<video>How many?", "oe")]
-    tasks = convert(tmp_path, [row for row, _ in bad] + fine)
-    assert [t["answer"] for t in tasks] == ["[unclear]", "4"]
-    printed = capsys.readouterr().out
-    for _, why in bad:
-        assert why in printed, why
-    assert read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
 # ------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ import pytest
 from conftest import run_script
 
 import launch
-import rewards
-from evaluation import benchmarks, endpoint, folders
-from plumbing import checkpoint, data, metrics, runs
+from evaluation import benchmarks, folders
+from plumbing import checkpoint, data, runs
 from tools import replay
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -67,24 +66,6 @@ def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text)
     assert runs.newest_checkpoint(str(tmp_path / "run")) is None
 
 
-@pytest.mark.parametrize("body", [DEEP, '{"name": "crop_video", "arguments": ' + DEEP + "}",
-                                  json.dumps({"name": "crop_video", "arguments": DEEP})],
-                         ids=["whole", "arguments", "quoted"])
-def test_a_call_that_is_nested_too_deep_is_a_bad_call(body):
-    for text in (f"<tool_call>{body}</tool_call>", f"<tool_call>{body}",
-                 f"<tool_call>{body[:1500]}</tool_call>"):
-        assert all(call.error for call in rewards.parse_tool_calls(text, False))
-
-
-def test_one_invalid_byte_or_odd_line_in_the_log_loses_that_line(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "loss\xff": 1}\n{"step": "two"}\n[[\n'
-                     + DEEP.encode() + b'\n{"step": 3}\n')
-    assert [row["step"] for row in metrics.whole_rows(str(path))] == [1, 2, 3]
-    metrics.Log(str(tmp_path), 2, argparse.Namespace(track=None)).close(2, 2)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
 def test_a_subtitle_file_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "words.srt")
     with pytest.raises(ValueError, match="words.srt: unreadable subtitles"):
@@ -122,25 +103,3 @@ def test_a_wrong_vision_field_of_rollouts_is_refused(toy, tmp_path, monkeypatch,
     launch.end_process_group()
 
 
-def test_cores_are_counted_without_an_affinity(monkeypatch, process_group):
-    """macOS has no os.sched_getaffinity."""
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    counts = []
-    monkeypatch.setattr("torch.set_num_threads", counts.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    launch.start_process_group()
-    for given in ("2", ""):  # a user's number counts, and OpenMP has taken it
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-        launch.start_process_group()
-    assert counts == [3, 3]
-
-
-@pytest.mark.parametrize("line", [b"\xff", b"5", b"{}", b'{"task": {"id": 1}}', b"[[", b"null"])
-def test_a_line_that_is_no_record_and_no_verdict_is_named(tmp_path, line):
-    (tmp_path / "records.rank0.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(launch.UserError, match="records.rank0.jsonl:1: not JSON, or no record"):
-        folders.read_records(str(tmp_path))
-    (tmp_path / "judge.jsonl").write_bytes(line + b"\n")
-    judge = argparse.Namespace(judge_url=None, judge_model="m")
-    endpoint.judge([], str(tmp_path / "judge.jsonl"), judge)  # asked again, as after a kill

@@ -35,8 +35,7 @@ from test_engine import (  # noqa: F401
 import engine as engine_module
 import grpo
 import rollout
-import video
-from engine import Pump, Request, VllmEngine, end_process, engine_prompt
+from engine import Pump, Request, VllmEngine, engine_prompt
 from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +43,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def asked(name):
     return Request(name, [], [], [], [], 10, 0.0, 0)
-
 
 
 async def pumped(engine, work):
@@ -100,46 +98,6 @@ def test_ctrl_c_gives_up_what_is_under_way_and_leaves_no_thread(codec, tasks, fr
 
 # ------------------------------------------------------------------------------------------------
 # Decoders
-
-
-@pytest.mark.parametrize("cores, ranks, wanted", [
-    (2, 1, 2), (2, 8, 2), (16, 1, 15), (16, 8, 2), (64, 1, 32), (64, 8, 7), (192, 1, 32),
-    (192, 8, 23)])
-def test_a_rank_decodes_on_its_share_of_the_cores(monkeypatch, codec, cores, ranks, wanted):
-    """A constant would starve large machines, and flood small ones that many ranks share."""
-    monkeypatch.setenv("WORLD_SIZE", str(2 * ranks))  # on two such machines
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    flags = SimpleNamespace(frame_cache_gb=1, frame_cache_dir=None, frame_cache_dir_gb=1)
-    assert video.frame_cache(flags).decoders.workers == wanted
-    assert rollout.Sampler(None, codec, None, HOT).threads == wanted
-
-
-def test_a_set_of_frames_takes_the_decoders_that_are_idle(toy, monkeypatch):
-    """Many decoders for one look, one each for many looks: frames are the same."""
-    path = str(toy / "videos" / "rl-0000.mp4")
-    plain, cache = video.FrameCache(), video.FrameCache(workers=6)
-    real, asked, gate = cache.decoders.ask, [], threading.Event()
-
-    def ask(request):
-        if len(request) > 1:  # not the table of times
-            asked.append(request)
-            assert gate.wait(20)
-        return real(request)
-
-    monkeypatch.setattr(cache.decoders, "ask", ask)
-    cache.index(path)
-    with ThreadPoolExecutor(3) as pool:
-        looks = {}
-        for k, busy in ((32, 4), (40, 6), (24, 7)):  # 4 of 6 decoders, the other 2, one too many
-            looks[k] = pool.submit(video.overview, path, k, cache=cache)
-            while cache.decoders.busy < busy:
-                time.sleep(0.001)
-        gate.set()
-        for k, look in looks.items():
-            wanted = video.overview(path, k, cache=plain)
-            assert np.array_equal(look.result(20).images, wanted.images)
-    assert len(asked) == 7 and cache.decoders.busy == 0
 
 
 def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
@@ -278,26 +236,6 @@ def test_waking_clears_all_that_sleep_has_lost(sleepy, monkeypatch):
         assert not llm.positions.any() and not llm.scratch.any() and not llm.cache.any()
 
 
-@pytest.mark.parametrize("asleep", [True, False])
-def test_memory_is_mapped_when_the_engine_closes(sleepy, monkeypatch, asleep):
-    """Freeing pages that are not mapped is an error of CUDA, one line per segment and rank. Only
-    the executor ends: the engine's own shutdown would take the trainer's process group along."""
-    engine, llm = sleepy
-    executor = SimpleNamespace(shutdown=lambda: llm.calls.append(set(llm.unmapped)))
-    llm.engine_core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor))
-    monkeypatch.setattr(os, "_exit", lambda code: llm.calls.append(code))
-    if asleep:
-        engine.sleep()
-    end_process(engine, 3, 600)
-    assert llm.calls[-2:] == [set(), 3] and (None in llm.calls) == asleep
-
-
-def test_an_engine_that_does_not_sleep_measures_nothing(sleepy):
-    engine, llm = sleepy
-    engine.sleeping = False
-    assert engine.sleep() is None and not llm.calls
-
-
 @pytest.mark.parametrize("channel", ["image", "video"])
 def test_frames_that_cross_a_chunk_of_the_prefill_are_the_trainers(channel, vllm_engines, codecs,
                                                                    policy, tasks, frames_of):
@@ -316,43 +254,8 @@ def test_frames_that_cross_a_chunk_of_the_prefill_are_the_trainers(channel, vllm
     assert np.abs(got - want).max() < 1e-4
 
 
-def test_flashinfer_has_no_part_in_an_engine(vllm_engines):
-    """Its kernels are compiled and tuned at the start, for nothing that we ask for."""
-    vllm_engines("image")
-    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-
-
-def test_one_sequence_may_fill_a_context_of_odd_length(vllm_engines, codec):
-    """Room for keys and values comes in blocks, one of which vLLM keeps to itself."""
-    engine = vllm_engines("image", 1000, max_seqs=1)
-    ids = [*range(300, 400)] * 9 + [*range(300, 390)]
-    engine.submit(Request("0/0/0/0", ids, ids, [], [], 10, 1.0, 0))
-    done = []
-    while not done:
-        done = engine.poll()
-    assert len(done[0].ids) == 10 or done[0].ids[-1] == codec.eos
-
-
 # ------------------------------------------------------------------------------------------------
 # vLLM beside the trainer
-
-
-def test_frames_above_a_token_a_side_agree_too(vllm_engines, base, codecs, policy, tasks, toy):
-    """Larger frames become several tokens each: placeholder counts and two-dimensional positions
-    must match. Together these exceed the bound of one image, which the processor of native video
-    would apply to all of them."""
-    big = rollout.Source(str(toy), video.FrameCache(), min_pixels=64 * 64, max_pixels=96 * 96)
-    for channel in ("image", "video"):
-        codec = codecs[channel]
-        engine = Saying(vllm_engines(channel), TALK)
-        engine.codec = codec
-        (episode,) = play(engine, tasks[:1], big, HOT, 20)
-        context = episode.context
-        assert context.items[0].height == context.items[0].width == 64
-        assert context.ids.count(codec.pad) == 4 * (20 if channel == "image" else 10)
-        got = trainer_logps(policy, codec, big, context.ids, context.mask, context.items)
-        want = [lp for lp, flag in zip(context.logps, context.mask) if flag]
-        assert np.abs(got - want).max() < 1e-4
 
 
 def test_vllm_agrees_on_native_video_items(saved, engine, video_codec, source, monkeypatch):
@@ -390,29 +293,6 @@ def test_a_sample_that_is_cancelled_gives_up_its_request(codec, finished):
     assert (("abort", "0/t/0/0") in engine.log) != finished and engine.waiting == []
 
 
-def test_completions_of_requests_that_nobody_made_are_passed_over(codec):
-    engine = Scripted(codec, ["red"])
-    engine.submit(asked("0/earlier/0/0"))
-    assert asyncio.run(pumped(engine, lambda pump: pump.sample(asked("0/t/0/0")))).text == "red"
-
-
-def test_a_pump_without_work_sleeps(codec, monkeypatch):
-    """Until a request is made, or a video is decoded."""
-    engine, rounds, real = Scripted(codec, ["red"]), [], asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: rounds.append(1) or real(seconds))
-
-    async def work(pump):
-        loading = pump.load(time.sleep, 0.1)
-        await real(0.05)
-        assert len(rounds) < 20
-        await loading
-        await real(0.05)
-        return (await pump.sample(asked("0/t/0/0"))).text, pump.idle_s
-
-    text, idle = asyncio.run(pumped(engine, work))
-    assert text == "red" and len(rounds) < 40 and idle > 0.1
-
-
 def test_a_prompt_that_a_group_shares_is_made_ready_once(
         vllm_engines, base, tasks, frames_of, monkeypatch):
     """Three samples share the first prompt and four windows; their turns after it are text. The
@@ -436,20 +316,6 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
     monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
     assert sample(engine, tasks[:1], frames_of, group=3) == shared
     assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
-
-
-def test_prompts_are_kept_up_to_a_number_of_bytes():
-    """64 frames of 224 x 224 pixels are 77 MB of patches, so 32 such prompts would be 2.5 GB."""
-    renderer = SimpleNamespace(render_cmpl=lambda prompts, **_: [{"prompt_token_ids": [1]}])
-    codec, made = SimpleNamespace(channel="video", video_pad=9), {}
-    for n in range(4):
-        frames = SimpleNamespace(key=f"v{n}", images=np.zeros((2, 4, 4, 3), np.uint8),
-                                 seconds=np.arange(2.0))
-        request = replace(asked("r"), ids=[1], items=[SimpleNamespace(spec={})], frames=[frames])
-        engine_prompt(request, codec, renderer, made, max_bytes=2 * 8 * 96)
-        assert len(made) == min(n + 1, 2) and (f"v{n}",) in made
-    engine_prompt(request, codec, renderer, made, max_bytes=95)  # larger than all room: not kept
-    assert not made
 
 
 def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(

@@ -55,54 +55,10 @@ def test_the_environment_is_that_of_the_machine_or_the_one_asked_for(tmp_path, a
     assert "--clear" in other.stdout
 
 
-def test_the_tests_bring_their_own_packages(tmp_path):
-    """Once, beside the environment that is there, and again after another one is asked for."""
-    target = ".venv/dev"
-    done = make(tmp_path, target, "GPU=1")
-    assert "-r requirements-dev.txt -c locks/requirements-dev.txt" in done.stdout
-    again = make(tmp_path, target, "GPU=1")
-    assert "up to date" in again.stdout and "--clear" not in again.stdout
-    other = make(tmp_path, target, "GPU=0").stdout
-    assert "--clear" in other and "-c locks/requirements-dev.txt" in other
-
-
-@pytest.mark.parametrize("fails, code", [("uv pip install", 0), ("locks/", 2), ("pip check", 2)])
-def test_no_error_of_an_installer_vanishes(tmp_path, fails, code):
-    """pip goes on where uv fails, but says so; an environment that does not fit is no success."""
-    done = make(tmp_path, "venv", "GPU=1", fails=fails, says="No solution found")
-    assert done.returncode == code and "No solution found" in done.stderr
-    assert (tmp_path / ".venv" / "ready").exists() == (code == 0)
-
-
 def locked(name):
     """A lock file -> {package: version}."""
     with open(os.path.join(ROOT, "locks", name), encoding="utf-8") as lock:
         return dict(re.findall(r"^([\w.-]+)==(\S+) .*\\$", lock.read(), re.M))
-
-
-def test_packages_of_cuda_are_of_one_release():
-    """Wheels of cuda-python below 12.6.3 hold the files of cuda-bindings. Beside another release of
-    that the file that is unpacked last wins, and flashinfer, which each engine imports, fails."""
-    found = locked("requirements.txt")
-    one, two = (found[name].split(".")[:2] for name in ("cuda-python", "cuda-bindings"))
-    assert one == two
-
-
-def test_no_file_belongs_to_two_packages():
-    """Of the environment that runs this test."""
-    from tools import gpu_check
-
-    assert gpu_check.shared_files() == {}
-
-
-def test_the_tests_change_no_package_of_an_environment():
-    tests = locked("requirements-dev.txt")
-    for name in FILES[:2]:
-        found = locked(name)
-        assert {k: v for k, v in tests.items() if found.get(k, v) != v} == {}
-    # and what trains needs none of these
-    assert not {"pytest", "decord", "dashscope", "selenium", "ruff"} & {
-        *locked("requirements.txt"), *locked("requirements-cpu.txt")}
 
 
 @pytest.mark.parametrize("name", [name.removesuffix(".txt") for name in FILES])

@@ -5,7 +5,6 @@ python -m pytest tests/all/test_eval_rest.py -q
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, Overheard, run_script
@@ -24,12 +23,9 @@ from test_eval import (  # noqa: F401
     world,
 )
 
-import chat
 import eval as evaluation
 import rollout
-from engine import Completion
 from evaluation import costs, scores
-from plumbing import data
 
 
 def dealt(rows, parts, root="", **more):
@@ -94,42 +90,6 @@ def test_headlines_of_the_benchmarks():
     assert [got[f"R@{t}"] for t in (0.3, 0.5, 0.7)] == [0.75, 0.5, 0.25]
 
 
-def test_frames_that_come_back_count_for_the_agent_that_sees_them(world):
-    def say(request):
-        return "L\n</think>\n" + CALL if request.id.endswith("/0") else answer("red")
-
-    done = world("--set", "crop_reply=frames", "--context", 4096, rows=ROWS[:1], say=say)
-    (kept,) = records(done.folder)
-    assert (kept["cost"]["frames"], kept["cost"]["sub_frames"]) == (12, 0)
-
-
-def test_compare_shows_accuracy_against_cost(world, tmp_path):
-    """A row per folder, K and mode; folders from before costs were kept are compared as ever."""
-    one = world("--frames", 4, 8, "--tools", "on", "off", rows=ROWS[:2], out=tmp_path / "one")
-    two = world(rows=ROWS[:2], out=tmp_path / "two")
-    done = world("--compare", one.folder, two.folder, out=tmp_path / "both",
-                 drop=("--data", "--ckpt"))
-    lines = done.out.splitlines()
-    at = next(n for n, line in enumerate(lines) if line.startswith("accuracy against cost"))
-    shown = [line.split()[:4] for line in lines[at + 2:at + 7]]
-    assert shown == [["one", k, mode, "0.500"] for k in ("4", "8")
-                     for mode in ("on", "off")] + [["two", "4", "on", "0.500"]]
-    cost = one.results[0]["cost"]
-    assert lines[at + 2].split()[4] == f"{cost['tokens']:.0f}"
-    kept = json.loads((tmp_path / "both" / "summary.json").read_text())["costs"]
-    assert [row["K"] for row in kept] == [4, 4, 8, 8, 4]
-    assert {name: kept[0][name] for name in cost} == cost
-    summary = json.loads((one.folder / "summary.json").read_text())
-    for row_ in summary["results"]:
-        del row_["cost"]
-    (one.folder / "summary.json").write_text(json.dumps(summary))
-    old = world("--compare", one.folder, two.folder, out=tmp_path / "old",
-                drop=("--data", "--ckpt"))
-    kept = json.loads((tmp_path / "old" / "summary.json").read_text())["costs"]
-    assert old.code == 0 and len(kept) == 1
-    assert old.out.splitlines()[1].split()[5:8] == ["-", "0.500", "-"]
-
-
 # ------------------------------------------------------------------------------------------------
 # Going on
 
@@ -161,71 +121,8 @@ def test_records_belong_to_what_a_checkpoint_holds_not_to_where_it_lies(world, t
     assert broken.code == 2 and "copy it again" in broken.err
 
 
-def test_a_part_of_a_finished_folder_leaves_its_summary(world):
-    """A look at two items of a finished evaluation is no evaluation of two items."""
-    full = world()
-    kept = {name: (full.folder / name).read_text()
-            for name in ("summary.json", "tasks.jsonl", "args.json")}
-    part = world("--limit", 2)
-    assert part.code == 0 and part.engine is None
-    assert part.out.splitlines()[1].split()[:3] == ["4", "on", "2"]  # two items are shown
-    assert json.loads(part.out.splitlines()[-1]) == {"summary": None, "acc": {"4/on": 0.5}}
-    assert "its summary stays as it is" in part.out
-    assert all((full.folder / name).read_text() == text for name, text in kept.items())
-    half = world("--limit", 2, "--tools", "off")  # what is new is run
-    assert len(half.engine.asked) == 2
-    assert all((full.folder / name).read_text() == text for name, text in kept.items())
-
-
-@pytest.mark.parametrize("flags", [("--max-seqs", 2), ("--engine-share", 0.5),
-                                   ("--frame-cache-dir", "/dev/null"),  # no folder: it goes on
-                                   ("--frame-cache-dir-gb", 9), ("--patience", 99),
-                                   ("--base-url", "http://127.0.0.1:9/v1")])
-def test_how_fast_and_where_it_runs_does_not_make_it_another_run(flags, world):
-    assert world(rows=ROWS[:1]).code == 0
-    assert world(*flags, rows=ROWS[:1]).code == 0
-
-
-def test_a_video_may_take_as_long_as_the_decode_timeout(world):
-    done = world("--decode-timeout", 0.001, rows=ROWS[:1])  # no child process starts so fast
-    assert done.code == 2 and "no answer within 0.001 s" in done.err, done.err
-
-
-@pytest.mark.parametrize("live, most", [(0, 6), (1, 1), (2, 2)])
-def test_live_is_how_many_episodes_are_open_at_once(live, most, world, tmp_path):
-    out = world("--live", live, out=tmp_path / f"live{live}", rows=[row(f"q{i}") for i in range(6)])
-    assert out.code == 0 and out.engine.most == most
-
-
 # ------------------------------------------------------------------------------------------------
 # Several ranks
-
-
-def test_one_video_with_many_questions_still_busies_all_ranks():
-    assert [len(s) for s in dealt([row(str(i)) for i in range(10)], 4)] == [3, 3, 3, 1]
-
-
-def test_long_videos_come_first(tmp_path):
-    """One film at the end would keep one rank busy while all others wait."""
-    for name, size in (("short", 10), ("film", 10_000), ("long", 5_000)):
-        (tmp_path / f"{name}.mp4").write_bytes(bytes(size))
-    rows = [row(n, video=f"{n}.mp4") for n in ("short", "long", "film", "missing")]
-    assert dealt(rows, 1, tmp_path, sizes=True) == [["film", "long", "short", "missing"]]
-    assert dealt(rows, 2, tmp_path, sizes=True)[0] == ["film"]
-    assert dealt([row("x", video="\0"), row("y", video=7)], 1, sizes=True)  # bad paths wait
-
-
-def test_what_is_left_is_split_not_what_was_asked(world, tmp_path):
-    """Ranks that had finished their part would have had nothing to do when a run goes on."""
-    rows = [row(f"q{i}", video=f"videos/eval-000{i % 4}.mp4") for i in range(8)]
-    done = {(f"q{i}", "4", "on", 0): 1.0 for i in range(0, 8, 2)}
-    suite = SimpleNamespace(tasks=rows, done=done, source=SimpleNamespace(root="r"))
-    args = SimpleNamespace(shard=(0, 1), frames=[4], tools=["on"], samples=1)
-    jobs = evaluation.unfinished([suite], args)
-    assert [[t["id"] for t in todo] for *_, todo in jobs] == [["q1", "q3", "q5", "q7"]]
-    shares = costs.split(jobs, 2)
-    assert [[jobs[0][3][i]["id"] for i in some] for (some,) in shares] == [["q1", "q5"],
-                                                                          ["q3", "q7"]]
 
 
 SLOW_RANK = """
@@ -270,49 +167,6 @@ def test_a_rank_that_is_done_waits_without_a_deadline(toy, tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # Benchmarks, samples, shards, grading again
-
-
-def test_data_may_be_links(world, videomme, tmp_path):
-    """A hub snapshot is a folder of links into blobs/, and a data folder often a link itself."""
-    blob = tmp_path / "blobs" / "0a1b"
-    blob.parent.mkdir()
-    shutil.move(videomme / "data" / "ab.mp4", blob)
-    (videomme / "data" / "ab.mp4").symlink_to(blob)
-    (tmp_path / "snapshot").symlink_to(videomme)
-    done = world("--bench", "videomme", "--root", tmp_path / "snapshot", drop=("--data",),
-                 say=lambda r: answer("B"))
-    assert done.code == 0, done.err
-    assert done.results[0]["errors"] == {"video_error": 1}  # the one that is really missing
-
-
-def test_a_root_one_level_too_high_is_refused(world, videomme, tmp_path):
-    """Its rows are found, its videos are not: every item would be a counted error."""
-    done = world("--bench", "videomme", "--root", tmp_path / "root", drop=("--data",))
-    assert done.code == 2 and "none of its 2 videos lies below" in done.err
-    assert "one level too high" in done.err and done.engine is None
-    assert done.err.count("\n") == 1 and not (tmp_path / "out").exists()
-
-
-def test_subtitles_are_a_choice(world, videomme, tmp_path):
-    def spoken(*flags, bench="videomme_wsub"):
-        done = world("--bench", bench, "--root", videomme, *flags, drop=("--data",),
-                     say=lambda r: answer("B"), out=tmp_path / "-".join(("o", bench, *flags)))
-        texts = [chat.decode(done.engine.codec, r.ids) for r in done.engine.asked]
-        return {next((word for word in ("Goodbye", "Hello") if word in text), "") for text in texts}
-
-    assert spoken() == {"Hello"} and spoken("--subtitles", "full") == {"Goodbye"}
-    assert spoken("--subtitles", "none") == {""}
-    assert spoken(bench="videomme") == {""}
-    assert spoken("--subtitles", "aligned", bench="videomme") == {"Hello"}
-
-
-def test_prepare_only_converts(world, videomme, tmp_path):
-    done = world("--bench", "videomme", "--root", videomme, "--prepare", tmp_path / "v.jsonl",
-                 drop=("--data", "--ckpt"))
-    assert done.code == 0 and done.engine is None and not (tmp_path / "out").exists()
-    tasks = data.read_tasks(str(tmp_path / "v.jsonl"))
-    assert [t["answer"] for t in tasks] == ["B", "A", "B", "A"]
-    assert tasks[0]["video"] == "data/ab.mp4" and tasks[0]["options"] == ["red", "blue"]
 
 
 def test_samples_give_a_mean_and_the_best_of_n(world):
@@ -399,30 +253,8 @@ def test_a_headline_of_silence_is_refused(world):
     assert one.code == 0 and one.results[0]["headline"] == 0.5 and one.results[0]["silent"] == 1
 
 
-def test_the_last_line_says_the_most_frequent_error(world):
-    def say(request):
-        why = "HTTP 404: no model m" if task_of(request) != "red" else "HTTP 500"
-        return Completion(request.id, error=why)
-
-    done = world(rows=ROWS[:2] + ROWS[3:], say=say, allow=False)
-    assert done.code == 2
-    assert done.err.rstrip().endswith("the most frequent error, 4 times: HTTP 404: no model m")
-
-
 # ------------------------------------------------------------------------------------------------
 # Bad input
-
-
-def test_a_rank_without_work_builds_its_engine_with_the_others(toy, tmp_path):
-    """Building vLLM is collective: one task on two ranks ends."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    out = tmp_path / "out"
-    done = run_script("eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
-                      toy / "eval.jsonl", "--frames", 4, "--tools", "off", "--max-new-tokens", 4,
-                      "--max-seqs", 4, "--quiet", "--out", out, "--limit", 1, ranks=2, timeout=180)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (result,) = json.loads((out / "summary.json").read_text())["results"]
-    assert result["n"] == 1
 
 
 def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, monkeypatch):

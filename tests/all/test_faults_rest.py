@@ -58,11 +58,6 @@ def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(torchrun, toy, tm
     goes_on(toy, tmp_path, 4)
 
 
-def test_patience_zero_waits(run):
-    assert run("sft", AT_STEP.format(step=2, rank=1, what="time.sleep(2)"), "--steps", 2,
-               "--patience", 0).returncode == 0
-
-
 def test_a_scheduler_that_warns_the_launcher_loses_no_step(torchrun, toy, tmp_path):
     """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
     fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "

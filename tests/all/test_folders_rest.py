@@ -2,11 +2,7 @@
 More of run folders: filesystems that lack something, runs that come and go:
 python -m pytest tests/all/test_folders_rest.py -q
 """
-import errno
-import fcntl
-import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -17,55 +13,14 @@ import pytest
 from conftest import ROOT, run_script
 from test_folders import (
     HOLDER,
-    begun,
-    command,
     refused,  # noqa: F401
-    resumed,
-)
+    )
 
 import launch
 from plumbing import runs
 
 # ------------------------------------------------------------------------------------------------
-# The checkpoint that a run starts from
-
-
-def test_neither_the_base_of_adapters_nor_a_bare_checkpoint_is_written_to(refused, toy, tmp_path):
-    folder = begun(toy, tmp_path / "base_run")
-    adapters = tmp_path / "adapters"
-    done = run_script(*command("sft", toy, folder, adapters, "--lora", 2))
-    assert done.returncode == 0, done.stderr
-    assert "lies in --out" in refused("grpo", adapters, tmp_path / "base_run", "--no-resume")
-    bare = shutil.copytree(toy / "init", tmp_path / "bare")
-    assert "lies in --out" in refused("sft", bare, bare)
-    assert "args.json" not in os.listdir(bare)
-
-
-@pytest.mark.parametrize("link", ["last", "best"])
-def test_a_link_that_became_a_folder_is_refused_at_the_start(refused, toy, tmp_path, link):
-    """As cp -rL copies a run: the first save could not replace it."""
-    begun(toy, tmp_path / "run", ckpt="elsewhere")
-    shutil.copytree(tmp_path / "run" / "last", tmp_path / "copy")
-    (tmp_path / "run" / "last").unlink()
-    shutil.move(tmp_path / "copy", tmp_path / "run" / link)
-    why = refused("sft", toy / "init", tmp_path / "run", "--no-resume")
-    assert f"run/{link} is a folder" in why and "move it elsewhere" in why
-    assert runs.is_complete(str(tmp_path / "run" / link))
-
-
-# ------------------------------------------------------------------------------------------------
 # A folder that another run writes to
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_filesystem_without_locks_is_said_once(tmp_path, monkeypatch, capsys, number):
-    def none(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "lockf", none)
-    launch.lock(str(tmp_path))
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "no locks" in said.err and not said.out
 
 
 def test_runs_that_come_and_go_never_hold_a_folder_together(tmp_path):
@@ -116,20 +71,6 @@ def test_two_rollouts_or_evaluations_of_one_name_are_refused(toy, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
-# A checkpoint with damaged bytes
-
-
-def test_a_checkpoint_without_checksums_goes_on(toy, tmp_path):
-    """As older versions wrote it."""
-    folder = begun(toy, tmp_path / "run", ckpt="c")
-    state = json.loads((folder / "state.json").read_text())
-    for added in ("crc32", "own_crc32"):
-        del state[added]
-    (folder / "state.json").write_text(json.dumps(state, indent=1))
-    assert resumed(tmp_path / "run")[0] == str(folder)
-
-
-# ------------------------------------------------------------------------------------------------
 # Filesystems that lack links, modes, or the fsync of a folder
 
 
@@ -155,37 +96,3 @@ def test_rollouts_of_a_run_are_not_deleted_by_an_update_from_them(toy, tmp_path)
     record.write_text("{}")
     with pytest.raises(launch.UserError, match="rank0.jsonl would be replaced, but it is an input"):
         runs.claim_run(str(tmp_path / "run"), [str(record)])
-
-
-def refused_with(number):
-    def refuse(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    return refuse
-
-
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_filesystem_without_links_is_refused_at_the_start(refused, monkeypatch, toy, tmp_path,
-                                                            number):
-    """As exFAT, SMB and some FUSE answer."""
-    monkeypatch.setattr(os, "symlink", refused_with(number))
-    for script in ("sft", "grpo"):
-        why = refused(script, toy / "init", tmp_path / "run")
-        assert os.strerror(number) in why and "are links" in why and "\n" not in why
-    assert os.listdir(tmp_path / "run") == ["rollouts"]
-
-
-def test_a_filesystem_without_modes_or_the_fsync_of_a_folder_is_enough(monkeypatch, tmp_path):
-    """Linux answers EINVAL for a folder that its filesystem cannot sync."""
-    real = os.fsync
-    monkeypatch.setattr(os, "chmod", refused_with(errno.EPERM))
-    monkeypatch.setattr(os, "fsync", lambda fd: refused_with(errno.EINVAL)()
-                        if stat.S_ISDIR(os.fstat(fd).st_mode) else real(fd))
-    with runs.atomic_folder(str(tmp_path / "c")) as folder:
-        launch.write_atomic(os.path.join(folder, "x"), "y")
-    assert (tmp_path / "c" / "x").read_text() == "y" and os.listdir(tmp_path) == ["c"]
-    monkeypatch.setattr(os, "fsync", refused_with(errno.EIO))
-    with pytest.raises(OSError), runs.atomic_folder(str(tmp_path / "d")) as folder:
-        (tmp_path / "z").write_text("")
-        os.link(tmp_path / "z", os.path.join(folder, "z"))
-    assert sorted(os.listdir(tmp_path)) == ["c", "z"]

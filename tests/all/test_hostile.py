@@ -13,13 +13,12 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from PIL import Image
-from test_video import paint, seen, write
+from test_video import write
 
 import chat
 import eval as evaluation
@@ -265,16 +264,6 @@ def test_files_that_name_others_or_are_text_are_no_videos(tmp_path, name, text, 
     cache.close()
 
 
-def test_a_name_with_a_pattern_is_the_name_of_one_picture(tmp_path):
-    for n, index in ((1, 7), (2, 9)):
-        Image.fromarray(paint(index, 64, 32)).save(tmp_path / f"{n}.png")
-    with pytest.raises(video.VideoError, match="no such file"):
-        video.probe(tmp_path / "%d.png")
-    for name in ("%d.png", "*.png", "[12].jpg"):
-        Image.fromarray(paint(5, 64, 32)).save(tmp_path / name)
-        assert seen(video.overview(tmp_path / name, 9).images) == [5]
-
-
 @pytest.mark.parametrize("timeout", [None, 20])
 def test_a_huge_picture_is_refused_and_the_run_goes_on(tmp_path, timeout):
     Image.new("RGB", (8200, 8200)).save(tmp_path / "huge.png")
@@ -333,18 +322,3 @@ def test_subtitles_are_text_whatever_they_spell(toy, codec, source):
     assert FORGED.split("\n")[0] in chat.decode(codec, forged, keep_special=True)
 
 
-@pytest.mark.parametrize("path", ["../secret.srt", "/etc/hostname", "sub/../../secret.srt"])
-def test_subtitles_outside_the_folder_are_not_read(tmp_path, path):
-    (tmp_path / "secret.srt").write_text("1\n00:00:00,000 --> 00:00:09,000\nsecret\n")
-    root = tmp_path / "root"
-    root.mkdir()
-    with pytest.raises(video.VideoError, match="outside"):
-        data_py.task_subtitles({"subtitles": path}, [0.0], str(root), "full")
-
-
-def test_a_broken_subtitle_file_is_a_counted_outcome(toy, source, codec):
-    task = {**data_py.read_tasks(str(toy / "rl.jsonl"))[0], "subtitles": "rl.jsonl"}
-    source.subtitles = partial(data_py.task_subtitles, root=source.root, which="full")
-    sampler = rollout.Sampler(Talker(lambda: "x"), None, source, rollout.Agent())
-    (episode,) = episodes.run(sampler, [{**task, "subtitles": "none.srt"}], episodes.Protocol(), 4)
-    assert episode.status == "video_error" and "none.srt: unreadable subtitles" in episode.error

@@ -36,8 +36,8 @@ import grpo
 import launch
 import rollout
 import video
-from plumbing import checkpoint, data, runs
-from tools import pick, replay
+from plumbing import checkpoint, runs
+from tools import pick
 
 IDS = ["a", "a/0", "a/0/0", "a%2F0", "0", "0/a", "a/"]
 
@@ -140,62 +140,8 @@ def test_what_is_read_and_is_no_flag_may_not_change_in_silence(ended, start, sta
         assert code == 0 and words in said, said
 
 
-@pytest.mark.parametrize("stage, other", [("sft", True), ("grpo", False)],
-                         ids=["another --val", "same file"])
-def test_best_begins_anew_with_other_held_out_rows(ended, start, stage, other):
-    """The best so far could not be beaten, but it was measured on other rows."""
-    world, flags = ended(stage)
-    held = world / {"sft": "val.jsonl", "grpo": "held.jsonl"}[stage]
-    state = world / stage / "step_000001" / "state.json"
-    kept = {**json.loads(state.read_text()), "best": 0.0 if stage == "sft" else 2.0}
-    state.write_text(json.dumps({**kept, "own_crc32": runs.own_sum(kept)}))
-    target = world / "other.jsonl" if other else held
-    target.write_text("".join(label(held.read_text().splitlines(True))))
-    flags = [target if flag == held else flag for flag in flags]
-    flags[flags.index("--steps") + 1] = 2
-    code, said = start(stage, *flags, "--resume")
-    assert code == 0 and "`best` begins anew" in said, said
-    assert os.readlink(world / stage / "best") == "step_000002"
-
-
-@pytest.mark.parametrize("stage", ["sft", "grpo"])
-def test_a_held_out_film_that_has_come_begins_best_anew(ended, start, stage):
-    """The mean is then of other rows."""
-    world, flags = ended(stage)
-    state = world / stage / "step_000001" / "state.json"
-    kept = {**json.loads(state.read_text()), "best": 0.0 if stage == "sft" else 2.0}
-    assert kept["best_unread"] == []
-    kept["best_unread"] = [{"sft": 0, "grpo": "one"}[stage]]  # as if a film had not been there
-    state.write_text(json.dumps({**kept, "own_crc32": runs.own_sum(kept)}))
-    flags = list(flags)
-    flags[flags.index("--steps") + 1] = 2
-    code, said = start(stage, *flags)
-    assert code == 0 and "so `best` begins anew" in said, said
-    assert os.readlink(world / stage / "best") == "step_000002"
-
-
-def test_a_renamed_data_file_is_the_same_data(ended, start):
-    world, flags = ended("sft")
-    other = world / "renamed.jsonl"
-    shutil.move(world / "sft.jsonl", other)
-    code, said = start("sft", *[other if flag == world / "sft.jsonl" else flag for flag in flags])
-    assert code == 0 and "nothing to do" in said, said
-
-
 # ------------------------------------------------------------------------------------------------
 # Ids
-
-
-def test_each_id_has_its_own_costs(start, world, tmp_path):
-    folder = shutil.copytree(world, tmp_path / "world", symlinks=True)
-    write_rows(folder / "rl.jsonl", [{**SAID, "id": name} for name in IDS])
-    flags = [flag for flag in flags_of("eval", folder) if flag not in ("--protocol", "direct")]
-    code, said = start("eval", *flags[:-2])
-    assert code == 0, said
-    costs = [record["cost"] for path in (folder / "eval").glob("records.*")
-             for record in rows_of(path)]
-    assert len(costs) == len(IDS) and len({cost["prompt_tokens"] for cost in costs}) == 1
-    assert all(cost["sampled_tokens"] for cost in costs)
 
 
 @pytest.fixture(scope="module")
@@ -268,19 +214,6 @@ def test_a_record_that_no_rollout_wrote_is_refused_with_the_field(recorded, faul
     assert launch.read_row(json.dumps(recorded[0]), (), pick.record_fault)[1] is None
 
 
-def test_records_of_failed_episodes_and_of_questions_are_good(codec, toy):
-    source = rollout.Source(str(toy), video.FrameCache())
-    broken = play_one(Scripted(codec, [ANSWER]), [task("a", video="none.mp4")], source)
-    asked = play_one(Scripted(codec, [ANSWER]), [task("a", answer=None)], source)
-    small = play_one(Scripted(codec, [ANSWER]), [task("a")], source,
-                     rollout.Agent(context=20))
-    for episode in (broken, asked, small):
-        row = json.loads(json.dumps(episode.to_json()))
-        assert pick.record_fault(row) is None
-        assert rollout.from_json(row).to_json() == row
-    assert (broken.status, asked.status, small.status) == ("video_error", "ok", "context")
-
-
 # ------------------------------------------------------------------------------------------------
 # Films
 
@@ -302,51 +235,8 @@ def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, cod
     assert before != list(video.identity(str(films / "rl-0000.mp4")))
 
 
-def test_a_film_replaced_while_the_overview_is_read_is_a_counted_error(films, codec, monkeypatch):
-    source = rollout.Source(str(films), video.FrameCache())
-    real = rollout.Source.duration
-    monkeypatch.setattr(rollout.Source, "duration", lambda self, spec: (
-        replace_film(films), real(self, spec))[1])
-    episode = play_one(Scripted(codec, [ANSWER]), [task("a", video="rl-0000.mp4")], source)
-    assert episode.status == "video_error" and "changed" in episode.error
-
-
-def test_the_identity_of_a_folder_of_frames_is_remembered_for_some_seconds(tmp_path, monkeypatch):
-    from PIL import Image
-
-    for number in range(3):
-        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
-    (tmp_path / "fps").write_text("1")
-    looked, real, clock = [], os.scandir, [100.0]
-    monkeypatch.setattr(os, "scandir", lambda path: looked.append(path) or real(path))
-    monkeypatch.setattr(video.time, "monotonic", lambda: clock[0])
-    first = video.identity(str(tmp_path))
-    assert [video.identity(str(tmp_path)) for _ in range(9)] == [first] * 9 and len(looked) == 1
-    (tmp_path / "fps").write_text("2.0")
-    clock[0] += 60
-    assert video.identity(str(tmp_path)) != first and len(looked) == 2
-
-
 # ------------------------------------------------------------------------------------------------
 # Refused, not cut and not trained on
-
-
-@pytest.mark.parametrize("count", [26, 27])
-def test_more_options_than_letters_are_refused(tmp_path, count):
-    row = task("a", type="mcq", answer="B", options=[f"option {n}" for n in range(count)])
-    path = write_rows(tmp_path / "t.jsonl", [row])
-    if count == 26:
-        assert "Z. option 25" in rollout.question_text(data.read_tasks(str(path))[0])
-    else:
-        with pytest.raises(launch.UserError, match="t.jsonl:1: 27 options"):
-            data.read_tasks(str(path))
-
-
-def test_ids_beyond_the_vocabulary_are_refused(recorded, codec):
-    row = copy.deepcopy(recorded[0])
-    row["ids"][0] = 10**6
-    with pytest.raises(launch.UserError, match="0/a, sample 0: .* not of this checkpoint"):
-        replay.complete([rollout.from_json(row)], codec)
 
 
 def test_no_id_can_imitate_a_part_of_a_name(codec, toy, tmp_path):

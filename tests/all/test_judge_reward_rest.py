@@ -1,14 +1,12 @@
 """
 More of the judge as a reward: python -m pytest tests/all/test_judge_reward_rest.py -q
 """
-import argparse
 import functools
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
-from scripted import Scripted, Server, play
+from scripted import Server
 from test_judge_reward import (  # noqa: F401
     flags,
     given,
@@ -26,12 +24,7 @@ from test_judge_reward import (  # noqa: F401
 )
 
 import launch
-import rewards
 import rollout
-from plumbing import data
-from plumbing import judge as client
-from tools import pick, replay
-from video import FrameCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,38 +72,6 @@ def test_episodes_go_on_while_the_judge_thinks(judge):
 # The scripts
 
 
-def test_flags_of_the_judge_belong_together(tmp_path):
-    for more in ({"judge_model": None}, {"judge_url": None}):
-        with pytest.raises(launch.UserError, match="--judge-url and --judge-model belong together"):
-            client.open_judge(flags("http://127.0.0.1:9/v1", **more))
-    assert client.open_judge(flags("x", judge_url=None, judge_model=None)) is None
-
-
-def test_recorded_rollouts_are_scored_by_the_judge_of_their_own_run(run, tmp_path):
-    """rollout.py --out, then replay.py: the same rewards with the same judge."""
-    replies = table({"crimson": "yes"})
-    with Server(replies) as server:
-        run("rollout", "--out", tmp_path / "r.jsonl", *judged_by(server))
-        rows = rows_of(tmp_path / "r.jsonl")
-        assert [r["reward"].get("judge") for r in rows] == [False, True, False, None] * 2
-        assert len(server.asked) == 3 == len(rows_of(tmp_path / "judge.jsonl"))
-        plain = argparse.Namespace(judge_url=None, judge_model=None)
-        assert [e.reward["acc"] for e in replay.read_rollouts(
-            [tmp_path / "r.jsonl"], rewards.RewardConfig())
-                ] == [1.0, 0.0, 0.0, 0.0] * 2 and client.open_judge(plain) is None
-        run("replay", "--out", tmp_path / "out", "--rollouts", tmp_path / "r.jsonl",
-            *judged_by(server))
-        (row,) = rows_of(tmp_path / "out" / "log.jsonl")
-        assert row["acc"] == 0.25 and row["judged"] == 6 and row["judge_cached"] == 3
-        assert len(server.asked) == 6
-    ((first, *_), _) = pick.groups([str(tmp_path / "r.jsonl")])
-    assert first.reward["acc"] == 0.0  # by the verdict in the record, which F1 contradicts
-    run("replay", "--out", tmp_path / "plain", "--rollouts", tmp_path / "r.jsonl")
-    one, two = ((tmp_path / name / "last" / "model.safetensors").read_bytes()
-                for name in ("out", "plain"))
-    assert one != two  # other verdicts, other gradients
-
-
 def test_a_judge_that_refuses_ends_the_run_before_it_begins(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SOME_KEY", "s3cret-value")
     monkeypatch.setattr(rollout, "make_engine", None)  # never reached
@@ -125,26 +86,3 @@ def test_a_judge_that_refuses_ends_the_run_before_it_begins(run, tmp_path, monke
         assert server.probes == 2 and not server.asked
 
 
-def test_the_held_out_accuracy_is_the_judges(run, tmp_path, open_tasks):
-    with Server(table({"deep red": "no"})) as server:
-        run("grpo", "--out", tmp_path / "out", "--steps", 1, "--val", open_tasks, "--group", 2,
-            *judged_by(server))
-    first = rows_of(tmp_path / "out" / "log.jsonl")[0]
-    assert first["val"]["acc"] == 0.0 and first["val"]["n"] == 2
-
-
-def test_the_engine_samples_on_while_the_judge_reads(codec, toy, open_tasks, judge):
-    """rollout.run: no verdict comes before the whole batch is sampled."""
-    tasks, source = data.read_tasks(str(open_tasks)), rollout.Source(str(toy), FrameCache())
-    scripted = Scripted(codec, say)
-
-    def reply(body):
-        for _ in range(4000):
-            if len(scripted.answered) == 8:
-                return "yes"
-            time.sleep(0.005)
-        return 400
-
-    with Server(reply) as server:
-        found = play(scripted, tasks, source, group=4, judge=judge(server))
-    assert [e.reward.get("judge") for e in found] == [True, True, True, None] * 2

@@ -1,37 +1,19 @@
 """
 More of launch.py: ranks, GPUs, the allocator: python -m pytest tests/all/test_launch_rest.py -q
 """
-import faulthandler
 import os
-import pty
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT
 
 import launch
 
 # ------------------------------------------------------------------------------------------------
 # How a script begins and ends
-
-
-@pytest.mark.parametrize("terminal, rank, wanted", [
-    (True, "0", "sft.py: loading torch"), (True, "1", ""), (False, "0", "")])
-def test_a_terminal_is_told_what_it_waits_for(tmp_path, terminal, rank, wanted):
-    """Before the seconds that torch takes: here it never arrives."""
-    (tmp_path / "torch.py").write_text("import os\nos._exit(0)\n")
-    ours, theirs = pty.openpty() if terminal else os.pipe()
-    subprocess.run([sys.executable, "sft.py"], cwd=ROOT, check=True, stderr=theirs,
-                   env={**os.environ, "PYTHONPATH": str(tmp_path), "LOCAL_RANK": rank})
-    os.write(theirs, b".")
-    os.close(theirs)
-    with os.fdopen(ours, "rb", buffering=0) as said:
-        assert said.read(100).decode().strip("\r\n.") == wanted
 
 
 @pytest.mark.parametrize("local, rank, first", [
@@ -55,21 +37,6 @@ def test_the_first_rank_of_a_machine_speaks_at_once(monkeypatch, capsys, local, 
     assert capsys.readouterr().err == f"a.py: rank {rank}: chat x\n"
 
 
-@pytest.mark.parametrize("variable, setting", [
-    (None, "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"),
-    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")])
-def test_the_allocator_is_set_before_its_first_use(variable, setting):
-    """By torch's own account, also if torch was imported before. A user's setting wins."""
-    script = ("import torch, launch;"
-              "print(torch._C._accelerator_getAllocatorSettings())")
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    env = {name: value for name, value in os.environ.items() if name not in names}
-    env.update({variable: setting} if variable else {})
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT,
-                          env=env, check=True)
-    assert done.stdout.strip() == setting
-
-
 @pytest.mark.parametrize("sign", ["nvidia-smi", "cuda build"])
 def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch, capsys, sign):
     """Nothing is trained on the CPU of a GPU machine by mistake; --cpu asks for that."""
@@ -89,20 +56,6 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch,
     assert "not compiled with CUDA" in said  # torch's own reason
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert launch.use_gpu(cpu=True) is False and os.environ["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
-    phases, collectives = [], []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later",
-                        lambda seconds, **_: phases.append(seconds))
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group",
-                        lambda backend, timeout: collectives.append(timeout.total_seconds()))
-    monkeypatch.setenv("RANK", "0")
-    for patience in (7, 0):
-        launch.start_process_group(patience)
-        launch.beat(patience)
-    assert phases == [7] and collectives == [67, 30 * 86400]
 
 
 @pytest.mark.parametrize("number, ends", [
@@ -155,16 +108,3 @@ def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
     assert process.wait(60) == 0 and err == b"a warning\n" and out.exists()
 
 
-def test_a_terminal_that_is_gone_ends_no_run(tmp_path):
-    """EIO, from then on; SIGHUP is ignored."""
-    out = tmp_path / "ended"
-    terminal, theirs = os.openpty()
-    script = TALKS.format(out=str(out), lines=40, pause=1)
-    process = subprocess.Popen(
-        ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", script], cwd=ROOT,
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    while not (tmp_path / "endedhalf").exists() and process.poll() is None:
-        time.sleep(0.05)
-    os.close(terminal)
-    assert process.wait(60) == 0 and out.exists()

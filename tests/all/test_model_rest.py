@@ -2,7 +2,6 @@
 More of model.py: odd layouts, sampling of the reference engine, bounds of its caches:
 python -m pytest tests/all/test_model_rest.py -q
 """
-import dataclasses
 import functools
 from copy import deepcopy
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from album import logprobs, plain_tree, prompt, separate_and_packed
 from reference import forward, generate
 from test_model import all_logprobs, gradients, relative, sampling_prompts
 
-import grpo
 import model
 from model import Span, Tree
 
@@ -86,37 +84,6 @@ def test_flex_attention_never_runs_uncompiled(monkeypatch):
     assert len(made) == 2 and options[0]["recompile_limit"] == 64
 
 
-def test_frames_of_several_sizes_are_no_batch_for_the_tower(policy, codec, album):
-    """They would be cut at the wrong places, silently."""
-    pieces = [model.patchify(codec, album.load(album.item(1, frames=1, width=w).spec).images)
-              for w in (32, 96)]
-    with pytest.raises(ValueError, match="one size"):
-        policy.hf.model.visual(torch.cat([p for p, _ in pieces]),
-                               grid_thw=torch.cat([g for _, g in pieces]))
-
-
-# ------------------------------------------------------------------------------------------------
-# Positions, pixels, placeholders
-
-
-def test_positions_refuse_frames_that_do_not_fit(codec, album):
-    ids, _, items = prompt(codec, album.item(1), "x")
-    with pytest.raises(ValueError, match="vision"):
-        model.rope_positions(codec, ids + [codec.image_pad], items)
-    with pytest.raises(ValueError, match="vision"):
-        model.rope_positions(codec, [i for n, i in enumerate(ids)
-                                     if n != ids.index(codec.image_pad)], items)
-
-
-# ------------------------------------------------------------------------------------------------
-# Packs
-
-
-def test_the_first_token_of_a_context_cannot_be_trained_on(codec):
-    with pytest.raises(ValueError, match="first token"):
-        model.pack_trees(codec, [Tree(Span([5, 6], [1, 1]))])
-
-
 # ------------------------------------------------------------------------------------------------
 # Sampling
 
@@ -150,43 +117,8 @@ def test_sampling_never_writes_vision_or_turn_starts_and_stops_at_the_turn_end(p
     assert sampled == [codec.eos] and logps[0] > -0.1
 
 
-@pytest.mark.parametrize("prompt, response, at_one_context", [
-    (31420, 600, 3.6), (31420, 1348, 6.2), (24576, 3000, 2.5)])
-def test_a_group_with_a_long_prompt_is_one_pack(prompt, response, at_one_context):
-    """By the default of --pack-tokens. At one context, parts of the group compute the prompt
-    again."""
-    tree = Tree(Span(range(prompt), []), [], [Span(range(response), [])] * 8)
-    flags = grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d"])
-    assert prompt + response <= flags.context < len(tree)
-
-    def packed(budget):
-        return sum(len(t) for pack in model.fill_packs([tree], budget) for t in pack) / len(tree)
-
-    assert packed(flags.pack_tokens) == 1.0
-    assert packed(flags.context) == pytest.approx(at_one_context, abs=0.05)
-
-
 # ------------------------------------------------------------------------------------------------
 # Vision features
-
-
-def test_features_are_bounded_by_bytes_and_the_least_recent_goes(policy, codec, album):
-    items = [album.item(i) for i in range(3)]
-    size = album.features(policy, codec)(items[0]).nbytes
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, album.load, max_bytes=2 * size)
-    for item in (items[0], items[1], items[0], items[2]):
-        vision(item)
-        assert vision.bytes == sum(f.nbytes for f in vision.cache.values()) <= 2 * size
-    assert list(vision.cache) == [items[0].key, items[2].key] and vision.computed == 3
-
-
-@pytest.mark.parametrize("change", [{"frames": 2}, {"height": 32}, {"seconds": [0.0, 1.0, 2.0]}])
-def test_features_of_a_changed_file_are_refused(policy, codec, album, change):
-    """A rollout file can outlive its video: training on other frames than were sampled from would
-    go unnoticed."""
-    item = dataclasses.replace(album.item(1), **change)
-    with pytest.raises(ValueError, match="v1-3-64-96: the file changed"):
-        album.features(policy, codec)(item)
 
 
 def test_the_patch_embedding_is_a_linear_layer(policy, codec, album):

@@ -169,22 +169,6 @@ def test_a_checkout_of_other_code_is_one_line(clone, change, why):
     assert "\n" not in str(refused.value)
 
 
-def test_texts_of_other_systems_are_not_run():
-    with pytest.raises(launch.UserError, match="--prompt-file"):
-        paper_texts.texts("conan", "nowhere")
-
-
-def test_frames_lie_where_torch_puts_them():
-    import torch
-
-    draw = random.Random(0)
-    for _ in range(3000):
-        first = draw.randrange(300_000)
-        last, count = first + draw.randrange(1, 300_000), 2 * draw.randrange(1, 40)
-        wanted = torch.linspace(first, last, count).round().long().tolist()
-        assert readers.spread(first, last, count) == wanted
-
-
 def test_sizes_are_those_of_the_processors():
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_film
@@ -199,22 +183,6 @@ def test_sizes_are_those_of_the_processors():
             32, height, width, 2, 32, 4096, 25165824)
     places, _ = readers.film(901, 480, 640, 25165824)
     assert places == np.linspace(0, 900, 32, dtype=int).tolist()
-
-
-def test_a_window_has_an_even_number_of_frames():
-    """At 25 frames a second, 720p: 77 tokens a frame after the processor of the checkpoint."""
-    def asked(start, end):
-        places, size = readers.qwen({"fps": 1, "min_frames": 1, "max_frames": 16, "min_pixels": 784,
-                                     "max_pixels": 50176, "video_start": start, "video_end": end},
-                                    2500, 25.0, 720, 1280)
-        height, width = readers.sides(*size, 32, 65536, 16777216)
-        assert height * width // 1024 == 77
-        return len(places)
-
-    assert [asked(0, n) for n in (1, 2, 3, 5, 7.9, 16, 90)] == [2, 2, 2, 4, 6, 16, 16]
-    for window in ((5, 5), (9, 2), (200, 300)):
-        with pytest.raises(ValueError):
-            asked(*window)
 
 
 @pytest.mark.parametrize("text, wanted", [
@@ -249,14 +217,6 @@ def test_the_papers_prompts_name_the_split(monkeypatch):
     assert '"a kite flies up."' in asked("charades")
     assert asked("videomme").count("made-up.mp4") == 1
     assert "made-up.mp4" not in asked("videomme", question="Which video path?")
-
-
-def test_written_lines_repeat_as_they_do_in_the_file(tmp_path):
-    path = tmp_path / "lines.srt"
-    path.write_text("1\n00:00:01,000 --> 00:00:02,000\n<i>A</i> kite.\nIt flies.\n\n"
-                    "2\n00:00:02,000 --> 00:00:03,000\nIt flies.\n\n3\n00:00:03,000\n")
-    assert sources.written_lines(str(path)) == "A kite.\nIt flies.\nIt flies."
-    assert sources.written_lines(str(tmp_path / "none.srt")) == ""
 
 
 def test_a_film_goes_to_an_endpoint_by_its_path():

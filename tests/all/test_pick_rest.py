@@ -64,26 +64,6 @@ def test_a_cold_start_from_a_teacher_behind_an_endpoint(toy, tmp_path):
     assert (tmp_path / "sft" / "last" / "model.safetensors").exists()
 
 
-def test_fewest_calls_takes_the_right_rollout_that_did_without(recorded, tmp_path):
-    """Samples 1 and 2 of task a are right. Sample 1 called, and R_tool paid for it."""
-    (a, *_) = pick.groups([recorded])
-    assert [e.reward["acc"] for e in a] == [0.0, 1.0, 1.0, 0.0]
-    assert pick.best(a).sample == 1 and pick.best(a, fewest_calls=True).sample == 2
-    # a better answer is worth its calls, and so are whole tags
-    a[2].reward["acc"] = 0.75
-    assert pick.best(a, fewest_calls=True).sample == 1
-    a[2].reward["acc"], a[2].turns = 1.0, ["<answer>0 red"]
-    assert pick.best(a, fewest_calls=True).sample == 1
-    found = {}
-    for flags in ((), ("--fewest-calls",)):
-        done = run_script("tools/pick.py", recorded, "--best", tmp_path / "c.jsonl", *flags)
-        assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
-        found[flags] = sum("crop_video" in m["content"] for row in rows for m in row["messages"]
-                           if m["role"] == "assistant")
-    assert found == {(): 1, ("--fewest-calls",): 0}
-
-
 def test_chats_from_text_are_those_from_ids(recorded, tmp_path):
     """Records of eval.py hold no ids. Failed replies, other frames and rows of --show are left."""
     episodes = [rollout.from_json(json.loads(row)) for row in recorded.read_text().splitlines()]
@@ -116,20 +96,6 @@ def records_of(recorded, folder, change=lambda row: row, **settings):  # noqa: F
     return path
 
 
-def test_records_hold_all_that_the_agents_were_told(recorded, tmp_path):  # noqa: F811
-    """The lines that were spoken, and whether sub-agents knew the question."""
-    def change(row):
-        return {**row, "subtitles": "<3.0> Look, it is red."}
-
-    path = records_of(recorded, tmp_path / "e", change, sub_question=False)
-    ids = tmp_path / "r.jsonl"
-    ids.write_text("".join(json.dumps(change(json.loads(line))) + "\n"
-                           for line in recorded.read_text().splitlines()))
-    for one, other in zip(pick.groups([ids]), pick.groups([str(path)])):
-        assert [pick.chats(e, sub_question=False) for e in one] == [pick.chats(e) for e in other]
-        assert "Look, it is red." in json.dumps(pick.chats(other[0]))
-
-
 @pytest.mark.parametrize("settings, why", [
     ({"protocol": "sage"}, "--protocol paravt"), ({"crop_reply": "frames"}, "--protocol paravt"),
     ({}, "another task")])
@@ -145,17 +111,3 @@ def test_records_that_cannot_be_chats_of_this_agent_are_refused(
     assert pick.groups([str(path)]) == []
 
 
-def test_windows_and_films_decide_too(recorded, tmp_path):
-    rows = [json.loads(row) for row in recorded.read_text().splitlines()]
-    for row in rows:
-        row["task"]["evidence"], row["task"]["video"] = [[0, 8], [40, 48]], "videos/rl-0000.mp4"
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (a, *_) = pick.groups([path])
-    assert a[1].reward["windows"]["recall"] == 0.5
-    assert pick.best(a, recall=0.5).sample == 1 and pick.best(a, recall=0.6).sample == 2
-    out = tmp_path / "chats.jsonl"
-    for flags, main, why in (((), 2, "6 good, 6 wrong"), (("--per-video", 1), 1, "6 good"),
-                             (("--recall", 0.6), 2, "1 looked elsewhere")):
-        done = run_script("tools/pick.py", path, "--best", out, *flags)
-        assert f"{main} of main agents" in done.stdout and why in done.stdout, done.stdout

@@ -5,21 +5,15 @@ python -m pytest tests/all/test_plan_rest.py -q
 import argparse
 import json
 import os
-import random
-import sys
-from importlib import metadata
 
 import pytest
 import torch
 from conftest import ROOT, run_script
 from reference import ReferenceEngine
 
-import chat
 import launch
 import model
 import rollout
-import sft
-import toy as toy_module
 from plumbing import checkpoint
 from tools import gpu_check, plan
 
@@ -86,28 +80,6 @@ def test_activations_kept_are_those_that_autograd_keeps(shape, dtype, width, rec
     assert kept_for_backward(config, tokens, dtype, recompute) == pytest.approx(wanted, rel=0.06)
 
 
-def held_after_forward(config, tokens, recompute):
-    """Bytes allocated in a forward and not freed by its end, as torch's profiler counts them."""
-    from transformers import Qwen3VLForConditionalGeneration
-
-    policy = model.as_policy(Qwen3VLForConditionalGeneration(config), ChatProcessor, CPU, recompute)
-    pack = flat_pack(tokens)
-    policy(pack)  # what is allocated once
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                profile_memory=True) as seen:
-        out = policy(pack)
-    assert out[0].requires_grad
-    return sum(e.self_cpu_memory_usage for e in seen.key_averages())
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_memory_held_for_backward_is_what_the_ledger_says(recompute):
-    tokens, config = 2048, tiny(layers=6)
-    wanted = plan.ledger(config, 1, tokens, recompute, width=4,
-                         repeated=True)["top layer"]["activations kept"]
-    assert held_after_forward(config, tokens, recompute) == pytest.approx(wanted, rel=0.08)
-
-
 def test_weights_gradients_and_moments_take_what_is_allocated(toy, codec, process_group):
     policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.9, CPU)
@@ -125,42 +97,6 @@ def test_weights_gradients_and_moments_take_what_is_allocated(toy, codec, proces
     moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
     assert size(moments) == planned["AdamW moments, fp32 shard"]
     assert size(policy.hf.model.visual.parameters()) == planned["vision tower"]
-
-
-def test_a_save_takes_the_host_memory_that_the_plan_names(toy, codec, process_group, tmp_path,
-                                                          monkeypatch):
-    for lora, name in ((0, "save_whole"), (4, "save_adapters")):
-        policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU, lora=lora)
-        held = []
-
-        def save(*given, held=held):
-            held.append(sum(tensor.nbytes for tensor in given[-1].values()))
-
-        monkeypatch.setattr(checkpoint, name, save)
-        checkpoint.save_checkpoint(policy, codec, str(tmp_path / name), {"step": 1})
-        n = plan.parameter_counts(policy.hf.config)
-        assert held == [sum(plan.host_memory(n, 1, 0.0, width=4, lora=lora).values())]
-
-
-def test_the_recipe_shows_what_the_command_prints(monkeypatch, capsys):
-    with open(os.path.join(ROOT, "docs", "recipe.md")) as f:
-        page = f.read().splitlines()
-    command = next(line for line in page if line.startswith("$ python tools/plan.py"))
-    monkeypatch.setattr(sys, "argv", command.split()[2:])
-    with pytest.raises(SystemExit):
-        launch.run_main(plan.main)
-    assert all(line in page for line in capsys.readouterr().out.splitlines())
-
-
-def test_without_a_reference_its_memory_is_free(monkeypatch, capsys):
-    sums = []
-    for flags in ((), ("--kl", 0)):
-        monkeypatch.setattr(sys, "argv", ["plan.py", "4B", *map(str, flags)])
-        with pytest.raises(SystemExit):
-            launch.run_main(plan.main)
-        sums.append(float(next(line for line in capsys.readouterr().out.splitlines()
-                               if line.startswith("sum")).split()[-1]))
-    assert sums[1] == pytest.approx(sums[0] - 2 * 4.02 / 8, abs=0.1)  # its shard in bf16
 
 
 # ------------------------------------------------------------------------------------------------
@@ -230,71 +166,6 @@ def test_a_gap_that_is_no_number_is_not_ok(gpu_world, monkeypatch):
                              "CPU rollouts: largest gap, 2 sleeps and wakes"]
 
 
-def test_a_base_that_moves_under_its_adapters_is_not_ok(gpu_world, monkeypatch):
-    table, args = gpu_world
-
-    def backward(policy, packs, real=sft.backward):
-        with torch.no_grad():
-            policy.hf.model.language_model.norm.weight.add_(1e-6)
-        return real(policy, packs)
-
-    monkeypatch.setattr(sft, "backward", backward)
-    gpu_check.check_adapters(table, CPU, *gpu_check.group_world(args))
-    assert failed(table) == ["CPU adapters: weights of the base that moved"]
-
-
-def test_without_vllm_the_trainers_stages_run_and_a_row_names_it(gpu_world, monkeypatch):
-    table, args = gpu_world
-    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
-    for check in (gpu_check.check_machine, gpu_check.check_engine, gpu_check.check_rollouts):
-        assert check(table, CPU, args) is None
-    skipped = {row["what"]: row["note"] for row in rows_of(table) if row["verdict"] == "skipped"}
-    assert len(skipped) == 3 and "sft.py works" in skipped["machine: vLLM"]
-    assert not failed(table)
-
-
-def test_a_machine_that_lacks_what_a_run_needs_is_told(gpu_world, monkeypatch):
-    """Here a GPU with an old driver, of which others hold half, and a library of vLLM that raises
-    an error of its own."""
-    table, args = gpu_world
-    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(gpu_check.subprocess, "check_output", lambda command, **_: (
-        "535.104.05\n" if "driver" in command[1] else "40000\n9\n"))
-    monkeypatch.setattr(gpu_check, "shared_files", lambda: {"cuda/bindings/driver.so": ["a", "b"]})
-    monkeypatch.setattr(gpu_check, "has_vllm", lambda: True)
-
-    def broken(name):
-        raise AttributeError("module has no attribute")
-
-    monkeypatch.setattr(gpu_check.importlib, "import_module", broken)
-    gpu_check.check_machine(table, torch.device("cuda", 0), args)
-    rows = {row["what"].removeprefix("machine: "): row for row in rows_of(table)}
-    for name, note in (("driver below 580", "driver 535.104.05"),
-                       ("GB of a GPU that others hold", "nvidia-smi"),
-                       ("files that two packages brought", "a+b; TO DO: rm -rf .venv"),
-                       ("missing for Triton's compiler", "gcc"),
-                       ("libraries of vLLM that do not load", "AttributeError: module has no")):
-        assert rows[name]["verdict"] == "FAIL" and note in rows[name]["note"], name
-    assert rows["GB of a GPU that others hold"]["value"] == pytest.approx(41.9, abs=0.1)
-
-
-def test_a_file_of_two_packages_is_found(tmp_path, monkeypatch):
-    """As an old cuda-python brings the modules of cuda-bindings. Stray files at the top are not
-    counted: nobody imports them."""
-    for name, files in (("cuda_python", ["cuda/bindings/driver.py", "setup.py"]),
-                        ("cuda_bindings", ["cuda/bindings/driver.py", "setup.py", "cuda/b.py"])):
-        info = tmp_path / f"{name}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
-    found = [*metadata.distributions(path=[str(tmp_path)])]
-    monkeypatch.setattr(gpu_check.metadata, "distributions", lambda: found)
-    shared = gpu_check.shared_files()
-    assert {name: sorted(owners) for name, owners in shared.items()} == {
-        "cuda/bindings/driver.py": ["cuda_bindings", "cuda_python"]}
-
-
 @pytest.mark.parametrize("body, row", [
     ("raise RuntimeError('NCCL')", ("stage machine", "RuntimeError: NCCL; TO DO: mend the")),
     ("os._exit(7)", ("stage machine: exit code", "check.log; TO DO: mend the machine")),
@@ -317,34 +188,3 @@ def test_a_stage_that_fails_dies_or_hangs_costs_its_own_rows_alone(gpu_world, mo
     assert rows[what]["verdict"] == "FAIL" and note in rows[what]["note"]
 
 
-def test_the_ranks_are_started_by_the_script_itself(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(gpu_check.main)
-    assert stop.value.code == 2 and "python tools/gpu_check.py" in capsys.readouterr().err
-
-
-def test_a_check_that_fails_on_one_rank_fails_the_page(tmp_path):
-    tables = [gpu_check.Table(str(tmp_path / f"steps.{rank}.jsonl"), rank) for rank in (0, 1)]
-    for table, value in zip(tables, (0.25, float("nan"))):
-        table.add("drift", value, 1.0, "nats")
-        table.add("speed", 4.0 - table.rank)
-    tables[1].add("an error", 1.0, 0.0, "here alone")
-    drift, speed, error = gpu_check.merged(gpu_check.read_rows(str(tmp_path), "steps"))
-    assert drift["verdict"] == "FAIL" and drift["note"] == "rank 1: nats"
-    assert drift["range"] == [0.25, 0.25] and speed["range"] == [3.0, 4.0]
-    assert speed["value"] == 4.0 and error["verdict"] == "FAIL"
-    text = gpu_check.page({"gpu": None, "ranks": 2, "seconds": 1.0, "versions": "torch 2",
-                           "failed": ["drift"], "rows": [drift, speed, error]})
-    assert "| drift | 0.25 | 0.25 to 0.25 | <= 1 | FAIL | rank 1: nats |" in text
-
-
-def test_the_wide_model_has_as_many_ids_as_a_published_one(process_group, tmp_path):
-    """More than its tokenizer: such ids are sampled, and read as nothing."""
-    toy_module.build_init(str(tmp_path / "init"), random.Random(0), 0, hidden=64, layers=1, heads=2,
-                          mlp=64, vocab=2000)
-    codec = chat.load_codec(str(tmp_path / "init"))
-    assert len(codec.token_bytes) < 2000 and chat.decode(codec, [1999]) == ""
-    policy = checkpoint.load_sharded(str(tmp_path / "init"), codec, CPU)
-    assert policy.hf.get_input_embeddings().weight.shape[0] == 2000

@@ -259,16 +259,6 @@ def test_no_untrusted_text_becomes_a_special_id(codecs, text):
     assert chat.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
 
 
-@pytest.mark.parametrize("ends, wanted", [([IM_END, END], {IM_END, END}), (IM_END, {IM_END}),
-                                          (None, set()),
-                                          ([IM_END, 151664], {IM_END, 151664})])
-def test_every_end_of_the_generation_config_is_known(tmp_path, ends, wanted):
-    """Whatever it is called: the codec bans all of them but <|im_end|>."""
-    assert chat.end_ids(str(tmp_path)) == set()
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert chat.end_ids(str(tmp_path)) == wanted
-
-
 def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
     """One that no list of ours names, too: generation_config.json is asked."""
     folder = shutil.copytree(published(True, False), tmp_path / "other")
@@ -318,17 +308,6 @@ def test_structural_mask_equals_a_slow_one_on_real_tokens(codecs, text):
     text = unicodedata.normalize("NFC", text)
     pieces = chat.pieces_of(codec, chat.encode(codec, text))
     assert rewards.structural_mask(pieces) == slow_mask(text, pieces)
-
-
-def test_long_numbers_times_and_scripts_are_read_digit_by_digit_and_back(codec):
-    """The stamp of a frame must be the same ids in every prompt, whatever stands before it."""
-    for seconds in (0.04, 9.96, 12.25, 3599.95, 35999.0):
-        stamp = chat.stamp_text(seconds, 0)
-        ids = chat.encode(codec, stamp)
-        assert chat.decode(codec, ids) == stamp == f"<{seconds:.1f} seconds>"
-        assert len(ids) == len(f"{seconds:.1f}") + 3
-        inside = chat.encode(codec, f"<|vision_end|>{stamp}<|vision_start|>")
-        assert inside[1:-1] == ids
 
 
 # ------------------------------------------------------------------------------------------------
@@ -459,20 +438,6 @@ def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind
     assert same == (kind == "thinking")
 
 
-@pytest.mark.parametrize("text, thinking, instruct", [
-    ("I look and look", "(nothing to report)", "I look and look"),
-    ("hm\n</think>\n\na red square", "a red square", "a red square"),
-    ("<think>hm", "(nothing to report)", "(nothing to report)"),
-    ("<think>hm</think> red", "red", "red"),
-    ("hm</think>red<think>again", "(nothing to report)", "(nothing to report)")])
-def test_a_sub_agents_open_thought_is_no_summary(codec, kind, tasks, source, text, thinking,
-                                                 instruct):
-    episode = played(codec, tasks, source, Speaker(codec, said, text))
-    wanted = {"thinking": thinking, "instruct": instruct}[kind]
-    assert [c["summary"] for c in episode.calls] == [wanted] * 2
-    assert all(c["status"] == "ok" and c["sub_tokens"] > 1 for c in episode.calls)
-
-
 @pytest.mark.parametrize("field", ["question", "options", "answer"])
 def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
     """JSON allows it, no tokenizer takes it: hours into a run it would be a traceback. A pair of
@@ -490,14 +455,6 @@ def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
     path.write_text("\n".join(lines).replace("\\ude00", ""))
     with pytest.raises(launch.UserError, match=f"{path}:2: .*surrogate"):
         data.read_tasks(str(path))
-
-
-def test_a_lone_surrogate_in_a_chat_is_refused_by_its_line(codecs, world, tmp_path):
-    path = tmp_path / "chats.jsonl"
-    chats = (world / "sft.jsonl").read_text()
-    path.write_text(chats.replace("a red square", "a red \\udc00 square"))
-    with pytest.raises(launch.UserError, match=f"{path}:1: .*surrogate"):
-        sft.Chats(str(path), codecs["instruct"], SimpleNamespace(video_root=None), None)
 
 
 # ------------------------------------------------------------------------------------------------

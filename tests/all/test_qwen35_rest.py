@@ -37,21 +37,6 @@ def test_random_layouts(world35, codec35):
             assert (logp - wanted).abs().max() < 1e-4
 
 
-def test_bf16_compute_keeps_the_rates_of_forgetting(world35, codec35):
-    """A_log: a bf16 copy of it would differ; the weights for the engine and the disk hold fp32."""
-    hf = checkpoint.meta_model(str(world35 / "init"))
-    names = [n for n, _ in hf.named_parameters() if n.endswith(".A_log")]
-    assert len(names) == 2
-    hf = loaded(world35)
-    policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
-    weights = dict(checkpoint.full_weights(policy, torch.bfloat16))
-    for name in names:
-        assert weights[name].dtype == torch.float32
-        rounded = weights[name].bfloat16().float()
-        assert not torch.equal(rounded, weights[name]), "else this test says nothing"
-    assert weights["model.language_model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
-
-
 # ---- calls in XML ----
 
 
@@ -104,44 +89,7 @@ def test_calls_are_read_as_vllm_reads_them(codec35):
         assert len(wanted) == len(calls)
 
 
-def test_no_text_raises():
-    rng = random.Random(0)
-    parts = ["<tool_call>", "</tool_call>", "<function=crop_video>", "<function=", "</function>",
-             "<parameter=start_time>", "<parameter=end_time>", "</parameter>", "8", "\n", ">", "=",
-             "</think>", "<answer>", "{", "é"]
-    for _ in range(3000):
-        text = "".join(rng.choice(parts) for _ in range(rng.randint(1, 14)))
-        for call in rewards.parse_tool_calls(text, True):
-            assert call.error or call.end > call.start
-
-
 # ---- checkpoints ----
-
-
-def test_a_checkpoint_with_heads_for_further_tokens_is_taken(world35, tmp_path):
-    """Published folders hold `mtp.` weights, which are no part of the model."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "ckpt"
-    shutil.copytree(world35 / "init", folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({**weights, "mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors",
-              {"format": "pt"})
-    assert checkpoint.resolve_checkpoint(str(folder)) == str(folder)
-
-
-def test_models_with_experts_are_refused(world35, tmp_path):
-    import shutil
-
-    folder = tmp_path / "ckpt"
-    shutil.copytree(world35 / "init", folder)
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_5_moe"}
-    (folder / "config.json").write_text(json.dumps(config))
-    done = run_script("sft.py", "--preset", "toy", "--ckpt", folder, "--data",
-                      world35 / "sft.jsonl", "--out", tmp_path / "out")
-    assert done.returncode == 2 and "qwen3_5_moe" in done.stderr and "README" in done.stderr
 
 
 # ---- stages ----
@@ -281,47 +229,3 @@ def test_the_kernels_of_the_gpu_are_the_rule_of_the_cpu(tmp_path):
     assert len(distances) == 8 and max(distances.values()) < 1e-5, distances
 
 
-def test_the_slow_rule_is_never_taken_on_a_gpu(monkeypatch, world35, codec35):
-    """A package that cannot be imported ends the start; transformers would fall back in silence.
-    A CPU has transformers' rule, also where the package is installed."""
-    monkeypatch.setenv("FLA_TILELANG", "0")  # so that it is as before afterwards
-    monkeypatch.setitem(sys.modules, "fla", None)
-    with pytest.raises(launch.UserError, match="flash-linear-attention==0.6.0"):
-        checkpoint.load_sharded(str(world35 / "init"), codec35, torch.device("cuda"))
-    kernel = model.delta_kernel(torch.device("cpu"))
-    assert kernel.__module__.startswith("transformers.") and not hasattr(kernel, "__wrapped__")
-
-
-def test_a_naive_pack_would_be_wrong(world35, codec35):
-    """The test above can fail: a state that runs on from one branch into the next changes much."""
-    hf = loaded(world35)
-    trees = random_trees(codec35, 5, [(9, [6, 6])])
-    with torch.no_grad():
-        wanted = alone(hf, codec35, trees)[6:]
-        tree = trees[0]
-        ids = torch.tensor([[*tree.prefix.ids, *tree.branches[0].ids, *tree.branches[1].ids]])
-        logp = hf(input_ids=ids).logits[0].log_softmax(-1)
-        naive = logp[15:20].gather(1, torch.tensor(tree.branches[1].ids[1:])[:, None])[:, 0]
-    assert (naive - wanted[1:]).abs().max() > 0.01
-
-
-def test_chats_in_json_are_taught_in_the_dialect_of_the_base(codec, codec35):
-    text = ('<think>\nLook.\n</think>\n<tool_call>\n{"name": "crop_video", "arguments": '
-            '{"start_time": 8, "end_time": 16.5, "num_frames": 4}}\n</tool_call>')
-    chatted = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
-
-    def taught(codec):
-        sequence = chat.encode_chat(codec, chatted)
-        return chat.decode(codec, [i for i, m in zip(sequence.ids, sequence.mask) if m])
-
-    assert taught(codec) == text
-    said = taught(codec35)
-    assert said.removeprefix("Look.\n</think>\n") == (
-        "<tool_call>\n<function=crop_video>\n<parameter=start_time>\n8\n</parameter>\n"
-        "<parameter=end_time>\n16.5\n</parameter>\n<parameter=num_frames>\n4\n</parameter>\n"
-        "</function>\n</tool_call>")
-    for form, think_open in ((text, False), (said, True)):
-        (call,) = rewards.parse_tool_calls(form, think_open)
-        assert (call.start, call.end, call.num_frames, call.error) == (8.0, 16.5, 4, None)
-    broken = '<tool_call>\n{"name": "crop_video", "arguments": [1]}\n</tool_call>'
-    assert chat.in_dialect(codec35, broken) == broken

@@ -2,7 +2,6 @@
 Long tables of the forms in which models write letters, spans and open answers:
 python -m pytest tests/all/test_rewards_rest.py -q
 """
-import json
 import math
 import re
 import time
@@ -14,13 +13,10 @@ from test_rewards import (
     CALL,
     PETS,
     PIECES,
-    SPANS,
     STATED,
-    TAGS,
     THOUGHT,
     TIMES,
     anything,
-    approx,
     format_reward,
     score,
 )
@@ -34,27 +30,10 @@ from rewards import (
     extract_span,
     never_closed,
     normalise,
-    parse_tool_calls,
-    structural_mask,
-    temporal_iou,
-    window_scores,
 )
 
 # ------------------------------------------------------------------------------------------------
 # Tool calls
-
-
-@pytest.mark.parametrize("piece", PIECES)
-def test_any_long_text_is_read_in_linear_time(piece):
-    # 250 kB take some 0.1 s; what is quadratic takes minutes. Process time, since the machine may
-    # be busy.
-    text = piece * (250_000 // len(piece))
-    for read in (parse_tool_calls, extract_span, lambda text: extract_letter(text, PETS),
-                 lambda text: accuracy(text, "open", "a"),
-                 lambda text: format_reward([text])):
-        begun = time.process_time()
-        read(text)
-        assert time.process_time() - begun < 1.0
 
 
 @pytest.mark.parametrize("piece", [*PIECES, "answer: ", "answer is B\n", "B\n", "A. cat ", "不选B",
@@ -120,24 +99,6 @@ def test_the_forms_in_which_models_write_letters_are_read(response, want):
     assert extract_letter(response, PETS) == want
 
 
-def test_a_list_of_options_is_no_answer_where_only_the_question_holds_them():
-    assert extract_letter("A. a cat B. a dog C. a bird", None) is None
-    assert extract_letter("A. The cat, since B. is barking", None) == "A"
-    # Chinese options are compared as they are written, whatever words stand in them.
-    assert extract_letter("选择题", ["是", "选择题"]) == "B"
-    assert extract_letter("B. 选择题", ["是", "选择题"]) == "B"
-    assert extract_letter("A. 选择题", ["是", "选择题"]) is None
-
-
-@pytest.mark.parametrize("text", ["{M} can be ruled out, leaving {L}.", "{L}. I ruled out {M}.",
-                                  "I ruled out {M}, so it is {L}.", "{M} can be excluded. {L}.",
-                                  "{L} rather than {M}"])
-def test_a_letter_that_is_ruled_out_is_no_answer(text):
-    for letter, other in zip("ABCDEFGHIJ", "DEFGHIJABC"):
-        assert extract_letter(text.format(L=letter, M=other), None) == letter
-    assert extract_letter("I ruled out A.", ["cat", "dog"]) is None
-
-
 WAYS = [  # to state letter {L}, {l} in lower case, {F} in full width, whose option reads {t}
     "{L}", "{l}", "({L})", "{L}.", "**{L}**", "`{L}`", "[{L}]", "- {L}", "{L}:", "{L}。", "{F}",
     "（{L}）", "【{L}】", '"{L}"', "{L}. {t}", "{L}) {t}", "({L}) {t}", "{L}: {t}",
@@ -197,79 +158,9 @@ def test_every_letter_can_be_stated_in_every_way(way, why, gap, first, kind, lab
         assert extract_letter(said, options) == letter, said
 
 
-TWO_LETTERS = [
-    "{L} or {M}", "{L} and {M}", "{L}, {M}", "{L}/{M}", "{L} {M}", "({L}) or ({M})", "{L}\n{M}",
-    "Answer: {L} or {M}", "Answer: {L}, {M}", "Answer: {L}/{M}.", "Answer: {l} or {m}",
-    "选{L}或{M}",
-    "The answer is {L} and {M}.", "The answer is either {L} or {M}.", "Both {L} and {M} are right.",
-    "I choose {L} or {M}", "Option {L} or option {M}", "The clip shows labels {L} and {M}.",
-    "neither {L} nor {M}", "It is not {L} or {M}.", "Answer: not {L}", "I do not think it is {L}.",
-    "The answer isn't {L}.", "not {L}, not {M}", "{L} is wrong.", "Options {L} and {M} are wrong.",
-    "{L}. The answer is {M}", "Team {L} meets team {M}", "Vitamin {L}", "plan {l}", "{L}-roll",
-    "{L}'s turn", "{L} man walks in.", "{L} think so.", "{L}lso", "{L}.{M}. news", "30°{L}",
-    "The answer is {L} man"]  # fmt: skip
-
-
-@pytest.mark.parametrize("form", TWO_LETTERS)
-def test_two_letters_and_none_are_no_answer_whichever_they_are(form):
-    animals = OPTION_SETS["words"]
-    pairs = [(a, b) for a in "ABCDI" for b in "ABCDI" if a != b]
-    said = [form.format(L=a, M=b, l=a.lower(), m=b.lower()) for a, b in pairs]
-    assert [text for text in said for options in (animals, None) if extract_letter(text, options)
-            ] == []  # fmt: skip
-    listed = " ".join(f"{letter}. {text}" for letter, text in zip("ABCDEFGHIJ", animals))
-    for text in (listed, "Options: " + listed, listed.replace(". ", ") "), "Answer: " + listed):
-        assert extract_letter(text, animals) is None and extract_letter(text, None) is None
-
-
 BITS = ["{L}", "{L}", "{M}", "Answer: ", "option ", "choose ", " is ", " man", " the", "not ",
         " or ", " and", "because ", "\n", ". ", ", ", " ", "(", ")", ": ", " wrong", "vitamin ",
         "It's ", "-"]  # fmt: skip
-
-
-@given(st.lists(st.sampled_from(BITS), max_size=8).map("".join), st.permutations("ABCDEFGHIJ"))
-@settings(deadline=None, max_examples=300)
-def test_other_letters_in_their_places_give_the_other_letter(form, letters):
-    def outcome(one, two):
-        got = extract_letter(form.format(L=one, M=two), OPTION_SETS["words"])
-        return {one: "L", two: "M"}.get(got, got)
-
-    # A list of the options has an order, hence both pairs have the same.
-    (one, two), (three, four) = sorted(letters[:2]), sorted(letters[2:4])
-    assert outcome(one, two) == outcome(three, four)
-
-
-ANIMALS_STATED = [  # on the first four animals: cat, dog, horse, bird
-    ("Answer: A\nExplanation: A blue bus is seen later.", "A"),
-    ("The correct answer is A\n\nThe oven ..", "A"), ("Answer: A The oven is on.", "A"),
-    ("Answer: A A blue bus is seen.", "A"), ("A The oven is on.", "A"), ("A\tIt barks.", "A"),
-    ("Answer: A I think it purrs.", "A"), ("Answer: A 狗", "A"), ("A一只", "A"),
-    ("A.The oven", "A"),
-    ("A)cat", "A"), ("a, since it purrs", "A"), ("a because it purrs", "A"), ("a is correct", "A"),
-    ("the answer is b since it barks", "B"), ("I choose c because it runs.", "C"),
-    ("A seems correct.", "A"), ("D, since vitamin C is shown", "D"), ("A (not B)", "A"),
-    ("He takes vitamin C, so B", "B"), ("The dog barks at the door.\n\nA", "A"),
-    ("Option B has no dog.\nOption C has no horse.\n\n**D**", "D"), ("Answer: B and not C.", "B"),
-    ("A. First guess.\nOn a second look, the answer is C.", "C"), ("So A, not B", "A"),
-    ("I choose A. No: the answer is B.", "B"), ("A or B? No, I choose C.", "C"),
-    ("A and B are wrong, so C.", "C"), ("It is not A or B, so C.", "C"), ("A is right", "A"),
-    ("Answer: dog\nA is no dog", "B"),
-    ("A. cat\nB. dog\nC. horse\nD. bird\n\nB", "B"), ("C is wrong. The answer is A.", "A"),
-    ("A best describes it.", "A"), ("I would say this matches A", "A"), ("B it is", "B"),
-    ("A is better than B", "A"), ("Going with D.", "D"), ("Ans. C", "C"), ("Hence B", "B"),
-    ("not A(A", "A"), ("not C(C", "C"),  # nonsense, but the same for both
-    ("A Chinese man is running", None), ("A rather large bus", None), ("A given frame", None),
-    ("I based this on it", None), ("The answer is E", None), ("I pick B. Final answer: E", None),
-    ("B came first. The answer is Z.", None), ("Answer: A, B, C", None),
-    ("A. dog\nIt barks.", None),
-    ("A. a kitten\nB. a puppy\nC. a foal", None), ("The choices are A. cat B. dog C. horse", None),
-    ("Model B was not found", None), ("图A中有人", None), ("write to b@home.org", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("response, want", ANIMALS_STATED)
-def test_an_article_a_name_or_a_second_thought_is_told_from_a_letter(response, want):
-    assert extract_letter(response, OPTION_SETS["words"][:4]) == want
 
 
 def test_labels_in_the_options_and_their_number_matter():
@@ -284,12 +175,6 @@ def test_labels_in_the_options_and_their_number_matter():
     # no label: the option begins like one
     assert extract_letter("B. B. King", ["B. B. King", "Prince"]) == "A"
     assert extract_letter("B. B. King", ["Prince", "B. B. King"]) == "B"
-
-
-def test_numeric_options_match_as_text_and_duplicates_never():
-    assert extract_letter("3", ["1", "3", "2"]) == "B"
-    assert extract_letter("three", ["1", "3", "2"]) == "B"
-    assert extract_letter("dog", ["dog", "dog", "cat"]) is None
 
 
 SPAN_FORMS = [  # as models write them, all of 12.5 to 20 seconds unless said
@@ -319,70 +204,6 @@ def test_the_forms_in_which_models_write_spans_are_read(response):
     turn = f"{THOUGHT}</think><answer>{response}</answer>"
     assert score([turn], "grounding", (12.5, 20))["acc"] == 1.0
     assert format_reward([turn])["answer_opened"] and format_reward([turn])["well_formed"]
-
-
-@pytest.mark.parametrize("response, want", [
-    ("confidence 0.8-0.9", None), ("0.2 - 0.9 seconds", (0.2, 0.9)), ("80-90 percent", None),
-    ("Start frame: 10, end frame: 20", None), ("frames <10> - <20>", None),
-    ("Start time: 20 s\nEnd time: 12.5 s", None), ("<12.5 seconds>", None),
-    ("Start time: 12.5 seconds", None), ("<20.0 seconds> - <12.5 seconds>", None),
-    ("The score is 2-1, from 10 to 20", (10, 20)), ("The team scores from 10 to 20", (10, 20)),
-])  # fmt: skip
-def test_what_looks_like_such_a_span_and_is_none(response, want):
-    assert extract_span(response) == want
-
-
-@pytest.mark.parametrize("response", [
-    "12.5 - 20.0, not 3 - 5", "12.5 - 20.0 rather than 3 - 5", "12.5 - 20.0 instead of 3 - 5",
-    "12.5s - 20s, not 3s - 5s or 7s - 9s", "12.5 to 20 seconds, not from 3 to 5",
-    "It is not 3 - 5 but 12.5 - 20", "12.5 - 20.0. I ruled out 3 - 5.",
-    "12.5 - 20.0, since 3 - 5 can be excluded",
-    "12.5 - 20; 3 - 5 is wrong", "[12.5, 20], never [3, 5]", "Instead of 3 - 5, it is 12.5 - 20.0",
-    "I'm not sure, 12.5 - 20.0", "12.5 - 20.0 (not 0:03 - 0:05)",
-    "12.5 - 20, neither 3 - 5 nor 6 - 7",
-    "It does not start at 3 and end at 5. It starts at 12.5 and ends at 20.",
-])  # fmt: skip
-def test_a_denied_range_never_wins_over_the_stated_one(response):
-    assert extract_span(response) == (12.5, 20)
-
-
-@pytest.mark.parametrize("response", [
-    "not 3 - 5", "It isn't between 3 and 5.", "3 - 5 is wrong",
-])  # fmt: skip
-def test_a_denied_range_alone_is_no_span(response):
-    assert extract_span(response) is None
-
-
-@pytest.mark.parametrize("response, gold", [
-    ("DFS", "Depth-First Search (DFS)"), ("depth first search", "Depth-First Search (DFS)"),
-    ("Depth-First Search (DFS)", "DFS"), ("D.F.S.", "Depth-First Search"),
-    ("Depth First Search", "DFS"), ("DFS (Depth-First Search)", "depth-first search"),
-    ("FDA", "Food and Drug Administration"),
-    ("The algorithm is depth-first search.", "Depth-First Search"),
-    ("It is a dolly zoom", "Dolly Zoom"), ("It's a dolly zoom.", "dolly zoom"),
-    ("The answer is 21.", "twenty-one"), ("They are red and blue", "red and blue"),
-    ("That's Newton's second law", "Newton's second law"),
-    ("<think>is it A?</think>The technique shown is cross-cutting", "cross cutting"),
-    ("\\boxed{42}", "42"), ("this is the DFS", "Depth-First Search"),
-])  # fmt: skip
-def test_open_answers_match_as_acronym_and_as_predicate(response, gold):
-    assert match_open(response, gold)
-
-
-@pytest.mark.parametrize("response, gold", [
-    ("It is not a dolly zoom", "dolly zoom"), ("It is probably a dolly zoom", "dolly zoom"),
-    ("It might be a dolly zoom", "dolly zoom"),
-    ("It is a dolly zoom or a pan", "dolly zoom"), ("It is never red", "red"),
-    ("It is a dolly zoom. Or it is a pan.", "dolly zoom"),
-    ("The pan is before the dolly zoom", "dolly zoom"),
-    ("The dolly zoom is a technique", "dolly zoom"), ("BFS", "Depth-First Search (DFS)"),
-    ("dfs", "Depth-First Search"), ("DS", "Depth-First Search"), ("A", "Apple"), ("is", "is it"),
-    ("It is", "it"), ("14", "4"), ("0.4", "4"),
-    ("any item", "AI"), ("Depth-First Search (a graph algorithm)", "a graph algorithm"),
-    ("4 cm", "4 m"), ("It is " + "very " * 20 + "red", "red"),
-])  # fmt: skip
-def test_hedged_denied_and_partial_open_answers_do_not_match(response, gold):
-    assert not match_open(response, gold)
 
 
 OPEN = [  # (reply, gold) as models write them
@@ -571,11 +392,6 @@ def test_misused_tags_cap_the_format_reward(turn):
     assert got["capped"] and 0.0 < got["total"] <= 0.5  # the clean turn gets 1.0, see TABLE
 
 
-def test_the_cap_binds_when_the_parts_alone_would_pay_more():
-    got = format_reward([f"{THOUGHT}</think>{CALL}</tool_call><answer>B</answer>"])
-    assert got["base"] + 0.5 * got["anchor"] == approx(1.2) and got["total"] == 0.5
-
-
 def test_more_tags_never_pay_more():
     clean = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
     best = format_reward(clean)["total"]
@@ -585,25 +401,6 @@ def test_more_tags_never_pay_more():
                       [clean[0], extra + clean[1]]):
             assert format_reward(turns)["total"] <= best
     assert format_reward([clean[0], clean[1] + "<answer>B</answer>" * 9])["total"] <= 0.5
-
-
-def test_an_unclosed_call_costs_the_same_in_both_dialects():
-    """One definition of a structural tag: what is balanced, closed, parsed and credited."""
-    for name, body in (("tool_call", CALL[len("<tool_call>"):-len("</tool_call>")]),
-                       ("tool_code", "crop_video(1, 2)")):
-        whole = [f"{THOUGHT}</think><{name}>{body}</{name}>",
-                 f"{THOUGHT}</think><answer>B</answer>"]
-        cut = [whole[0].removesuffix(f"</{name}>"), whole[1]]
-        assert all(rewards.parse_tool_calls(turns[0], True)[0].error is None
-                   for turns in (whole, cut))
-        assert format_reward(whole)["total"] == 1.0 and format_reward(whole)["well_formed"]
-        assert format_reward(cut)["total"] == 0.5 and not format_reward(cut)["well_formed"]
-        assert rewards.closure_counts(cut)[name] == [1, 0]
-        text = whole[0].encode()
-        mask = rewards.structural_mask([bytes([byte]) for byte in text] + [b""])
-        for tag in (f"<{name}>", f"</{name}>"):
-            at = text.index(tag.encode())
-            assert all(mask[at:at + len(tag)])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -626,53 +423,8 @@ def test_answers_that_hedge_or_say_nothing_score_nothing(turn, golds):
     assert [score([turn], "mcq", gold, options)["acc"] for gold in golds] == [0.0] * len(golds)
 
 
-def test_an_honest_answer_with_letter_e_scores():
-    assert score(["x</think><answer>(E) none</answer>"], "mcq", "E", PETS)["acc"] == 1.0
-
-
-@given(st.lists(st.sampled_from(["A", "B", "C", "answer is ", "option ", " or ", "not ", ". ", "(",
-                                 " cat", " dog"])))
-@settings(deadline=None, max_examples=200)
-def test_no_response_is_right_for_two_gold_letters(parts):
-    turn = "x</think><answer>" + "".join(parts) + "</answer>"
-    assert sum(score([turn], "mcq", gold, PETS)["acc"] for gold in "ABCDE") <= 1.0
-
-
-def test_a_better_answer_always_pays_more():
-    # Nothing saturates the sum: token F1 0.5 and 1.0 stay 0.5 apart with every other term at its
-    # maximum.
-    half, full = (
-        score([f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>{text}</answer>"], "open",
-              "blue car", None, 1, 1)
-        for text in ("red car", "blue car")
-    )
-    assert (half["total"], full["total"]) == (approx(2.3), approx(2.8))
-
-
-@pytest.mark.parametrize("answer", ["10 - 20", "from 10 to 20", "10s, 20s"])
-def test_usual_ways_to_write_a_span_score(answer):
-    assert score([f"x</think><answer>{answer}</answer>"], "grounding", (10, 20))["acc"] == 1.0
-
-
 # ------------------------------------------------------------------------------------------------
 # Properties: no text raises, everything stays in bounds
-
-
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
-
-
-@given(st.recursive(scalars, lambda v: st.lists(v, max_size=3)
-                    | st.dictionaries(st.text(max_size=5), v, max_size=3)),
-       st.sampled_from(["start_time", "end_time", "num_frames", "start", "arguments", "name"]))
-@settings(deadline=None, max_examples=200)
-def test_any_json_value_anywhere_in_a_call_gives_one_entry(value, key):
-    arguments = {"start_time": 1, "end_time": 2}
-    call = {"name": "crop_video", "arguments": arguments}
-    (call if key in call else arguments)[key] = value
-    # JSON escapes no angle bracket, so a tag in a string would be seen as a tag
-    body = json.dumps(call)
-    if not rewards.TAG.search(body):
-        assert len(parse_tool_calls(f"<tool_call>{body}</tool_call>")) == 1
 
 
 @given(anything, anything)
@@ -688,83 +440,3 @@ def test_extraction_never_raises_and_stays_in_bounds(response, other):
     assert normalise(other) or not match_open(response, other)
     tail = answer_or_tail([response, other])
     assert tail is None or tail.strip()
-
-
-@given(st.tuples(st.floats(), st.floats()), st.tuples(st.floats(), st.floats()))
-@settings(deadline=None, max_examples=200)
-def test_iou_is_symmetric_and_in_bounds(span, gold):
-    assert 0.0 <= temporal_iou(span, gold) <= 1.0
-    assert temporal_iou(span, gold) == temporal_iou(gold, span)
-
-
-# ------------------------------------------------------------------------------------------------
-# struct(o)
-
-
-@given(st.lists(st.sampled_from([*TAGS, "word", " ", "<"]), min_size=1, max_size=10))
-@settings(deadline=None, max_examples=100)
-def test_mask_over_single_bytes_counts_exactly_the_bytes_of_tags(parts):
-    text = "".join(parts)
-    mask = structural_mask([bytes([byte]) for byte in text.encode()])
-    in_tags = sum(len(tag) for tag in re.findall("|".join(TAGS), text))
-    ends_in_tag = any(text.endswith(tag) for tag in TAGS)
-    assert sum(mask) == in_tags + (not ends_in_tag)
-
-
-# ------------------------------------------------------------------------------------------------
-# Group advantages
-
-
-@pytest.mark.parametrize("text", [
-    "I doubt it is B.", "The answer is anything but B.", "The answer is unlikely to be B.",
-    "B has been eliminated.", "B is probably wrong.", "B is unlikely.",
-    "I do not believe it's B.", "A as well as B", "B (or D)", "B and possibly D"])
-def test_letters_that_are_doubted_or_doubled_are_no_answer(text):
-    turned = str.maketrans("ABCD", "BCDA")  # the same whichever letters are meant
-    options = ["cat", "dog", "hot dog", "bird"]
-    for _ in range(4):
-        assert extract_letter(text, options) is None, text
-        text = re.sub(r"\b[A-D]\b(?! )|\b[A-D]\b(?= (?:as|and|has|is|\())",
-                      lambda letter: letter[0].translate(turned), text)
-
-
-@pytest.mark.parametrize("text, span", [
-    ("**10.0** - **20.0**", (10, 20)), ("00:00:10.500 --> 00:00:20", (10.5, 20)),
-    ("10 s → 20 s", (10, 20)), ("10 through 20", (10, 20)), ("from 10 up to 20", (10, 20)),
-    ("1m5s to 1m20s", (65, 80)), ("1m 5s - 1m 20s", (65, 80)),
-    ("1:05 min to 1:20 min", (65, 80)), ("second 10 to second 20", (10, 20)),
-    ("t=10s to t=20s", (10, 20)), ("10 sec. to 20 sec.", (10, 20)),
-    ("It does not happen from 10 to 20", None)])
-def test_other_ways_to_write_a_range(text, span):
-    assert extract_span(text) == span
-
-
-# ------------------------------------------------------------------------------------------------
-# Scores of windows
-
-
-@given(SPANS, SPANS, st.randoms())
-def test_copies_and_the_order_of_windows_change_no_score(windows, evidence, rng):
-    again = [*windows, *rng.choices(windows, k=3)] if windows else []
-    rng.shuffle(again)
-    assert window_scores(again, evidence) == window_scores(windows, evidence)
-
-
-@given(SPANS.filter(bool), SPANS)
-def test_nothing_scores_a_higher_iou_than_the_evidence_itself(evidence, more):
-    assert window_scores(evidence, evidence) == dict.fromkeys(
-        ("recall", "precision", "iou", "hit"), 1.0)
-    assert window_scores([*evidence, *more], evidence)["iou"] <= 1.0
-    whole = window_scores([(0, 60)], evidence)  # all of the film finds all, at the lowest price
-    assert whole["recall"] == 1.0 and whole["iou"] == approx(whole["precision"])
-
-
-def test_windows_that_look_at_everything_or_at_all_scenes_earn_little():
-    scenes = [(0, 16), (16, 32), (32, 48), (48, 64)]
-    for evidence, whole in ((scenes[:1], 0.25), ([scenes[0], scenes[2]], 0.5)):
-        for windows in ([(0, 64)], scenes, [(0, 64)] * 5):
-            assert window_scores(windows, evidence)["iou"] == whole
-    assert window_scores([(0, 16)], [(5, 9)])["iou"] == 0.25  # a scene around a short flash
-    assert window_scores([], scenes[:1]) == {"recall": 0.0, "precision": None, "iou": 0.0,
-                                             "hit": 0.0}
-    assert window_scores([(16, 32)], scenes[:1])["hit"] == 0.0  # they only touch

@@ -78,20 +78,6 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
         assert p == scores.sign_flip_p(records, bench)  # the seed is fixed
 
 
-def test_exact_p_values_by_hand():
-    """Three videos with shares 1, 1, 1: two of eight patterns are as large. A video in which both
-    systems are the same changes no p-value."""
-    three = [record(i, 1.0) for i in "abc"]
-    assert scores.sign_flip_p(three, None) == 0.25
-    assert scores.sign_flip_p([*three, record("d", 0.0)], None) == 0.25
-    assert scores.sign_flip_p([record("a", 0.0), record("b", 0.0)], None) == 1.0
-    # Ten shares of 0.1 are 1, added in one order, and 0.9999999999999999 in another.
-    assert scores.sign_flip_p([record(i, 1.0) for i in range(10)], None) == 2 / 2**10
-    assert scores.sign_flip_p([record(i, 1.0) for i in range(20)], None) == 2 / 2**20
-    many = scores.sign_flip_p([record(i, 1.0) for i in range(21)], None)
-    assert many == 1 / 20001  # at random: of 20,000 none, and the observed one
-
-
 @pytest.mark.parametrize("bench", [None, "mlvu"])
 def test_the_test_has_its_size_although_answers_about_a_video_err_together(bench):
     """200 worlds without a difference. If every item stood alone, p would be too small."""
@@ -110,16 +96,6 @@ def test_the_test_has_its_size_although_answers_about_a_video_err_together(bench
 # Sample sizes
 
 
-@pytest.mark.parametrize("bench, spread", [(None, 0.3), ("mlvu", 0.3), ("mmvu", 0.1)])
-def test_as_many_videos_as_said_show_the_difference_in_four_of_five_worlds(bench, spread):
-    rng = np.random.default_rng(2)
-    needed = scores.videos_needed(worlds(rng, 3000, bench, spread=spread), bench, 12)
-    assert 20 < needed < 150
-    seen = [scores.sign_flip_p(worlds(rng, needed, bench, 0.12, spread), bench, draws=1000) < 0.05
-            for _ in range(300)]
-    assert 0.73 <= np.mean(seen) <= 0.87  # 3 standard errors around 0.8
-
-
 def test_sample_sizes_by_hand():
     """Half of the videos +1, half -1: a variance of 1, and (1.960 + 0.842)^2 / 0.02^2 videos."""
     records = [record(i, 1.0 - 2 * (i % 2)) for i in range(1000)]
@@ -136,18 +112,6 @@ def test_sample_sizes_by_hand():
     tiny = [record(i, 0.001 * (i % 2)) for i in range(10)]
     assert scores.videos_needed(tiny, None, 50) == 6
     assert scores.videos_needed([record(i, 0.0) for i in range(9)], None, 2) is None
-
-
-def test_items_are_needed_as_videos_are(made, command, tmp_path):
-    """Two items a video: twice as many items as videos."""
-    videos = [i // 2 for i in range(24)]
-    a = made("a", [i % 2 for i in range(24)], videos=videos)
-    b = made("b", [i % 3 == 0 for i in range(24)], videos=videos)
-    lines, kept = compared(command, tmp_path, a, b)
-    (row,) = kept["differences"]
-    assert row["items_needed"] == 2 * row["videos_needed"] and (row["videos"], row["n"]) == (12, 24)
-    assert "2 points need" in lines[-3] and lines[-1].split()[-2:] == [
-        str(row["videos_needed"]), str(row["items_needed"])]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -282,24 +246,6 @@ def test_runs_of_one_system_are_pooled(made, command, tmp_path):
     assert [row["name"] for row in kept["rows"]] == ["a,1", "new"] and len(kept["seeds"]) == 1
 
 
-def test_a_pooled_run_says_its_spread_in_the_table(made, command):
-    one = made("one", [1, 0, 0, 0], bench="lvbench")
-    two = made("two", [1, 1, 0, 0], bench="lvbench")
-    rows, _ = table(command, "ours=", one, two)
-    cell = rows["ours, K 64, tools on (measured)"][3]
-    assert cell.startswith("37.5 [") and cell.endswith("n 4 of 1549, sd 17.7 of 2 runs")
-
-
-def test_wrong_groups_are_one_line(made, command, tmp_path):
-    a, b = made("a", [1, 0]), made("b", [1, 0], bench="lvbench")
-    for words, why in (((a, "x="), "name the folders"), (("x=", a, a), "stands twice"),
-                       (("=", a), "name of its own"), (("x=", a, "x=", a), "name of its own"),
-                       (("x=", a, b), "at K 64, tools on is not in all"),
-                       (("x=", a, tmp_path / "none"), "summary.json")):
-        code, _, err = command("--compare", *words, "--out", tmp_path / "o")
-        assert code == 2 and why in err and err.count("\n") == 1, err
-
-
 # ------------------------------------------------------------------------------------------------
 # Tables for papers
 
@@ -317,23 +263,6 @@ def test_a_part_of_a_benchmark_is_marked_and_never_the_best(made, command, monke
     rows, _ = table(command, part)
     assert rows["part, K 64, tools on (measured)"][3] == "**100.0 [100.0, 100.0]! n 3**"
     assert rows["ParaVT-8B (the paper's)"][3] == "39.8"
-
-
-def test_n_is_that_of_the_headline(made, command):
-    """MMVU's headline leaves the open questions out."""
-    more = [{}] * 3 + [{"type": "open", "answer": "B", "options": None}] * 2
-    rows, _ = table(command, made("m", [1, 0, 1, 1, 1], bench="mmvu", more=more))
-    assert rows["m, K 64, tools on (measured)"][5].endswith(
-        "n 3 (5 of 1000 items), over items 40.0")
-
-
-def test_departures_are_numbered_footnotes(made, command):
-    one = made("one", [1, 0], bench="mlvu", summary={"departures": ["own prompts", "50% | JPEG"]})
-    two = made("two", [1, 0], bench="mlvu", summary={"departures": ["50% | JPEG"]})
-    rows, below = table(command, one, two)
-    assert "one, K 64, tools on (measured) [1, 2]" in rows
-    assert "two, K 64, tools on (measured) [2]" in rows
-    assert below == ["1. own prompts", "2. 50% \\| JPEG"]
 
 
 def test_one_video_or_none_gives_no_interval(made, command, tmp_path):

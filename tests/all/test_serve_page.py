@@ -97,17 +97,6 @@ def test_hostile_texts_stay_text(running, visit, codec):  # noqa: F811
     assert count(page, "#story script") == count(page, "#story svg") == 0
 
 
-def test_errors_of_the_server_are_said(running, visit):  # noqa: F811
-    server = running()
-    page = visit(server)
-    page.execute_script("document.getElementById('question').value = 'Who?';"
-                        "document.getElementById('form').requestSubmit();")
-    server.until(lambda: text_of(page, "state") == "choose a film first")
-    server.agents.fault = "the engine has failed"
-    ask(page)
-    server.until(lambda: text_of(page, "state") == "the engine has failed")
-
-
 def test_a_key_is_asked_for_on_the_page(running, visit):  # noqa: F811
     server = running(key=b"secret", host="0.0.0.0")
     page = visit(server)
@@ -119,16 +108,3 @@ def test_a_key_is_asked_for_on_the_page(running, visit):  # noqa: F811
     server.until(lambda: text_of(page, "answer").startswith("red"))
 
 
-def test_a_narrow_screen_needs_no_sideways_scrolling(running, visit):  # noqa: F811
-    server = running()
-    page = visit(server)
-    size = page.get_window_size()
-    page.set_window_size(500, 900)
-    try:
-        ask(page)
-        server.until(lambda: text_of(page, "answer").startswith("red"))
-        wide = page.execute_script("return document.documentElement.scrollWidth"
-                                   " - document.documentElement.clientWidth")
-        assert wide <= 0
-    finally:
-        page.set_window_size(size["width"], size["height"])

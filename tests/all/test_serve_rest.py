@@ -6,11 +6,10 @@ import base64
 import json
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from scripted import Scripted, turn_of
+from scripted import Scripted
 from test_serve import (
     FILM,
     answered,
@@ -24,7 +23,6 @@ from test_serve import (
     text,
 )
 
-import chat
 import rollout
 from tools import serve
 
@@ -62,19 +60,6 @@ def test_eight_clients_of_openai_at_once(running, codec, toy):
         assert tokens == sum(map(len, used))
 
 
-def test_max_tokens_bounds_the_answer_and_never_a_thought(running, codec):
-    def main(request):
-        return "I think for a long time. " * 20 + "</think><answer>red green blue</answer>"
-
-    server = running(Scripted(codec, main))
-    words = chat.encode(codec, "red green blue")
-    assert content_of(server.post(max_tokens=len(words))) == "red green blue"
-    for name in ("max_tokens", "max_completion_tokens"):
-        cut = server.post(**{name: 2})
-        assert content_of(cut) == chat.decode(codec, words[:2])
-        assert cut.json()["choices"][0]["finish_reason"] == "length"
-
-
 @pytest.mark.parametrize("asked, question, options, style", [
     ("Who?\nA. the cook\nB. a guest", "Who?", ["the cook", "a guest"], None),
     ("Who?\n(A) the cook\n(B) a guest\n(C) both", "Who?", ["the cook", "a guest", "both"], None),
@@ -102,37 +87,6 @@ def test_options_and_the_way_to_answer_are_read_from_the_text(asked, question, o
         assert rollout.question_text({**task, "style": ""}) != prompt
     elif style:
         assert prompt.endswith(style)
-
-
-def test_no_text_takes_time_that_grows_with_its_square():
-    """A regular expression that goes back over spaces would take an hour for these."""
-    for gap in (" " * 60_000, "\n" * 60_000, "\nplease" * 9_000, ". " * 30_000, "please " * 9_000):
-        for question in (f"Who?{gap}x", f"Who?\nA.{gap}\nB. x", f"Who?\nA. {gap}\x00\nB. x"):
-            assert serve.question_task(question)["answer"] is None
-
-
-def test_options_in_the_text_ask_as_options_do(running):
-    server = running()
-    server.post(film(), text("Who?\nA. the cook\nB. a guest"))
-    server.post(film(), text("Who?"), options=["the cook", "a guest"])
-    first, second = [r for r in server.engine.mains() if turn_of(r) == 0]
-    assert first.ids == second.ids
-
-
-def test_the_last_film_and_the_last_question_count(running):
-    server = running()
-    other = "videos/rl-0001.mp4"
-    messages = [{"role": "system", "content": "Be brief."},
-                {"role": "user", "content": [film(), text("Old?")]},
-                {"role": "assistant", "content": "old"},
-                {"role": "user", "content": [film(other), text("New?")]},
-                {"role": "user", "content": "Newer?"}]
-    response = server.http.post("/v1/chat/completions", json={"messages": messages})
-    assert response.status_code == 200
-    request = server.engine.mains()[0]
-    assert request.items[0].spec["video"] == other
-    prompt = chat.decode(server.engine.codec, request.ids, True)
-    assert "Newer?" in prompt and "Be brief." in prompt and "Old?" not in prompt
 
 
 # ---- frames as images
@@ -304,35 +258,6 @@ def test_large_bodies_are_refused_before_they_are_kept(running):
 # ---- places, clients that leave, time
 
 
-def test_full_places_answer_429_and_a_retry_succeeds(running, codec):
-    openai = pytest.importorskip("openai", reason="openai is not installed; vLLM brings it")
-    server = running(held(codec), waiting=2, live=1)
-    with ThreadPoolExecutor(8) as pool:
-        first = [pool.submit(server.post) for _ in range(2)]
-        server.until(lambda: server.agents.taken == 2)
-        refused = server.post()
-        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
-        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=8,
-                               http_client=httpx.Client(trust_env=False))
-        later = [pool.submit(client.chat.completions.create, model="toy",
-                             messages=body_of()["messages"]) for _ in range(3)]
-        time.sleep(0.2)
-        server.engine.go.set()
-        assert all(content_of(done.result()) for done in first)
-        assert all(done.result().choices[0].message.content for done in later)
-
-
-def test_time_that_is_up_answers_504(running, codec):
-    server = running(held(codec), seconds=0.3, live=1)
-    with ThreadPoolExecutor(2) as pool:  # the second one waits for a place, which counts
-        got = [done.result() for done in [pool.submit(server.post), pool.submit(server.post)]]
-    assert [response.status_code for response in got] == [504, 504]
-    with server.http.stream("POST", "/v1/chat/completions", json=body_of(stream=True)) as response:
-        lines = [line for line in response.iter_lines() if line]
-    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == 504
-    assert not server.agents.pump.waiting
-
-
 def test_a_server_that_ends_tells_its_clients(running, codec, capfd):
     import signal
 
@@ -365,19 +290,6 @@ def test_an_engine_that_dies_answers_503_to_all(running, codec, capsys):
     assert "/home" not in server.post().text
 
 
-def test_a_failed_request_of_the_engine_fails_alone(running, codec):
-    from engine import Completion
-
-    def main(request):
-        if request.items[0].spec["video"] == FILM:
-            return Completion(request.id, error="the prompt is too odd")
-        return answered(request)
-
-    server = running(Scripted(codec, main))
-    assert server.post().status_code == 500
-    assert content_of(server.post(film("videos/rl-0001.mp4"), text()))
-
-
 # ---- films of clients
 
 
@@ -395,58 +307,6 @@ def test_a_full_disk_fails_one_upload_and_leaves_nothing(running, toy, monkeypat
             assert response.json()["error"]["message"].endswith("No space left on device")
     assert not os.listdir(server.films.sent) and not +server.films.used
     assert content_of(server.post(film(as_data(toy / FILM)), text()))
-
-
-def test_the_player_is_given_films_alone(running, codec, toy, tmp_path):
-    import shutil
-
-    server = running()
-    server.films.root = str(tmp_path)
-    shutil.copy(toy / FILM, tmp_path / "a.mp4")
-    shutil.copy(toy / FILM, os.fsencode(tmp_path) + b"/\xff.mp4")  # no UTF-8
-    (tmp_path / "notes.html").write_text("<script>1</script>")
-    (tmp_path / "secret").write_text("xyzzy")
-    (tmp_path / "link.mp4").symlink_to(tmp_path / "secret")
-    assert server.http.get("/films").json() == ["a.mp4", "link.mp4"]
-    for name, status in (("a.mp4", 200), ("link.mp4", 400), ("notes.html", 400), ("secret", 400)):
-        response = server.http.get(f"/films/{name}")
-        assert response.status_code == status and b"xyzzy" not in response.content
-
-
-def test_films_in_use_are_spared_when_room_is_made(tmp_path):
-    films = serve.Films(str(tmp_path), most=250)
-    try:
-        first = films.keep({"": b"a" * 100}, used=True)
-        second = films.keep({"": b"b" * 100})
-        third = films.keep({"": b"c" * 100})
-        assert set(os.listdir(films.sent)) == {first, third}, "the oldest one that is not in use"
-        assert first == films.keep({"": b"a" * 100}) and len(first) == 64 and second != third
-        films.release(films.sent, first)
-        fourth = films.keep({"1.jpg": b"d" * 60, "times.txt": b"0" * 60})
-        assert set(os.listdir(films.sent)) <= {first, third, fourth}
-        assert fourth in os.listdir(films.sent)
-        with pytest.raises(serve.Refused, match="send it again"):
-            films.again(second)
-    finally:
-        import shutil
-
-        shutil.rmtree(films.sent)
-
-
-def test_sixty_four_uploads_at_once(running, toy):
-    server = running(max_mb=8.0, waiting=100)
-    server.films.most = 10_000  # every upload makes room
-    body = (toy / FILM).read_bytes()
-
-    def one(n):
-        data = "data:video/mp4;base64," + base64.b64encode(body + b"\0" * n).decode()
-        return server.post(film(data), text()).status_code
-
-    with ThreadPoolExecutor(16) as pool:
-        assert set(pool.map(one, range(64))) == {200}
-    assert not +server.films.used
-    server.http.put("/films", content=b"x")
-    assert len(os.listdir(server.films.sent)) == 1
 
 
 # ---- the command

@@ -3,25 +3,9 @@ Runs that are killed at random, with rollouts and with vLLM; trackers; clocks:
 python -m pytest tests/all/test_survival_rest.py -q
 """
 import json
-import time
 
 import pytest
 from test_survival import LIVE, RUNNER, check_killed, go, kills, run, same, steps_of, weights  # noqa: F401
-
-# ------------------------------------------------------------------------------------------------
-# Asked to stop
-
-
-@pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_a_clock_that_jumps_changes_no_number(run, monkeypatch, script):
-    """The machine's clock goes back an hour with every look at it: durations are of another
-    clock."""
-    hours = iter(range(10**9, 0, -3600))
-    monkeypatch.setattr(time, "time", lambda: float(next(hours)))
-    for row in map(json.loads, (run(script, "--steps", 2) / "log.jsonl").read_text().splitlines()):
-        assert all(0 <= value < 600 for name, value in row.items() if name.endswith("_s")
-                   and "per" not in name), row
-
 
 # ------------------------------------------------------------------------------------------------
 # Killed

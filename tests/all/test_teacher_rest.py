@@ -2,21 +2,17 @@
 More tests of --teacher: two ranks, a resumed run, a teacher of another size or of other ids.
 python -m pytest --all tests/all/test_teacher_rest.py
 """
-import dataclasses
 import json
 import re
 
 import pytest
 import torch
 from conftest import run_script
-from handmade import record_logps
 from safetensors.torch import load_file, save_file
-from test_grpo import distance, run_update, settings
 from test_replay import recorded, same_update, tasks  # noqa: F401  (fixtures)
 from test_teacher import LIVE, groups, teacher, wise  # noqa: F401  (fixtures)
 
 import launch
-import model
 
 TAUGHT = ("--distill", 0.7)
 
@@ -44,15 +40,6 @@ def test_one_rank_and_two_learn_the_same_from_a_teacher(toy, recorded, base, wis
                                        for k, v in b["teacher_kl"]["by_K"].items()}
 
 
-def test_a_resumed_run_learns_the_same_from_its_teacher(run_grpo, wise, toy):  # noqa: F811
-    common = (*LIVE[2:], "--data", toy / "rl.jsonl", "--teacher", wise, *TAUGHT, "--lr", 1e-2)
-    whole, row, _ = run_grpo("--steps", 2, *common, out="whole")
-    run_grpo("--steps", 1, *common, out="parts")
-    parts, again, _ = run_grpo("--steps", 2, *common, out="parts")
-    assert row["teacher_kl"] == again["teacher_kl"] and row["step"] == again["step"] == 2
-    assert all(torch.equal(whole[n], w) for n, w in parts.items())
-
-
 def test_a_teacher_may_have_another_size(run_grpo, base, wise, toy):  # noqa: F811
     """Half of the layers; other weights of it then teach something else."""
     config = json.loads((wise / "config.json").read_text())
@@ -71,34 +58,6 @@ def test_a_teacher_may_have_another_size(run_grpo, base, wise, toy):  # noqa: F8
     assert not all(torch.equal(one[n], w) for n, w in two.items())
 
 
-def test_a_spare_pack_teaches_nothing(process_group, codec, source, groups, policy, vision, plain,
-                                     teacher, monkeypatch):
-    """A rank with fewer packs than another one runs along, for the collectives alone."""
-    record_logps(plain, codec, source, [e for g in groups for e in g])
-    found = []
-    for spare in (False, True):
-        def even(codec, packs, spare=spare):
-            bare = [(dataclasses.replace(packs[0], values={}), False)] * spare
-            return [(pack, True) for pack in packs] + bare
-
-        monkeypatch.setattr(model, "even_packs", even)
-        args = settings(teacher="T", kl=0.1)
-        found.append(run_update(policy, vision, codec, groups, args, teacher, teacher=teacher))
-    ((one,), first), ((two,), second) = found
-    assert distance(two, one) < 1e-6 and first["teacher_kl"] == second["teacher_kl"]
-
-
-def test_another_teacher_is_another_setting(run_grpo, wise, toy):
-    common = (*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)
-    run_grpo(*common)
-    run_grpo(*common)  # nothing to do
-    weights = load_file(wise / "model.safetensors")
-    save_file({n: w + 0.1 for n, w in weights.items()}, wise / "model.safetensors",
-              {"format": "pt"})
-    with pytest.raises(launch.UserError, match="--teacher changed since"):
-        run_grpo(*common)
-
-
 def test_a_teacher_of_other_ids_is_refused(run_grpo, wise, toy):
     path = wise / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -110,10 +69,3 @@ def test_a_teacher_of_other_ids_is_refused(run_grpo, wise, toy):
         run_grpo(*LIVE, "--data", toy / "rl.jsonl", "--teacher", wise)
 
 
-@pytest.mark.parametrize("flags, why", [
-    (("--set", "rewards=off"), "only --teacher trains"),
-    (("--set", "rewards=off", "--teacher", "T", "--distill", 0), "only --teacher trains"),
-    (("--teacher", "T", "--distill", 0, "--group", 1), "--group must be at least 2")])
-def test_a_run_that_would_train_nothing_is_refused(run_grpo, toy, flags, why):
-    with pytest.raises(launch.UserError, match=why):
-        run_grpo("--data", toy / "rl.jsonl", *flags)

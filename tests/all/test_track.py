@@ -101,26 +101,6 @@ def test_a_tracker_that_refuses_ends_the_run_before_its_first_step(tracker, tmp_
     assert f"--track {tracker.__name__}: RuntimeError: no login: log in first" in said.err
 
 
-@pytest.mark.parametrize("name", TRACKERS)
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_missing_package_is_one_line(name, folder, tmp_path, monkeypatch):
-    """A folder of its runs, which has the same name, is not the package."""
-    if folder:
-        (tmp_path / name).mkdir()
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    importlib.invalidate_caches()
-    with pytest.raises(launch.UserError, match=f"--track {name}: the package is not installed: pip "
-                       f"install {name}"):
-        metrics.check_tracker(flags(name))
-    metrics.check_tracker(flags(None))
-
-
-def test_without_the_flag_nothing_is_sent_or_written(tmp_path):
-    assert log(tmp_path / "run", 0, 1, name=None).tracker is None
-    assert os.listdir(tmp_path / "run") == ["log.jsonl"]
-
-
 # ------------------------------------------------------------------------------------------------
 # The real packages
 
