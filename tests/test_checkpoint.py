@@ -363,3 +363,12 @@ def text(name, content):
 
 def gone(name):
     return lambda folder: (folder / name).unlink()
+
+
+def test_code_of_a_checkpoint_is_never_run(toy, tmp_path):
+    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["auto_map"] = {"AutoModel": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(launch.UserError, match="asks for code of its own"):
+        checkpoint.resolve_checkpoint(str(folder))

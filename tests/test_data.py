@@ -37,7 +37,8 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("grounding", [True, 5]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
     (labelled("open", "<b></b>"), "a letter or"), (labelled("open", "?!"), "a letter or"),
     (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
-    (labelled("list", ", ,"), "letter or a digit")])
+    (labelled("list", ", ,"), "letter or a digit"),
+    (labelled("mcq", "A", [str(n) for n in range(27)]), "letters for 26")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(labelled("open", "fine")) + "\n"
@@ -56,7 +57,7 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
     labelled("open", "-0.5"), labelled("open", "5 %"), labelled("open", "10²"),
     labelled("open", "A"), labelled("open", "the"), labelled("open", "一只红色的狗"),
     labelled("open", "C++"), labelled("open", "She says: \"no, thanks\".\nThen she leaves."),
-    labelled("list", "16 red, 40 blue"), labelled("list", "红, 蓝"), labelled("list", "one")])
+    labelled("mcq", "Z", [str(n) for n in range(26)]), labelled("list", "16 red, 40 blue"), labelled("list", "红, 蓝"), labelled("list", "one")])
 def test_labels_of_every_kind_are_read(tmp_path, task):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task), encoding="utf-8-sig")
@@ -77,6 +78,8 @@ def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
     lines = [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
     assert data.read_subtitles(str(tmp_path / "a.srt")) == lines
+    assert data.read_subtitles(str(tmp_path / "a.srt"), 1.0) == [
+        (start - 1, end - 1, text) for start, end, text in lines]
 
 
 @pytest.mark.parametrize("name, text", [("a.json", "{broken"), ("a.json", '[{"x": 1}]'),

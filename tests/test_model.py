@@ -526,3 +526,8 @@ if __name__ == "__main__":  # the worker of the two-rank tests
     found = one_update(Path(sys.argv[1]), 1, *map(int, sys.argv[3:]))
     torch.save(found, Path(sys.argv[2]) / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
+
+
+def test_a_gpu_computes_in_bf16_and_a_cpu_in_fp32():
+    assert model.compute_dtype(torch.device("cuda", 1)) == torch.bfloat16
+    assert model.compute_dtype(torch.device("cpu")) == torch.float32

@@ -556,6 +556,20 @@ def test_a_thought_made_of_tags_is_not_substantive():
     assert format_reward([f"<pause>{THOUGHT}</think><answer>B</answer>"])["think"]
 
 
+@pytest.mark.parametrize("length, counts", [(9, False), (10, True), (11, True)])
+def test_a_thought_counts_from_ten_characters_on(length, counts):
+    assert format_reward(["x" * length + "</think><answer>B</answer>"])["think"] is counts
+
+
+@pytest.mark.parametrize("turn", [
+    f"{THOUGHT}</think><answer>A</answer><answer>B</answer>",
+    f"<think>{THOUGHT}</think><answer>B</answer>",  # a second <think> after the forced one
+    f"{THOUGHT}</think><tool_response>a dog</tool_response><answer>B</answer>"])
+def test_misused_tags_cap_the_format_reward(turn):
+    got = format_reward([turn])
+    assert got["capped"] and 0.0 < got["total"] <= 0.5  # the clean turn gets 1.0, see TABLE
+
+
 def test_closing_the_forced_thought_beats_leaving_it_open():
     shut, left = f"{THOUGHT}</think><answer>B</answer>", f"{THOUGHT}<answer>B</answer>"
     second = f"<think>{THOUGHT}</think><answer>B</answer>"

@@ -169,6 +169,17 @@ def test_mask_covers_sampled_tokens_only(codec, tasks, frames_of):
     assert episode.finish == ["stop", "stop"]
 
 
+def test_format_credit_lies_on_the_tags_and_the_end_of_each_turn(codec, tasks, frames_of):
+    """Selective Anchoring credits these places of context.ids and no others."""
+    texts = [calls((0, 8)), ANSWER]
+    episode = play_one(Scripted(codec, texts), tasks, frames_of)
+    found = ["".join(text_of(codec, [episode.context.ids[t]]) for t in episode.struct
+                     if start <= t < end) for start, end in episode.spans]
+    tags = ["</think>", "<tool_call>", "</tool_call>"], ["</think>", "<answer>", "</answer>"]
+    assert [text.split() for text in found] == [
+        ["".join(names) + "<|im_end|>"] for names in tags]
+
+
 def test_a_turn_cut_off_by_its_length_is_closed_by_an_unsampled_token(codec, tasks, frames_of):
     text = calls((0, 8)) + " a red square" * 200
     engine = Scripted(codec, [text, ANSWER])

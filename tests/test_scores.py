@@ -174,3 +174,43 @@ def test_refused_headlines_stay_refused(made, command, tmp_path):
         lines, kept = compared(command, tmp_path, *words)
         assert lines[-1].split()[5:11] == ["refused:", "errors", "-", "-", "3", "3"]
         assert kept["differences"][0]["difference"] is kept["differences"][0]["p_holm"] is None
+
+
+def test_no_difference_is_taken_from_a_refused_headline():
+    """Text alone against the real frames, of which one or the other was refused."""
+    good, bad = ([looked(name, [], score=score) for name in "abcdef"] for score in (1.0, 0.0))
+    for tasks in (good, bad):
+        for record in tasks:
+            record["task"]["options"] = ["cat", "dog"]
+    here = {(None, k, "off"): {(r["task"]["id"], 0): r for r in records}
+            for k, records in (("4", good), ("0", bad))}
+    for headlines, difference in (((1.0, 0.0), -1.0), ((None, 0.0), None), ((1.0, None), None)):
+        rows = [{"bench": None, "K": k, "tools": "off", "n": 6, "headline": headline}
+                for k, headline in zip(("4", "0"), headlines)]
+        (row,) = scores.needs(rows, here)
+        assert (row["difference"], row["against"]) == (difference, "4")
+
+
+# ------------------------------------------------------------------------------------------------
+# Windows
+
+
+def looked(name, spans, evidence=((10, 20),), score=1.0, **more):
+    """A record whose calls looked at `spans` of a film of 100 seconds."""
+    calls = [{"status": "ok", "start": a, "end": b} for a, b in spans]
+    task = {"id": name, "video": name, "type": "mcq", "evidence": [*map(list, evidence)]}
+    return {"task": task, "sample": 0, "status": "ok", "score": score, "extracted": "A",
+            "finish": ["stop"], "calls": calls, "reward": {"fmt": 1.0},
+            "timing": {"video_s": 100.0}, **more}
+
+
+def test_rec_and_acc_at_iou_by_hand():
+    """The evidence is 0 to 10 s. IoUs 0.3, 0.5, 1 and 0 lie above 2, 4, 5 and 0 of the five levels
+    0.1 to 0.5: a level that is met exactly does not count. acc@IoU counts right answers alone."""
+    evidence = [(0, 10)]
+    records = [looked("a", [(7, 10)], evidence), looked("b", [(0, 5)], evidence, score=0.0),
+               looked("c", [(0, 10)], evidence), looked("d", [], evidence)]
+    row = scores.summarise(records)["windows"]
+    assert row["miou"] == pytest.approx((0.3 + 0.5 + 1 + 0) / 4)
+    assert row["rec@iou"] == pytest.approx((2 + 4 + 5 + 0) / 5 / 4)
+    assert row["acc@iou"] == pytest.approx((2 + 5) / 5 / 4)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_scores import command, compared, made, table  # noqa: F401
+from test_scores import command, compared, looked, made, table  # noqa: F401
 
 from evaluation import benchmarks, scores, windows
 
@@ -118,15 +118,6 @@ def test_sample_sizes_by_hand():
 # Comparisons
 
 
-def looked(name, spans, evidence=((10, 20),), score=1.0, **more):
-    """A record whose calls looked at `spans` of a film of 100 seconds."""
-    calls = [{"status": "ok", "start": a, "end": b} for a, b in spans]
-    task = {"id": name, "video": name, "type": "mcq", "evidence": [*map(list, evidence)]}
-    return {"task": task, "sample": 0, "status": "ok", "score": score, "extracted": "A",
-            "finish": ["stop"], "calls": calls, "reward": {"fmt": 1.0},
-            "timing": {"video_s": 100.0}, **more}
-
-
 def test_windows_are_judged_over_the_episodes_that_called():
     failed = looked("d", [(10, 20)], status="engine_error")
     records = [looked("a", [(10, 20)]), looked("b", [(15, 25), (90, 120)], score=0.0),
@@ -170,18 +161,6 @@ def test_the_way_to_an_answer_is_taken_apart_by_hand():
     row = {**scores.summarise([short]), "K": 4, "tools": "on"}
     assert "called 1.000, found 0.000, told -, right -" in scores.table([row])
     assert "called" not in scores.summarise([looked("a", [(10, 20)])])["windows"]
-
-
-def test_rec_and_acc_at_iou_by_hand():
-    """The evidence is 0 to 10 s. IoUs 0.3, 0.5, 1 and 0 lie above 2, 4, 5 and 0 of the five levels
-    0.1 to 0.5: a level that is met exactly does not count. acc@IoU counts right answers alone."""
-    evidence = [(0, 10)]
-    records = [looked("a", [(7, 10)], evidence), looked("b", [(0, 5)], evidence, score=0.0),
-               looked("c", [(0, 10)], evidence), looked("d", [], evidence)]
-    row = scores.summarise(records)["windows"]
-    assert row["miou"] == pytest.approx((0.3 + 0.5 + 1 + 0) / 4)
-    assert row["rec@iou"] == pytest.approx((2 + 4 + 5 + 0) / 5 / 4)
-    assert row["acc@iou"] == pytest.approx((2 + 5) / 5 / 4)
 
 
 @pytest.mark.parametrize("spans, evidence", [([(0, 10)], [(40, 60)]), ([(5, 25), (30, 40)],
