@@ -1,19 +1,15 @@
 """
 Tests of questions about one film, tools/ask.py: python -m pytest tests/test_ask.py -q
 """
-import io
 import json
 import re
 import sys
 
-import pytest
 from conftest import run_script
 from scripted import AGENT, Scripted, calls
 
-import launch
 import rollout
 import video
-from engine import Completion
 from tools import ask
 
 FILM = {"id": "q", "video": "videos/rl-0000.mp4", "question": "Which?", "options": None,
@@ -64,23 +60,6 @@ def test_a_summary_is_printed_before_the_next_turn_is_sampled(codec, toy, capsys
     assert "turn 1" not in heard[0] and "turn 1" in heard[1] and "a red square" in heard[1]
 
 
-def test_a_letter_is_printed_with_its_option(codec, toy, capsys):
-    task = {**FILM, "options": ["A. red", "B. blue"], "type": "mcq"}
-    ask.ask(sampler(codec, toy, "</think><answer>B</answer>"), [task], 4)
-    assert "answer: B. blue   (4 frames, 0 windows," in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("said, why", [
-    ("no tags, cut", "answer: none"),
-    (Completion("x", error="server died"), "answer: none (engine_error: server died)")])
-def test_an_episode_without_an_answer_says_why(codec, toy, capsys, said, why):
-    asked = sampler(codec, toy)
-    asked.engine.main = lambda r: said if isinstance(said, str) else Completion(
-        r.id, error=said.error)
-    ask.ask(asked, [FILM], 4)
-    assert why in capsys.readouterr().out
-
-
 def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
     decoded = []
     whole = video.Decoders.read
@@ -91,43 +70,6 @@ def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
     assert len(decoded) == 4
     first, second = asked.engine.requests
     assert first.ids != second.ids and first.seed != second.seed
-
-
-def test_lines_of_standard_input_are_questions(monkeypatch, tmp_path):
-    film = tmp_path / "film.mp4"
-    film.write_bytes(b"x")
-    args = flags(monkeypatch, "--video", str(film))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Who? | Ann | Bob\n  What?\n"))
-    first, second = ask.questions(args)
-    assert (first["question"], first["options"], first["type"]) == ("Who?", ["Ann", "Bob"], "mcq")
-    assert (second["question"], second["options"], second["type"]) == ("What?", None, "open")
-    assert first["id"] != second["id"] and first["video"] == "film.mp4"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What?"))  # a file without a last newline
-    assert len(list(ask.questions(args))) == 1
-
-
-def test_flags_of_a_film(monkeypatch, tmp_path):
-    film = tmp_path / "film.mp4"
-    film.write_bytes(b"x")
-    args = flags(monkeypatch, "--video", str(film), "--question", "Who?", "--options", "A", "B")
-    assert (args.frames, args.temperature) == ([64], 0.0)
-    (task,) = ask.questions(args)
-    assert task["options"] == ["A", "B"] and task["answer"] is None
-    assert flags(monkeypatch, "--video", str(film), "--frames", "8").frames == [8]
-    link = tmp_path / "link.mp4"
-    link.symlink_to(film)
-    assert flags(monkeypatch, "--video", str(link)).video == str(film)
-
-
-@pytest.mark.parametrize("given, why", [
-    (("--video", "gone.mp4", "--question", "q"), "gone.mp4: no such file"),
-    (("--video", ".", "--subtitles", "gone.srt"), "gone.srt: no such file"),
-    (("--video", ".", "--options", "a", "b"), "--options belong to --question"),
-    (("--video", ".", "--frames", "0"), "give --tools off"),
-    (("--video", ".", "--engine", "openai"), "needs --base-url")])
-def test_flags_that_do_not_fit_together(monkeypatch, given, why):
-    with pytest.raises(launch.UserError, match=re.escape(why)):
-        flags(monkeypatch, *given)
 
 
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):

@@ -25,17 +25,6 @@ OVERVIEW = {"video": "videos/eval-0000.mp4", "frames": 64}
 WINDOW = {"video": "videos/eval-0000.mp4", "start": 0.0, "end": 8.0, "fps": 1.0, "max_frames": 16}
 
 
-@pytest.mark.parametrize("spec", [OVERVIEW, WINDOW])
-def test_blank_frames_hold_nothing_and_take_the_same_tokens(toy, codec, spec):
-    real, blank = shown(toy, "real").load(spec), shown(toy, "blank").load(spec)
-    assert (blank.images == 127).all() and not (real.images == 127).all()
-    assert blank.images.shape == real.images.shape and (blank.seconds == real.seconds).all()
-    assert not set(blank.frame_keys) & set(real.frame_keys) and blank.key != real.key
-    prompts = [rollout.open_context(codec, rollout.main_messages(TASK, 64), [spec], [frames]).ids
-               for frames in (real, blank)]
-    assert prompts[0] == prompts[1]
-
-
 def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monkeypatch):
     def refuse(*_):
         raise AssertionError("a frame was decoded")

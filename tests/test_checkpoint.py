@@ -91,24 +91,6 @@ def test_small_files_are_those_of_the_base_byte_for_byte(toy, process_group, tmp
         assert {name: found[name] for name in kept} == kept
 
 
-def test_a_dtype_is_said_where_the_base_says_it(tmp_path):
-    """Of the top, of a part, under its old and its new name; none is added."""
-    config = b'{"torch_dtype":"float32", "text_config": {"dtype" : "bfloat16", "n": 1}, "v": {}}'
-    checkpoint.save_files({"config.json": config, "a.json": config}, tmp_path, torch.bfloat16)
-    assert (tmp_path / "config.json").read_bytes() == config.replace(b"float32", b"bfloat16")
-    checkpoint.save_files({"config.json": config}, tmp_path)
-    assert (tmp_path / "config.json").read_bytes() == (tmp_path / "a.json").read_bytes() == config
-
-
-def test_weights_are_named_as_in_the_checkpoint_file(saved):
-    """The engine is fed these names; a tied head is in neither."""
-    from safetensors import safe_open
-
-    policy, folder = saved
-    with safe_open(folder / "model.safetensors", "pt") as f:
-        assert sorted(f.keys()) == sorted(name for name, _ in checkpoint.full_weights(policy))
-
-
 def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
     """An adapter that was merged into one matrix leaves all others as they were."""
     tensors = {f"layer{i}": torch.full((64, 256), float(i)) for i in range(5)}
@@ -204,18 +186,6 @@ def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
     assert os.listdir(tmp_path) == ["ckpt"] and (target / "w").read_text() == "new"
 
 
-def test_small_files_and_links_are_replaced_in_one_step(tmp_path):
-    path = tmp_path / "args.json"
-    launch.write_atomic(str(path), "1")
-    launch.write_atomic(str(path), "2")
-    for name in ("step_000001", "step_000002"):
-        (tmp_path / name).mkdir()
-        runs.symlink(str(tmp_path / "last"), str(tmp_path / name))
-        assert os.readlink(tmp_path / "last") == name  # relative: the run folder can be moved
-    assert path.read_text() == "2"
-    assert sorted(os.listdir(tmp_path)) == ["args.json", "last", "step_000001", "step_000002"]
-
-
 def test_pruning_spares_what_last_and_best_point_to(tmp_path):
     for n in range(1, 6):
         (tmp_path / f"step_{n:06d}").mkdir()
@@ -299,21 +269,6 @@ def test_beginning_anew_deletes_what_was_there(tmp_path):
     assert os.listdir(tmp_path) == ["log.jsonl"]
     metrics.Log(str(tmp_path), 0, argparse.Namespace(track=None)).close(0, 0)
     assert (tmp_path / "log.jsonl").read_text() == ""
-
-
-def test_sizes_of_all_files_are_in_the_marker(policy, codec, process_group, tmp_path):
-    checkpoint.shard(policy, torch.device("cpu"))
-    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.99, torch.device("cpu"))
-    folder = str(tmp_path / "step_000001")
-    checkpoint.save_checkpoint(policy, codec, folder, {"step": 1}, optimizer)
-    files = json.loads((tmp_path / "step_000001" / "state.json").read_text())["files"]
-    assert runs.is_complete(str(tmp_path / "step_000001"))
-    assert {"model.safetensors", "config.json", "train_state/.metadata"} <= set(files)
-    for name in files:
-        whole = (tmp_path / "step_000001" / name).read_bytes()
-        (tmp_path / "step_000001" / name).write_bytes(whole[:-1])
-        assert not runs.is_complete(str(tmp_path / "step_000001")), name
-        (tmp_path / "step_000001" / name).write_bytes(whole)
 
 
 def copied_checkpoint(toy, folder):

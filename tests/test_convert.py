@@ -12,7 +12,6 @@ from conftest import run_script
 
 import chat
 import launch
-import rollout
 from plumbing.data import read_tasks
 from tools import convert as conversion
 
@@ -74,31 +73,6 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, t
     assert ("user\n<tool_response>\na red square\n</tool_response>\n"
             "<tool_response>\nnothing\n</tool_response><|im_end|>") in text
     assert codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"][0] in ids
-
-
-def test_a_chat_without_declared_tools_gets_ours(tmp_path):
-    other = paravt(responses("x", role="tool"), system="You are helpful.")
-    rows = convert(tmp_path, [{"messages": paravt(system=None)}, {"messages": other}])
-    for row in rows:
-        assert row["messages"][0] == {"role": "system", "content": rollout.main_prompt()}
-        assert row["tools"] == rollout.tool_schema()
-        assert [m["role"] for m in row["messages"]].count("system") == 1
-    # the tags are the template's, in whichever role they came
-    assert rows[1]["messages"][3] == {"role": "tool", "content": "x"}
-
-
-@pytest.mark.parametrize("text, videos, content", [
-    ("Watch <video> and say.", ["museg/charades/a.mp4"],
-     [("text", "Watch "), ("video", "museg/charades/a.mp4"), ("text", " and say.")]),
-    ("<video><video>Compare.", [{"video": "file://selfqa/a.mp4"}, {"video": "selfqa/b.mp4"}],
-     [("video", "selfqa/a.mp4"), ("video", "selfqa/b.mp4"), ("text", "Compare.")]),
-    ("Say.", ["selfqa/a.mp4"], [("video", "selfqa/a.mp4"), ("text", "Say.")])])
-def test_video_marks_keep_their_place(tmp_path, text, videos, content):
-    (row,) = convert(tmp_path, [{"messages": [{"role": "user", "content": text},
-                                              {"role": "assistant", "content": ANSWER}],
-                                 "videos": videos}])
-    assert [(p["type"], p.get("text") or p.get("video"))
-            for p in row["messages"][1]["content"]] == content
 
 
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):

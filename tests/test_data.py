@@ -57,7 +57,8 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
     labelled("open", "-0.5"), labelled("open", "5 %"), labelled("open", "10²"),
     labelled("open", "A"), labelled("open", "the"), labelled("open", "一只红色的狗"),
     labelled("open", "C++"), labelled("open", "She says: \"no, thanks\".\nThen she leaves."),
-    labelled("mcq", "Z", [str(n) for n in range(26)]), labelled("list", "16 red, 40 blue"), labelled("list", "红, 蓝"), labelled("list", "one")])
+    labelled("mcq", "Z", [str(n) for n in range(26)]), labelled("list", "16 red, 40 blue"),
+    labelled("list", "红, 蓝"), labelled("list", "one")])
 def test_labels_of_every_kind_are_read(tmp_path, task):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task), encoding="utf-8-sig")

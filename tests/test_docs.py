@@ -46,20 +46,6 @@ def test_the_ten_films_are_tasks_that_can_be_trained_on(tmp_path, codec):
     assert lengths == {"64.000000\n"}
 
 
-def test_the_question_from_python_is_answered(toy, tmp_path, monkeypatch, capsys):
-    """As written, but for the folders of the demo."""
-    text = block("hacking.md", "import chat, rollout, video")
-    assert len(text.splitlines()) < 15
-    text = text.replace("out/demo/grpo", str(toy / "init")).replace("out/demo/toy", str(toy))
-    names = {}
-    exec(compile(text.replace("engine.close()", ""), "hacking.md", "exec"), names)
-    try:
-        assert names["episode"].status == "ok" and names["episode"].turns
-        assert capsys.readouterr().out.startswith("[")
-    finally:
-        names["engine"].close()
-
-
 def changed(section):
     """Scripts that a section of docs/hacking.md changes, after its diffs: name -> text. Every line
     that a diff takes away or keeps stands in the script, in that order and together."""

@@ -20,7 +20,6 @@ import launch
 import rollout
 import video
 from evaluation import endpoint
-from plumbing.judge import Client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -126,13 +125,6 @@ def test_settings_of_sampling_are_sent_only_if_they_are_set(
     assert ("temperature" in body) == ("--no-send-temperature" not in flags)
 
 
-def test_endpoint_without_prefill_gets_no_begun_turn(tasks, frames_of):
-    with Server(ANSWER) as server:
-        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False))
-    assert server.asked[0]["messages"][-1]["role"] == "user"
-    assert "continue_final_message" not in server.asked[0]
-
-
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of, no_pause):
     with Server(status, status, ANSWER) as server:
@@ -155,20 +147,6 @@ def test_endpoint_errors_end_the_episode_and_never_count_as_an_answer(
         episode = ask(server, tasks, frames_of, retries=2)
     assert episode.status == "engine_error" and why in episode.error and len(server.asked) == times
     assert not episode.turns and episode.reward["acc"] == 0.0
-
-
-def test_an_endpoint_that_is_not_there_is_an_engine_error(tasks, frames_of, no_pause):
-    with Server(ANSWER) as server:
-        pass
-    assert ask(server, tasks, frames_of, retries=1).status == "engine_error" and no_pause == [1.0]
-
-
-@pytest.mark.parametrize("key", ["sk-first\nsk-second", "sk-abc\u2026"])
-def test_a_key_that_no_header_can_hold_is_refused_without_it(monkeypatch, key):
-    monkeypatch.setenv("SOME_KEY", key)
-    with pytest.raises(launch.UserError, match="the key in SOME_KEY holds") as refused:
-        Client("SOME_KEY")
-    assert "sk-" not in str(refused.value)
 
 
 def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
@@ -217,16 +195,6 @@ def test_a_server_that_refuses_is_found_before_the_run(
     with Server(ANSWER, probe=None) as server:  # content null, as of a model that still thinks
         endpoint.OpenAIEngine(server.url, "m").knock()
         assert server.probes == 1
-
-
-@pytest.mark.parametrize("finish, more", [("tool_calls", {}), ("content_filter", {}),
-                                          ("stop", {"tool_calls": [{"id": "1"}]})])
-def test_an_answer_that_the_server_kept_is_an_error(finish, more, tasks, frames_of):
-    """Graded as text it would be an answer that says nothing."""
-    reply = {"choices": [{"message": {"content": None, **more}, "finish_reason": finish}]}
-    with Server((200, reply, {})) as server:
-        found = ask(server, tasks, frames_of, retries=0)
-    assert found.status == "engine_error" and not found.turns
 
 
 @pytest.mark.parametrize("finish, cut", [

@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 from PIL import Image
-from test_video import NATIVE, paint, seen, shown_by, write
+from test_video import NATIVE, paint, shown_by, write
 
 import video
 from video import FrameCache, VideoError
@@ -57,29 +57,6 @@ def test_a_film_and_the_folder_of_its_frames_give_the_same(tmp_path, ffmpeg, nam
         one, other = look(path), look(str(frames))
         assert np.array_equal(one.seconds, other.seconds)
         assert np.array_equal(one.images, other.images)
-
-
-def test_numbers_order_the_images_and_either_clock_times_them(tmp_path):
-    path = folder_of(tmp_path / "a", 12, ("fps", " 0.5\n"), "shot2_{}.png")
-    assert video.probe(path) == video.VideoInfo(24.0, 12, 0.5, 64, 32)
-    frames = video.overview(path, 12, **NATIVE)
-    assert seen(frames.images) == list(range(12)) and frames.seconds.tolist() == [*range(0, 24, 2)]
-    # The first time is 0, and the last image lasts as long as the median one: 2 s of 1, 2, 2, 5.
-    path = folder_of(tmp_path / "b", 5, ("times.txt", "\ufeff10\n11\n13\n15\n20\n\n"), "{:04}.WebP")
-    assert video.probe(path).duration == 12
-    assert video.crop(path, 3, 12, num_frames=9).seconds.tolist() == [3, 5, 10]
-    (tmp_path / "b" / "Thumbs.db").write_text("not an image")
-    (tmp_path / "b" / "._0001.webp").write_text("not an image, but hidden")
-    assert video.probe(path).num_frames == 5
-    # With times, numbers may have gaps.
-    (tmp_path / "b" / "0003.WebP").rename(tmp_path / "b" / "0033.WebP")
-    assert seen(video.overview(path, 99, **NATIVE).images) == [0, 1, 3, 4, 2]
-    assert video.probe(folder_of(tmp_path / "c", 1, ("times.txt", "7"))).duration == 1  # a still
-    # seconds.txt counts as it is written.
-    path = folder_of(tmp_path / "d", 5, ("seconds.txt", "10\n11\n13\n15\n20\n"), "{}.png")
-    assert video.probe(path).duration == 22
-    assert video.crop(path, 11, 16, num_frames=9).seconds.tolist() == [11, 13, 15]
-    assert video.overview(path, 2).seconds.tolist() == [10, 15]  # looks at 5.5 and 16.5 s
 
 
 @pytest.mark.parametrize("change, why", [

@@ -53,14 +53,6 @@ def test_imports_run_downwards(path):
     assert not upwards
 
 
-def test_an_arrow_upwards_would_be_seen():
-    said = "def f():\n    import eval as e\nfrom evaluation import costs\nfrom tools import view"
-    assert imported(said) == {"eval", "evaluation.costs", "tools.view"}
-    places = [place(name) for name in ("rewards", "evaluation.costs", "tools.plan", "tools.view")]
-    assert places == sorted(places) and place("tools.view") == place("tools.convert")
-    assert place("torch") is None and imported("import rewards") == {"rewards"}
-
-
 HELP = ("import runpy, sys, contextlib, io; sys.argv = [{0!r}, '--help']\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:\n"
         "    runpy.run_path({0!r}, run_name='__main__')\n"

@@ -17,7 +17,6 @@ from scripted import Scripted, Server
 import grpo
 import rewards
 import rollout
-from evaluation import endpoint
 from plumbing import judge as client
 from tools import replay
 
@@ -92,34 +91,6 @@ def test_the_verdict_is_the_reward_of_an_open_answer(judge):
     assert tool["tool"] == by_rule[2]["tool"] + 0.5 == 0.8 and tool["paid_task"] == 1.8
     # Records tell who scored.
     assert json.loads(json.dumps(right.to_json()))["reward"]["judge"] is True
-
-
-def test_only_open_answers_are_sent(judge):
-    others = [said("A", kind="mcq", answer="A", options=["red", "blue"]),
-              said("1 - 2", kind="grounding", answer=[1.0, 2.0]),
-              said("red, blue", kind="list", answer="red, blue"),
-              said(None), said("  "), said("red", answer=None)]
-    with Server("yes") as server:
-        found = pay(judge(server), *others)
-        assert not server.asked
-        pay(judge(server), said("red"))
-        assert len(server.asked) == 1
-    assert all("judge" not in reward for reward in found)
-    assert [r.get("acc") for r in found] == [1.0, 1.0, 1.0, 0.0, 0.0, None]
-
-
-def test_training_and_evaluation_ask_the_same(judge):
-    """One prompt and one reading of the reply."""
-    record = {"task": task(), "score": 0.0, "extracted": "scarlet"}
-    with Server("Yes, it does.") as server:
-        pay(judge(server), said("scarlet"))
-        endpoint.judge([record], None, flags(server, quiet=True))
-        assert record["judge"] is True and record["score"] == 1.0
-        assert server.asked[0] == server.asked[1]
-    readings = {"yes": True, " **No**, it": False, "yesterday": None, "": None, None: None,
-                "It is yes": None, "Yes and no.": None, "Yes/No": None, "no, but yes": None,
-                "Yes, no doubt.": True, "No. Not yes": False, "Yes, yes.": True}
-    assert {text: client.read_verdict(text) for text in readings} == readings
 
 
 def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge, tmp_path):

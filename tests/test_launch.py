@@ -74,18 +74,6 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_good_jsonl_is_read_with_odd_line_separators_inside_strings(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"id": "a\u2028b"}\r\n\n{"id": 2}', encoding="utf-8")
-    assert launch.read_jsonl(str(path), required=("id",)) == [{"id": "a\u2028b"}, {"id": 2}]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"id": 1}\n{"id": "\ufeff"}\n', encoding="utf-8-sig")
-    assert launch.read_jsonl(str(path)) == [{"id": 1}, {"id": "\ufeff"}]
-
-
 def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(launch.UserError, match="output folder"):
@@ -149,23 +137,3 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
-    """A caller of main(), as a notebook is, may go on for longer than --patience."""
-    import faulthandler
-
-    stopped = []
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: stopped.append(True))
-    launch.start_process_group()
-    launch.beat(600.0)
-    assert not stopped
-    launch.end_process_group()
-    assert stopped
-
-
-def test_the_name_of_a_small_file_is_on_the_disk_before_its_writer_goes_on(tmp_path, monkeypatch):
-    """First the bytes, then the folder that holds the name."""
-    real, synced = os.fsync, []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(
-        os.path.isdir(f"/dev/fd/{handle}")) or real(handle))
-    launch.write_atomic(str(tmp_path / "a"), "x")
-    assert synced == [False, True] and (tmp_path / "a").read_text() == "x"

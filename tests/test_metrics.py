@@ -219,14 +219,6 @@ def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word,
     assert word in found[since - 1][name]
 
 
-def test_noise_of_few_prompts_is_no_sign():
-    """Two options and few prompts: right answers beat other labels by little, and unsteadily."""
-    apart = [0.3, -0.05, 0.25, 0.1, -0.1, 0.2, 0.3, 0.0, 0.15]
-    rows = logged(9, kinds=[{"mcq": (0.5 + gap, 0.5)} for gap in apart], groups=2,
-                  zero_variance=[2, 2, 2, 2, 1, 2, 2, 2, 2])
-    assert [metrics.signs(rows[:2 * step - 1]) for step in range(1, 10)] == [{}] * 9
-
-
 def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks, monkeypatch,
                                            capsys):
     """Further signs follow from the first one, and would name other causes."""
@@ -237,10 +229,3 @@ def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks,
     assert printed == ["WARNING step 2: fell"]
 
 
-def test_most_verdicts_that_fail_are_warned_of():
-    row = {"cut_turns": 0.0, "not_ok": 0, "acc": 0.5, "f_tau": 0.5, "entropy": 0.5, "groups": 0,
-           "zero_variance": 0, "closure": dict.fromkeys(rewards.KINDS), "by_type": {}}
-    for failed, warned in ((4, False), (5, True)):
-        found = metrics.signs([{**row, "judged": 8, "judge_failed": failed}])
-        assert ("judge" in found) == warned
-    assert not metrics.signs([row])

@@ -97,21 +97,3 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     assert "crop_video" not in rows[0]["messages"][0]["content"]
 
 
-@pytest.mark.parametrize("flags, why", [
-    ((), "give --best"), (("--band", "x", "1", "t"), "two numbers"),
-    (("--band", "0.9", "0.1", "t"), "LOW <= HIGH"), (("--best", "SAME"), "it is an input"),
-    (("--best", "c", "--least", "nan"), "within"), (("--best", "c", "--recall", "50"), "within"),
-    (("--best", "c", "--per-video", "-1"), "or more")])
-def test_bad_flags_are_told(recorded, flags, why):
-    flags = [recorded if flag == "SAME" else flag for flag in flags]
-    done = run_script("tools/pick.py", recorded, *flags)
-    assert done.returncode == 2 and why in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_a_question_without_an_answer_is_refused(recorded, tmp_path):
-    row = json.loads(recorded.read_text().splitlines()[0])
-    row["task"]["answer"] = None
-    path = tmp_path / "asked.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    done = run_script("tools/pick.py", path, "--best", tmp_path / "x.jsonl")
-    assert done.returncode == 2 and "has no answer" in done.stderr

@@ -21,12 +21,6 @@ def test_public_sizes_have_the_parameters_of_their_model_cards(name, billions):
     assert n["layers"] + n["root"] == n["trained"]
 
 
-def test_host_memory_of_a_node_holds_its_ranks_caches():
-    n = plan.parameter_counts(plan.read_config("8B"))
-    one, eight = (sum(plan.host_memory(n, ranks, 4.0).values()) for ranks in (1, 8))
-    assert eight - one == 7 * 4 * 2**30
-
-
 def test_the_largest_pack_is_the_largest_that_fits():
     config, options = plan.read_config("8B"), {"gpus": 8}
     tokens = plan.largest_pack(config, 70.0, **options)
@@ -64,22 +58,6 @@ def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, f
     assert says in out
     assert stop.value.code == (0 if "does not" not in says and "NOT" not in says else 1)
     assert ("vLLM" in out) == (flags != ("--engine-share", 0))
-
-
-@pytest.mark.parametrize("card, gpu_gb", [("NVIDIA H100", 80), ("NVIDIA RTX 4090", 24)])
-def test_the_step_of_the_engine_is_vllms_default(monkeypatch, card, gpu_gb):
-    """vLLM sets aside the activations of one full step, so fewer tokens fit into the KV cache."""
-    launch.import_shim()
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
-
-    kind = type(current_platform)
-    monkeypatch.setattr(kind, "get_device_total_memory", lambda *_: gpu_gb * 10**9)
-    monkeypatch.setattr(kind, "get_device_name", lambda *_: card)
-    monkeypatch.setattr(kind, "is_cpu", lambda _: False)
-    steps, _ = EngineArgs.get_batch_defaults(1)
-    assert steps[UsageContext.LLM_CLASS] == plan.engine_batch(gpu_gb)
 
 
 @pytest.mark.parametrize("flags, why", [(("/no/such",), "neither one of 2B"),

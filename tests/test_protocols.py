@@ -154,12 +154,6 @@ def test_protocols_are_told(monkeypatch, capsys, tmp_path):
     assert "Mine." in told and "the publisher's" in told and told.count("\n== ") == 1
 
 
-def test_a_tool_that_training_adds_is_not_offered_to_other_systems(monkeypatch):
-    tools = rollout.tool_schema()
-    monkeypatch.setattr(rollout, "tool_schema", lambda: json.loads(json.dumps([*tools, *tools])))
-    assert len(systems.crop_schema(True, True)) == 1
-
-
 # ------------------------------------------------------------------------------------------------
 # Two loops
 

@@ -12,7 +12,6 @@ from conftest import run_script
 import chat
 import model
 import rewards
-import toy as toy_script
 from plumbing import data
 
 
@@ -138,27 +137,10 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
     assert (logp - wanted).abs().max() < 1e-4
 
 
-def test_a_frame_takes_as_many_tokens_as_with_the_first_base(codec, codec35):
-    """The time, the pixels' place and two marks. transformers rebuilds the tokenizer of this base,
-    and the toy's contexts must stay short all the same."""
-    counts = []
-    for some in (codec, codec35):
-        items = [chat.VisionItem({"video": "x", "frames": 3}, "k", 3, 32, 32, [8.0, 24.0, 40.0])]
-        messages = [{"role": "user", "content": [{"type": "video", "video": "x", "frames": 3}]}]
-        counts.append(len(chat.encode_prompt(some, messages, items)[0])
-                      - len(chat.encode_prompt(some, [{"role": "user", "content": "a"}])[0]))
-    assert counts[0] == counts[1] == 3 * 4 - 1
-
-
 # ---- calls in XML ----
 
 CALL = ("<tool_call>\n<function=crop_video>\n<parameter=start_time>\n{}\n</parameter>\n"
         "<parameter=end_time>\n{}\n</parameter>\n</function>\n</tool_call>")
-
-
-def test_the_dialect_is_read_from_the_template(codec, codec35):
-    assert (codec.tool_call_format, codec.opens_thought) == ("json", False)
-    assert (codec35.tool_call_format, codec35.opens_thought) == ("xml", True)
 
 
 @pytest.mark.parametrize("body, wanted", [
@@ -184,6 +166,3 @@ def test_tags_of_a_call_carry_credit(codec35):
 # ---- checkpoints ----
 
 
-def test_the_videos_and_rows_do_not_depend_on_the_base(toy):
-    assert "<tool_call>\n{" in (toy / "sft.jsonl").read_text().replace("\\n", "\n")
-    assert toy_script.chat_template() != toy_script.chat_template("qwen3_5")

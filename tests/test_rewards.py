@@ -89,15 +89,6 @@ def test_times_are_read_as_seconds(start, end, want):
     assert call.error is None and (call.start, call.end) == want and call.num_frames is None
 
 
-@pytest.mark.parametrize("bad", [
-    True, None, [], {}, "", "soon", "1:75", "1:60:00", "1:2:3:4", "1e999", "nan", "inf", "٣", "1 2",
-    "1_0", 10**12,
-])  # fmt: skip
-def test_a_value_that_is_no_time_is_named_in_the_error(bad):
-    assert "start_time is not a time" in the_call(json_call(start_time=bad, end_time=2)).error
-    assert "end_time is not a time" in the_call(json_call(start_time=1, end_time=bad)).error
-
-
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400,
                                     "1" * 3900])
 def test_json_numbers_that_are_not_finite_are_errors(number):
@@ -192,11 +183,6 @@ def test_think_open_says_that_the_turn_began_inside_a_thought():
     assert parse_tool_calls(f"thought {CALL}</think>") == []
 
 
-def test_removing_a_thought_cannot_assemble_a_tag():
-    assert parse_tool_calls(CALL.replace("<tool_call>", "<tool<think>x</think>_call>")) == []
-    assert final_answer(["<ans<think>x</think>wer>B</answer>"]) is None
-
-
 def test_error_text_carries_no_tags_and_little_of_what_the_model_wrote():
     evil = "</tool_response><|im_end|>\ud800" + "x" * 500
     call = the_call("<tool_call>" + json.dumps({"name": evil, "arguments": {}}) + "</tool_call>")
@@ -239,11 +225,6 @@ def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
     assert final_answer(turns) == want
 
 
-def test_think_open_hides_an_answer_from_a_thought_that_holds_a_second_think_tag():
-    turns = ["<answer>A</answer><think>x</think> done"]
-    assert (final_answer(turns), final_answer(turns, think_open=True)) == ("A", None)
-
-
 @pytest.mark.parametrize("turns, want", [
     (["<think>A</think> B "], "B"),
     (["hm</think>B"], "B"),
@@ -257,11 +238,6 @@ def test_think_open_hides_an_answer_from_a_thought_that_holds_a_second_think_tag
 ])  # fmt: skip
 def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
     assert answer_or_tail(turns) == want
-
-
-def test_evaluation_does_not_guess_from_a_forced_thought_that_never_closes():
-    assert (answer_or_tail(["maybe B"], think_open=True),
-            answer_or_tail(["maybe B"])) == (None, "maybe B")
 
 
 @pytest.mark.parametrize("response, want", [
@@ -323,135 +299,6 @@ def test_letter_is_read_by_policy(response, want):
 ])  # fmt: skip
 def test_span_is_read_in_seconds(response, want):
     assert extract_span(response) == want
-
-
-# A reply for each alternative of the patterns that read letters and times. Without the alternative
-# that reply is read in another way (tests/all/test_rewards_rest.py drops them one by one).
-CLOSE = "Close: A, C. "  # so that neither the first letter nor the only one decides
-STATED = [
-    *((f"{CLOSE}{subject} {verb} B.", "B")
-      for verb in ("is", "would be", "should be", "must be", "is most likely")
-      for subject in ("The answer", "The best option", "The choice", "I think it")),
-    *((f"{CLOSE}B {verb} {what}.", "B") for verb in ("is", "is clearly")
-      for what in ("correct", "the answer", "the best option", "the choice")),
-    *((f"{CLOSE}{who} {choose} B.", "B") for who in ("I", "I'd", "I'll", "I would", "I will")
-      for choose in ("choose", "select", "pick", "go with")),
-    (CLOSE + "Answer: B", "B"), (CLOSE + "Best option: B", "B"), (CLOSE + "It's B.", "B"),
-    (CLOSE + "It’s B.", "B"), (CLOSE + "The answer is option B.", "B"),
-    (CLOSE + "The answer is (B).", "B"), (CLOSE + "I choose [B].", "B"),
-    (CLOSE + "(B) is correct", "B"),
-    ("The limit is C and the top is B.", None),
-    ("The answer is Apples", None), ("Answer: B-roll", None), ("The answer is A's car", None),
-    ("The answer is C++", None), ("The answer is C#", None), ("The answer is A.M. radio", None),
-    # the first letter of a reply
-    ("Option B\n\nOption C would need a bun.", "B"), ("(B)\nNot C: there is no bun.", "B"),
-    ("Option B, as it barks; (A) meows.", "B"), ("(B), as it barks; (A) meows.", "B"),
-    ("A is close, C is closer.", None), ("(A) has no bun, C has one.", None),
-    # one capital
-    ("It looks like option b", "B"), ("x = 30°A", None), ("A.B. news", None),
-    # a label
-    ("A. dog", None), ("(A) dog", None), ("Look:\nb\nOption C would need a bun.", "B"),
-    ("Look:\nb)\nOption C would need a bun.", "B"),
-    ("Answer: dog\nThe cat sleeps.", "B"), ("The answer is: dog\nThe cat sleeps.", "B"),
-    ("The correct answer is dog\nThe cat sleeps.", "B"), ("Option dog\nThe cat sleeps.", "B"),
-    # two letters
-    ("The answer is A or B.", None), ("The answer is A and B.", None),
-    ("The answer is A as well as B.", None),
-    ("The answer is B and possibly D.", None), ("Answer: (A) or (B)", None),
-    ("Answer: A., or B", None),
-    ("Answer: A/B", None), ("Answer: (A) / (B)", None), ("Answer: A, B", None),
-    ("Answer: (A), (B)", None),
-    ("Answer: B (or D)", None), ("Answer: A I think it purrs.", "A"), ("Answer: A, option B", None),
-    ("Answer: A, B, C", None), ("The answer is either A or B.", None),
-    ("The clip shows labels A and C.", None), ("The clip shows labels A or C.", None),
-    ("The clip shows labels A nor C.", None), ("The clip shows labels A/C.", None),
-    ("The clip shows labels A, C.", None), ("The clip shows labels (A) (C).", None),
-    # a letter that is denied
-    *((f"{denial} A. So B", "B") for denial in (
-        "It is not", "It was never", "I doubt", "It is anything but", "It is unlikely to be",
-        "I ruled out",
-        "It isn't", "It is not option", "It is not answer", "I do not choose", "I do not pick",
-        "I do not think it is", "I do not believe it's", "I do not think that it is",
-        "It is not D or", "Neither C nor")),
-    ("I doubt it is A. So B", "B"), ("So A, B is wrong.", "A"), ("Neither A nor B, D", "D"),
-    ("B rather than A", "B"), ("B, instead of A", "B"), ("答案不是B", None), ("不选B，选C", "C"),
-    *((f"A {denial}. So B", "B") for denial in (
-        "is not it", "isn't it", "can't be it", "does not fit", "is wrong", "seems wrong",
-        "is incorrect", "is ruled out",
-        "can be excluded", "has been eliminated", "is unlikely", "is probably wrong")),
-    # words that a letter follows, words that follow a letter
-    *((f"Yes {word} B", "B") for word in (
-        "option", "choice", "answer", "choose", "select", "pick", "with", "is", "be", "so", "but",
-        "as", "thus", "hence",
-        "say", "matches", "and", "towards", "like", "leaving", "probably", "or", "nor")),
-    *((f"Yes: B {word} x", "B") for word in (
-        "because", "since", "as", "or", "nor", "and", "is", "but", "rather than", "that", "the",
-        "this", "there", "it", "its", "in",
-        "seems", "best", "has")),
-    ("He takes vitamins B", None), ("Vitamin B", None), ("A best-selling book", None),
-    ("A man", None), ("B选项正确", "B"), ("答案是B", "B"),
-    ("(A) is wrong. So B", "B"), ("A and B are wrong. So C", "C"),
-    ("A, and (B) are wrong. So C", "C"),
-]
-TIMES = [
-    # joined
-    *((f"10 {joint} 20", (10, 20)) for joint in ("-", "–", "~", "→", "-->", "to", "up to",
-      "through", "until", "and")),
-    ("10,20", (10, 20)), ("It is [10, 20] here", (10, 20)), ("It is ( 10, 20) here", (10, 20)),
-    ("at 10, 20 people", None),
-    ("10s, 20 here", (10, 20)), ("10 s - 20", (10, 20)), ("10 sec to 20", (10, 20)),
-    ("10 second to 20", (10, 20)), ("10 seconds to 20", (10, 20)),
-    ("10 sec. to 20", (10, 20)), ("1:00:10 - 1:00:20.5", (3610, 3620.5)), ("10.5-20", (10.5, 20)),
-    ("from 10 to about 20", (10, 20)), ("from 10 to around 20", (10, 20)),
-    ("second 10 to second 20", (10, 20)),
-    ("t = 10 to t = 20", (10, 20)), ("-5 - 10", None), ("10 - 20, 80-90% sure", (10, 20)),
-    ("10 - 20, 80.5-90.5% sure", (10, 20)),
-    ("10, 20 seconds", (10, 20)),
-    *((f"10 - 20, {denial} 3 - 5", (10, 20)) for denial in ("never", "rather than", "instead of",
-      "I ruled out", "it isn't")),
-    *((f"10 - 20, as 3 - 5 {denial}", (10, 20)) for denial in ("is wrong", "can be excluded",
-      "can't be", "isn't it", "does not fit")),
-    # named
-    ("start: 10, end: 20", (10, 20)), ("begins at 10 and ends at 20", (10, 20)),
-    ("starts at 10 and finishes at 20", (10, 20)),
-    ("starts at 10 and stops at 20", (10, 20)), ('{"start_time": 10, "end_time": 20}', (10, 20)),
-    ("Start time: 10\nEnd time: 20", (10, 20)),
-    ("Start timestamp: 10, end timestamp: 20", (10, 20)), ("Start (s): 10, end (s): 20", (10, 20)),
-    ("Start (seconds): 10, end (seconds): 20", (10, 20)),
-    ("starts at about 10, ends at around 20", (10, 20)),
-    ("starts at around 10, ends at about 20", (10, 20)),
-    ("starts at second 10, ends at second 20", (10, 20)),
-    ("starts at t = 10, ends at t = 20", (10, 20)),
-    ("Start: 0:10, end: 0:20.5", (10, 20.5)), ("Start: 0:10.5, end: 0:20", (10.5, 20)),
-    # no times
-    ("frames 10-20", None), ("frame 10-20", None), ("10-20 frames", None),
-    ("frames from 10 to 20", None),
-    ("10 - 20, confidence 0.8-0.9", (10, 20)), ("10 - 20, confidence: 0.8-0.9", (10, 20)),
-    ("10 - 20 (0.8-0.9 confidence)", (10, 20)), ("10 to 20, I am 80-90 percent sure", (10, 20)),
-    # minutes
-    ("2 min to 3 min", (120, 180)), ("2 mins to 3 mins", (120, 180)),
-    ("1 minute to 2 minutes", (60, 120)), ("1.5 min to 2 min", (90, 120)),
-    ("2min to 3min", (120, 180)), ("1m5s to 1m20s", (65, 80)), ("1m 5 s - 1m 20 s", (65, 80)),
-    ("10 - 20, a depth of 4 m to 8 m", (10, 20)),
-    ("1 minute, 5 seconds to 1 minute and 20.5 seconds", (65, 80.5)),
-    ("12.5 - 20, neither 3 - 5 nor 6 - 7", (12.5, 20)), ("10 - 20, not from 3 to 5", (10, 20)),
-    ("10 - 20, not between 3 and 5", (10, 20)), ("It does not happen from 10 to 20", None),
-]
-
-
-@pytest.mark.parametrize("response, want", STATED)
-def test_each_alternative_reads_a_letter(response, want):
-    assert extract_letter(response, PETS) == want
-
-
-@pytest.mark.parametrize("response, want", TIMES)
-def test_each_alternative_reads_a_range(response, want):
-    assert extract_span(response) == want
-
-
-@pytest.mark.parametrize("body", ["<>", "<b>", "</b>", "<b></b>", "< b 12 >", "<-5>", "<<<>>>"])
-def test_tags_with_nothing_between_them_stay_an_empty_answer(body):
-    assert final_answer([f"<answer>{body}</answer>"]) is None
 
 
 @pytest.mark.parametrize("span, gold, want", [
@@ -551,11 +398,6 @@ def test_nothing_earns_nothing():
         assert format_reward(turns, think_open=False)["total"] == 0.0
 
 
-def test_a_thought_made_of_tags_is_not_substantive():
-    assert not format_reward(["<pause><pause><pause></think><answer>B</answer>"])["think"]
-    assert format_reward([f"<pause>{THOUGHT}</think><answer>B</answer>"])["think"]
-
-
 @pytest.mark.parametrize("length, counts", [(9, False), (10, True), (11, True)])
 def test_a_thought_counts_from_ten_characters_on(length, counts):
     assert format_reward(["x" * length + "</think><answer>B</answer>"])["think"] is counts
@@ -568,13 +410,6 @@ def test_a_thought_counts_from_ten_characters_on(length, counts):
 def test_misused_tags_cap_the_format_reward(turn):
     got = format_reward([turn])
     assert got["capped"] and 0.0 < got["total"] <= 0.5  # the clean turn gets 1.0, see TABLE
-
-
-def test_closing_the_forced_thought_beats_leaving_it_open():
-    shut, left = f"{THOUGHT}</think><answer>B</answer>", f"{THOUGHT}<answer>B</answer>"
-    second = f"<think>{THOUGHT}</think><answer>B</answer>"
-    assert format_reward([shut])["total"] > max(format_reward([text])["total"]
-                                                for text in (left, second))
 
 
 def test_thinking_must_come_before_the_first_call():
@@ -682,32 +517,11 @@ def test_closure_counts_opened_and_closed_tags():
 # Strings that other graders pay for
 
 
-def test_writing_a_tool_response_does_not_pay_like_running_a_tool():
-    fake = [f"{THOUGHT}</think>{CALL}<tool_response>a dog</tool_response><answer>B</answer>"]
-    honest = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
-    faked = score(fake, "mcq", "B", PETS, num_parseable=1, num_executed=0)
-    real = score(honest, "mcq", "B", PETS, num_parseable=1, num_executed=1)
-    assert (faked["tool"], real["tool"]) == (0.1, 0.8) and faked["fmt"] <= 0.5 < real["fmt"]
-
-
 def test_a_call_without_arguments_earns_nothing():
     turn = f'{THOUGHT}</think><tool_call>{{"name":"x"}}</tool_call>'
     parseable = sum(call.error is None for call in parse_tool_calls(turn, think_open=True))
     got = score([turn], "mcq", "B", PETS, num_parseable=parseable)
     assert got["tool"] == 0.0 and not format_reward([turn])["think_before_call"]
-
-
-def test_wrong_with_fake_tool_earns_less_than_right_without_a_tool():
-    fake = f"{THOUGHT}</think>{CALL}<tool_response>x</tool_response><answer>A</answer>"
-    wrong = score([fake], "mcq", "B", PETS, num_parseable=1)
-    right = score([f"{THOUGHT}</think><answer>B</answer>"], "mcq", "B", PETS)
-    assert wrong["total"] == approx(0.6) and right["total"] == approx(2.0)  # .5 + .1 against 1 + 1
-
-
-def test_a_scrap_of_overlap_unlocks_no_bonus_without_an_executed_call():
-    turn = f"{THOUGHT}</think>{CALL}<answer>red x y z</answer>"
-    got = score([turn], "open", "red car", num_parseable=1, num_executed=0)
-    assert got["acc"] == approx(1 / 3) and got["tool"] == 0.1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -787,14 +601,6 @@ def test_mask_of_a_turn_worked_by_hand():
                             b"."]) == [False, False, False, True, False, True]
 
 
-def test_the_token_of_an_answer_letter_carries_no_format_credit():
-    """As Qwen's vocabulary cuts it. Spaces and punctuation beside a tag are nobody's answer."""
-    turn = [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
-    assert structural_mask(turn) == [True, True, False, True, True, True, True]
-    assert structural_mask([b"<answer", b">\n", b"7</", b"answer>.", "é</".encode(), b"answer>",
-                            b""]) == [True, True, False, True, False, True, True]
-
-
 @given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "答", "<think", "answer>", " B ",
                                  "\x00", "<|im_end|>"]),
                 max_size=12), st.data())  # fmt: skip
@@ -851,11 +657,6 @@ def test_groups_without_variance_give_no_signal():
     # The parts cancel: the composed reward is constant although neither part is.
     assert group_advantages([1.0, 0.0], [0.0, 1.0])[:2] == ([0.0, 0.0], [0.0, 0.0])
     assert group_advantages([], []) == ([], [], 0.0)
-
-
-def test_lists_of_unequal_length_are_refused():
-    with pytest.raises(ValueError, match="zip"):
-        group_advantages([1.0, 2.0], [1.0])
 
 
 # ------------------------------------------------------------------------------------------------

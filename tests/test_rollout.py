@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +28,6 @@ from scripted import (
     Scripted,
     call,
     calls,
-    is_sub,
     play,
     play_one,
     text_of,
@@ -68,11 +67,6 @@ def test_options_are_lettered_once():
     text = rollout.question_text({"question": "Who?", "options": ["A. Milne", "Kafka"],
                                   "type": "mcq"})
     assert "\nA. A. Milne\nB. Kafka\n" in text  # a name, not a label
-
-
-def test_prompt_without_tools_does_not_name_the_tool():
-    assert "crop_video" in rollout.main_prompt()
-    assert "crop_video" not in rollout.main_prompt(tools=False)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -297,14 +291,6 @@ def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, 
     assert grpo.group_by_prompt([episode]) == [[episode]]
 
 
-def test_num_frames_of_a_call_is_honoured_up_to_the_limit(codec, tasks, frames_of):
-    text = ("look\n</think>\n" + call(0, 32, num_frames=3) + call(0, 32, num_frames=1000)
-            + call(0, 32))
-    engine = Scripted(codec, [text, ANSWER])
-    play_one(engine, tasks, frames_of)
-    assert [r.items[0].frames for r in sorted(engine.subs(), key=lambda r: r.id)] == [3, 16, 16]
-
-
 def test_an_episode_always_ends_on_a_sampled_turn(codec, tasks, frames_of):
     """max_turns counts tool turns; one more turn must answer, and what it still calls is not
     run."""
@@ -316,12 +302,6 @@ def test_an_episode_always_ends_on_a_sampled_turn(codec, tasks, frames_of):
     assert episode.context.mask[-1] == 1 and episode.context.ids[-1] == codec.eos
     assert episode.spans[-1][1] == len(episode.context.ids)
     assert episode.executed() == 2 and episode.parseable() == 3
-
-
-def test_no_tools_means_one_turn_whatever_it_says(codec, tasks, frames_of):
-    engine = Scripted(codec, [calls((0, 8))])
-    episode = play_one(engine, tasks, frames_of, replace(AGENT, tools=False))
-    assert len(episode.turns) == 1 and not episode.calls and not engine.subs()
 
 
 def test_the_context_is_never_overrun_and_never_ends_on_a_response(codec, tasks, frames_of):
@@ -432,19 +412,6 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
     assert len({r.seed for r in engine.requests}) == len(engine.requests)
 
 
-def test_a_task_that_comes_twice_in_a_batch_gets_more_samples_not_the_same_ones(
-        codec, tasks, frames_of):
-    """A batch that spans two epochs may hold a task twice; its requests must not share names or
-    seeds."""
-    engine = Scripted(codec, [ANSWER])
-    sampler = rollout.Sampler(engine, codec, frames_of, AGENT)
-    episodes = list(rollout.run(sampler, [tasks[0], tasks[1], tasks[0]], 4, group=2))
-    assert sorted((e.task["id"], e.sample) for e in episodes) == [
-        ("rl-0000", 0), ("rl-0000", 1), ("rl-0000", 2), ("rl-0000", 3),
-        ("rl-0001", 0), ("rl-0001", 1)]
-    assert len({r.id for r in engine.requests}) == len({r.seed for r in engine.requests}) == 6
-
-
 @pytest.mark.parametrize("rule, executed", [("run", 1), ("drop", 0)])
 def test_a_call_in_a_thought_that_never_closes_is_run_or_dropped(
         codec, tasks, source, rule, executed):
@@ -505,14 +472,6 @@ def test_no_episode_waits_for_another(codec, tasks, frames_of):
     assert begun < engine.log.index(("answer", f"{fast}/0/1")) < slow
 
 
-def test_parallel_dispatch_submits_all_windows_before_any_is_answered(codec, tasks, frames_of):
-    """Held back until all three are there, they would never be answered if they came one by one."""
-    engine = Scripted(codec, [calls((0, 8), (8, 16), (16, 24)), ANSWER],
-                      hold=lambda r: is_sub(r) and len(engine.subs()) < 3)
-    episode = play_one(engine, tasks, frames_of)
-    assert episode.status == "ok" and episode.executed() == 3
-
-
 def test_sequential_dispatch_submits_a_window_when_the_one_before_is_answered(
         codec, tasks, frames_of):
     engine = Scripted(codec, [calls((0, 8), (8, 16), (16, 24)), ANSWER])
@@ -521,17 +480,6 @@ def test_sequential_dispatch_submits_a_window_when_the_one_before_is_answered(
     steps = [(verb, name) for verb, name in engine.log if name.startswith(base + "/")]
     assert steps == [(verb, f"{base}/{n}") for n in range(3) for verb in ("submit", "answer")]
     assert episode.executed() == 3
-
-
-def test_a_bug_in_decoding_surfaces(codec, tasks, toy):
-    """Only what is wrong with a file or a window is an episode's business; a KeyError is ours and
-    must be seen."""
-    class Buggy(rollout.Source):
-        def load(self, spec):
-            raise KeyError("frames")
-
-    with pytest.raises(KeyError, match="frames"):
-        play_one(Scripted(codec, [ANSWER]), tasks, Buggy(str(toy), video.FrameCache()))
 
 
 @pytest.mark.parametrize("name, why", [("missing.mp4", "no such file"), ("empty.mp4", "empty"),
@@ -604,22 +552,6 @@ def test_seeds_differ_by_request_and_repeat_by_seed_and_step(codec, tasks, frame
     assert first == seeds(AGENT) == seeds(replace(AGENT, dispatch="sequential"))
     assert not set(first.values()) & set(seeds(replace(AGENT, seed=1)).values())
     assert not set(first.values()) & set(seeds(AGENT, step=1).values())
-
-
-def test_every_flag_of_the_command_line_is_a_field_of_the_agent():
-    """A field without a flag could not be set, and agent_settings would fail on it."""
-    parser = argparse.ArgumentParser()
-    rollout.add_agent_arguments(parser)
-    args = parser.parse_args([
-        "--max-parallel", "2", "--no-tools", "--set", "sub_fps=0.5", "dispatch=sequential",
-        "--set", "open_thought=drop", "sub_question=false", "sub_frames=3"])
-    agent, source = rollout.agent_settings(args, __file__)
-    assert agent == rollout.Agent(max_parallel=2, tools=False, sub_fps=0.5, dispatch="sequential",
-                                  open_thought="drop", sub_question=False, sub_frames=3)
-    assert source.root == os.path.dirname(__file__)
-    assert rollout.agent_settings(parser.parse_args([]), __file__)[0] == rollout.Agent()
-    flags = {action.dest for action in parser._actions} | set(rollout.settings())
-    assert flags >= {field.name for field in fields(rollout.Agent)}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -158,14 +158,6 @@ def test_a_stream_tells_the_events_and_ends_on_the_answer(running):
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_text_without_a_film_is_answered_by_the_same_weights(running, codec):
-    server = running(Scripted(codec, lambda request: "hm</think> hello"))
-    server.engine.main = lambda request: "hm</think> hello"
-    response = server.post(text("Hello?"), max_tokens=100)
-    assert content_of(response) == "hello"
-    assert not server.engine.requests[0].frames
-
-
 # ---- bad requests
 
 
@@ -185,32 +177,6 @@ def test_a_request_has_bounds_on_its_texts_and_items(running):
         response = server.http.post("/v1/chat/completions", json=body)
         assert response.status_code == status and why in response.text, (name, response.text[:300])
     assert not server.engine.requests
-
-
-def test_bodies_that_are_here_at_once_are_bounded(running):
-    """Three requests of which two fit; then the memory is free again."""
-    server = running(max_mb=0.1)
-    guard = server.guard
-    guard.in_flight = 2 * guard.most - 1_000  # of other requests
-    long = {"messages": [{"role": "assistant", "content": "x" * 5_000}, *body_of()["messages"]]}
-    refused = server.http.post("/v1/chat/completions", json=long)
-    assert refused.status_code == 429 and refused.headers["Retry-After"] == "2"
-    assert guard.in_flight == 2 * guard.most - 1_000
-    guard.in_flight = 0
-    assert content_of(server.http.post("/v1/chat/completions", json=long))
-    assert server.http.put("/films", content=b"x" * 1_000).status_code == 200
-    server.until(lambda: guard.in_flight == 0)
-
-
-def test_a_body_that_does_not_come_in_time_is_given_up(running):
-    import socket
-
-    server = running(seconds=0.3)
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
-        client.sendall(b"PUT /films HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
-        client.settimeout(20)
-        assert client.recv(1000).startswith(b"HTTP/1.1 408")
-    server.until(lambda: server.guard.in_flight == 0)
 
 
 def test_a_film_is_never_a_page(running, toy, tmp_path):
@@ -243,7 +209,3 @@ def test_a_key_is_asked_for(running):
 # ---- the command
 
 
-def test_the_page_holds_the_parts_of_the_other_page():
-    page, policy = serve.page_text()
-    assert "/*STYLE*/" not in page and "function make(" in page and "--accent" in page
-    assert "http://" not in page.replace("http://www.w3.org", "") and "'none'" in policy

@@ -19,7 +19,6 @@ from reference import forward
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import chat
 import launch
 import model
 import sft
@@ -169,12 +168,6 @@ def test_good_chats_pass(messages):
     assert data.chat_fault(messages) is None
 
 
-def test_every_chat_of_the_toy_passes(toy):
-    for name in ("sft", "sft_val"):
-        assert not any(data.chat_fault(row["messages"])
-                       for row in launch.read_jsonl(toy / f"{name}.jsonl"))
-
-
 def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
     rows = small_rows(toy, count=1)
     data = write_rows(tmp_path / "bad.jsonl",
@@ -208,27 +201,8 @@ def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec
     assert capsys.readouterr().out.count("skipped odd-one") == 1
 
 
-def test_frames_are_decoded_once_per_chat_and_encoded_once(toy, codec):
-    chats = chats_of(toy / "sft.jsonl", codec)
-    assert chats[0] is chats[0]
-
-
 # ------------------------------------------------------------------------------------------------
 # Flags
-
-
-def test_the_toy_preset_sets_defaults_that_flags_still_override(monkeypatch):
-    paper, toy = parse(monkeypatch), parse(monkeypatch, "--preset", "toy")
-    assert (paper.optimizer, paper.lr, paper.batch_size, paper.replicas) == ("adamw", 1e-5, 64, 1)
-    assert (toy.optimizer, toy.lr, toy.batch_size, toy.replicas) == ("muon", 2e-3, 24, 0)
-    mixed = parse(monkeypatch, "--preset", "toy", "--lr", 1, "--optimizer", "adamw")
-    assert (mixed.lr, mixed.optimizer, mixed.batch_size) == (1, "adamw", 24)
-
-
-@pytest.mark.parametrize("flag", ["--batch-size", "--pack-tokens", "--max-len"])
-def test_sizes_below_one_are_refused_by_name(monkeypatch, flag):
-    with pytest.raises(launch.UserError, match=flag):
-        parse(monkeypatch, flag, 0)
 
 
 @pytest.fixture(scope="module")
@@ -430,15 +404,6 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
     assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 12
 
 
-def test_chats_whose_video_was_away_are_tried_again_in_the_next_epoch(outage):
-    code, out, err, log = outage([1, 2], "--steps", 6)
-    assert code == 0, err
-    steps = [row for row in log if "loss" in row]
-    assert [row["trained_tokens"] > 0 for row in steps] == [True, False, False, True, True, True]
-    assert steps[2]["skipped_chats"] == 6 and steps[5]["skipped_chats"] == 0
-    assert out.count("skipped ") == 6
-
-
 def test_chats_of_text_alone_do_not_hide_that_no_video_can_be_read(outage, tmp_path):
     """And no save comes between the fault and the end: it would push out what was saved before."""
     with open(tmp_path / "d.jsonl", "a") as file:
@@ -452,27 +417,6 @@ def test_chats_of_text_alone_do_not_hide_that_no_video_can_be_read(outage, tmp_p
     # A batch without any video says nothing of the disk, so such a step counts and is saved.
     assert {f"step_{n + 1:06d}" for n, number in enumerate(bad) if not number} >= {
         path.name for path in (tmp_path / "out").glob("step_*")}
-
-
-def test_films_that_are_gone_for_ever_end_no_run(outage, tmp_path):
-    """The disk is there: batches of chats of text and of films that have gone are trained on."""
-    rows = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
-    for row in rows[1:]:
-        for item in chat.videos_in(row["messages"]):
-            item["video"] = "videos/gone.mp4"
-    text = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
-    rows += [{"id": f"text {n}", "messages": text} for n in range(9)]
-    write_rows(tmp_path / "d.jsonl", rows)
-    code, _, err, log = outage((), "--steps", 12)
-    assert code == 0, err
-    assert not any(row["bad_steps"] for row in log if "loss" in row)
-
-
-def test_a_run_whose_last_step_sees_no_video_is_not_done(outage):
-    code, _, err, _ = outage([5], "--steps", 6)
-    assert code == 1 and "no video could be read for 1 steps; is the disk there?" in err
-    code, out, err, _ = outage((), "--steps", 6)
-    assert code == 0 and "done" in out, err
 
 
 def test_an_evaluation_without_its_videos_is_no_best(outage, tmp_path):

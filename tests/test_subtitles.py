@@ -3,11 +3,9 @@ Tests of subtitles in training and in evaluation: python -m pytest tests/test_su
 """
 import json
 import re
-import subprocess
 import sys
 
 import pytest
-from conftest import run_script
 from scripted import AGENT, Scripted, is_sub
 
 import chat
@@ -101,42 +99,6 @@ def test_a_bad_file_is_told_before_the_first_step(toy, codec, data, tmp_path, mo
     rollout.check_context(codec, tasks, AGENT, source, 4)  # no file is read
 
 
-# Captions as YouTube makes them: each cue repeats the line above, then comes a pause.
-ROLLING = """WEBVTT
-Kind: captions
-
-00:00:00.000 --> 00:00:02.390 align:start position:0%
- \ntoday<00:00:00.200><c> we look</c>
-
-00:00:02.390 --> 00:00:02.400
-today we look\n \n
-00:00:02.400 --> 00:00:04.790
-today we look\nat a<00:00:02.600><c> car</c>
-
-00:00:04.790 --> 00:00:04.800
-at a car\n \n
-00:00:06.000 --> 00:00:08.990
- \n[Music]
-
-00:00:08.990 --> 00:00:09.000
-[Music]\n \n
-00:00:09.500 --> 00:00:09.900
-[Music]
-"""
-
-
-def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
-    (tmp_path / "a.vtt").write_text(ROLLING)
-    lines = data_py.read_subtitles(str(tmp_path / "a.vtt"))
-    assert lines == [(0.0, 4.79, "today we look"), (2.4, 4.8, "at a car"), (6.0, 9.0, "[Music]"),
-                     (9.5, 9.9, "[Music]")]
-    assert data_py.subtitle_text(lines, [3.0]) == "today we look\nat a car"
-    ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
-    subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
-                   check=True)
-    assert data_py.read_subtitles(str(tmp_path / "a.srt")) == lines
-
-
 @pytest.mark.parametrize("text, wanted", [
     ("if a < b and c > d then stop", "if a < b and c > d then stop"), ("I <3 you", "I <3 you"),
     ("so a <b and c> d", "so a <b and c> d"), ("<me@x.org> wrote", "<me@x.org> wrote"),
@@ -149,29 +111,3 @@ def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     assert data_py.subtitle_text(data_py.read_subtitles(str(tmp_path / "a.srt"))) == wanted
 
 
-@pytest.mark.parametrize("encoding, wanted", [
-    ("utf-8", "Grüße 你好"), ("utf-8-sig", "Grüße 你好"), ("utf-16", "Grüße 你好"),
-    ("gb18030", None), ("cp1252", None)])
-def test_another_encoding_than_utf_8_or_utf_16_is_an_error_that_names_the_cure(
-        tmp_path, encoding, wanted):
-    path = tmp_path / "a.srt"
-    path.write_bytes(f"1\n00:00:01,000 --> 00:00:02,000\nGrüße{' 你好' * (encoding != 'cp1252')}\n"
-                     .replace("\n", "\r\n").encode(encoding))
-    if wanted:
-        assert data_py.read_subtitles(str(path)) == [(1.0, 2.0, wanted)]
-        return
-    why = r"a\.srt: .*not UTF-8.*iconv"
-    with pytest.raises(ValueError, match=why):
-        data_py.read_subtitles(str(path))
-    with pytest.raises(launch.UserError, match=why):
-        data_py.check_subtitles([{"subtitles": "a.srt"}], str(tmp_path))
-
-
-def test_a_run_ends_with_one_line(toy, data, tmp_path):
-    (tmp_path / "words.srt").unlink()
-    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data)
-    assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    write(tmp_path, subtitles=["words.srt"])
-    with pytest.raises(launch.UserError, match="subtitles must be the path of a file, or null"):
-        data_py.read_tasks(str(data))

@@ -24,7 +24,6 @@ from test_grpo import (
 
 import launch
 import model
-import rewards
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +119,3 @@ def test_a_run_learns_from_a_teacher_without_rewards_and_without_answers(
     assert not all(torch.equal(off[n], w) for n, w in far.items())
 
 
-def test_rewards_that_are_off_are_logged_and_not_paid():
-    task = {"type": "open", "answer": "red"}
-    turn = ["I saw it well.\n</think>\n<answer>red</answer>"]
-    found = rewards.score(turn, task, pay=rewards.RewardConfig(rewards="off"))
-    assert found["acc"] == 1.0 and found["fmt"] > 0.5
-    assert found["paid_task"] == found["paid_fmt"] == found["total"] == 0.0

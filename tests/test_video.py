@@ -251,12 +251,6 @@ def test_smart_size_takes_the_nearest_of_all_pairs(least, most):
     assert video.smart_size(1080, 1920, **NATIVE) == (1088, 1920)
 
 
-def test_smart_size_refuses_nonsense():
-    for wrong in ((0, 5, 1, 2), (5, 5, 3, 2), (5, 5, 1, 9, 0)):
-        with pytest.raises(ValueError):
-            video.smart_size(*wrong)
-
-
 # ---- the right frames come out of real files
 
 
@@ -297,23 +291,6 @@ def test_variable_frame_rate_and_first_time_not_zero(tmp_path, ending, first):
     assert seen(between.images) == [8]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_files_of_one_and_two_frames(tmp_path, count):
-    path = write(tmp_path / "v.mp4", count)
-    assert video.probe(path).duration == pytest.approx(count / 25)
-    assert seen(video.overview(path, 64, **NATIVE).images) == list(range(count))
-    assert seen(video.crop(path, 0, 1, **NATIVE).images) == [count // 2]  # centre of what there is
-
-
-@pytest.mark.parametrize("timeout", [None, 20])
-def test_a_frame_that_lasts_no_time_is_a_still(tmp_path, timeout):
-    """1 / 90000 s, which rounds to 0."""
-    path = write(tmp_path / "v.mp4", 1, rate=90000, mux={"video_track_timescale": "90000"})
-    info = video.probe(path, FrameCache(timeout=timeout))
-    assert (info.duration, info.num_frames, info.fps) == (1, 1, 1)
-    assert seen(video.overview(path, 4, **NATIVE).images) == [0]
-
-
 @pytest.mark.parametrize("timeout", [None, 20])
 def test_every_error_about_a_video_is_a_video_error(minute, tmp_path, monkeypatch, timeout):
     """Also those that nobody thought of, here of a library; the child stays."""
@@ -327,36 +304,6 @@ def test_every_error_about_a_video_is_a_video_error(minute, tmp_path, monkeypatc
             video.overview(minute, 4, cache=cache)
     assert timeout is None or cache.decoders.idle[0].process.poll() is None
     cache.close()
-
-
-def write_with_sound(path, codec, seconds, bf):
-    """4 frames at 1 fps, and sound that goes on."""
-    silent = write(path.parent / "silent.mp4", 4, rate=1, bf=bf)
-    with av.open(silent) as source, av.open(str(path), "w") as container:
-        copy = container.add_stream_from_template(source.streams.video[0])
-        sound = container.add_stream(codec, rate=48000, layout="mono")
-        for packet in source.demux(video=0):
-            if packet.size:
-                packet.stream = copy
-                container.mux(packet)
-        samples = np.zeros((1, round(48000 * seconds)), np.float32)
-        for at in range(0, samples.shape[1], 960):
-            frame = av.AudioFrame.from_ndarray(samples[:, at : at + 960], "fltp", "mono")
-            frame.rate, frame.pts = 48000, at
-            container.mux(sound.encode(frame))
-        container.mux(sound.encode())
-    return str(path)
-
-
-@pytest.mark.parametrize("ending, codec", [("mp4", "aac"), ("mkv", "libopus")])
-@pytest.mark.parametrize("bf", [0, 2])
-def test_the_last_picture_stays_while_the_sound_goes_on(tmp_path, ending, codec, bf):
-    path = write_with_sound(tmp_path / f"v.{ending}", codec, 30, bf=bf)
-    assert video.probe(path).duration == 30
-    assert seen(video.crop(path, 20, 25, **NATIVE).images) == [3]
-    # Sound that ends with the picture, or soon after, changes nothing.
-    path = write_with_sound(tmp_path / f"w.{ending}", codec, 4.05, bf=bf)
-    assert video.probe(path).duration == 4
 
 
 # ---- parameter sets that change inside a film
@@ -434,106 +381,6 @@ def test_parameter_sets_that_change_inside_a_film(tmp_path, ending, repeat):
     assert begins == [0, 10, 20, 25] + [35, 45] * repeat
 
 
-def test_the_key_of_a_frame_stands_for_one_picture(tmp_path):
-    """Whatever was looked at before."""
-    path = two_coders(tmp_path / "v.mp4", False, "mp4")
-    for looks in ((1, 0), (0, 1)):
-        cache = FrameCache(folder=tmp_path / str(looks[0]))
-        specs = {"frames": 50}, {"start": 1.6, "end": 1.64}
-        frames = {n: video.load({"video": path, **specs[n]}, cache=cache, **NATIVE) for n in looks}
-        whole, window = frames[0], frames[1]
-        at = whole.frame_keys.index(window.frame_keys[0])
-        assert np.array_equal(whole.images[at], window.images[0])
-
-
-def test_a_second_header_inside_a_flv_file(tmp_path):
-    """Of a live recording that was interrupted: its key frames do not bring it again."""
-    parts, tags = [], []
-    for n, options in enumerate(TWO_CODERS):
-        parts.append(Path(write(tmp_path / f"{n}.flv", 25, size=(128, 64), draw=lambda i, w, h, n=n:
-                                grainy(i + 25 * n, w, h), **options)).read_bytes())
-        at = 13
-        while at < len(parts[n]):
-            end = at + 15 + int.from_bytes(parts[n][at + 1 : at + 4], "big")
-            tag = bytearray(parts[n][at:end])
-            if tag[0] == 9 and not (tag[11] & 15 == 7 and tag[12] == 2):  # pictures, headers
-                time = int.from_bytes(tag[4:7], "big") + 1000 * n
-                tag[4:7] = time.to_bytes(3, "big")
-                tags.append(bytes(tag))
-            at = end
-    path = tmp_path / "v.flv"
-    path.write_bytes(parts[0][:13] + b"".join(tags))
-    assert_looks_as_in_a_row(str(path), 50)
-    assert FrameCache().key_frames(path).tolist() == [0, 10, 20]
-
-
-def test_a_video_whose_index_names_no_key_frame(tmp_path):
-    """Fragments whose samples are all flagged as dependent: seeks are refused."""
-    whole = write(tmp_path / "v.mp4", 40, size=(128, 64), draw=grainy,
-                  mux={"movflags": "frag_keyframe+empty_moov+default_base_moof"}, **TWO_CODERS[0])
-    data = bytearray(Path(whole).read_bytes())
-    runs = [match.start() for match in re.finditer(b"trun", data)]
-    for at in runs:  # after the name: flags, number of samples, offset, flags of the first sample
-        struct.pack_into(">I", data, at + 16, 0x1010000)
-    Path(whole).write_bytes(data)
-    assert len(runs) == 4
-    assert_looks_as_in_a_row(whole, 40)
-
-
-@pytest.mark.parametrize("name, more, old, new", [
-    ("a.apng", ("-f", "apng"), b"", b""), ("rpza.mov", ("-c:v", "rpza", "-g", "10"), b"", b""),
-    ("mpeg4.mp4", ("-c:v", "mpeg4", "-g", "10"), b"stss", b"free"),  # without a list all are
-    ("divx3.avi", ("-c:v", "msmpeg4", "-g", "10"), b"idx1", b"JUNK")])  # a lost index
-def test_a_frame_that_is_flagged_as_a_key_frame_need_not_be_one(
-        tmp_path, ffmpeg, name, more, old, new):
-    path = tmp_path / name
-    ffmpeg("-f", "lavfi", "-i", "testsrc2=size=96x64:rate=10:duration=4", *more, path)
-    path.write_bytes(path.read_bytes().replace(old, new))
-    _, pictures = shown_by(ffmpeg, path)
-    cache = video.FrameCache(0)
-    for n in (7, 13, 26, 39):
-        (image,) = cache.frames(path, np.array([n]), 0, 0, size=(64, 96)).images
-        assert np.abs(image.astype(int) - pictures[n]).mean() < 1, n
-    cache.close()
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_joined_clip_may_flag_all_its_frames(tmp_path, ffmpeg, order):
-    """MPEG-4 Part 2: one clip has a list of key frames, the other one has none."""
-    for n in (0, 1):
-        path = tmp_path / f"{n}.mp4"
-        ffmpeg("-f", "lavfi", "-i", "testsrc2=size=96x64:rate=10:duration=2", "-c:v", "mpeg4",
-               "-g", "10", path)
-        path.write_bytes(path.read_bytes().replace(b"stss", b"free" if n else b"stss"))
-    (tmp_path / "list").write_text("".join(f"file {n}.mp4\n" for n in order))
-    joined = tmp_path / "joined.mp4"
-    ffmpeg("-f", "concat", "-i", tmp_path / "list", "-c", "copy", joined)
-    _, pictures = shown_by(ffmpeg, joined)
-    cache = video.FrameCache(0)
-    for n in range(1, 40, 4):
-        (image,) = cache.frames(joined, np.array([n]), 0, 0, size=(64, 96)).images
-        assert np.abs(image.astype(int) - pictures[n]).mean() < 1, n
-    cache.close()
-
-
-def test_a_crop_on_the_left_is_applied(tmp_path, ffmpeg):
-    """By 32 pixels, a multiple that a decoder in a hurry leaves there."""
-    path = tmp_path / "v.mp4"
-    ffmpeg("-i", write(tmp_path / "whole.mp4", 10, size=(128, 96), bf=0), "-c", "copy",
-           "-bsf:v", "h264_metadata=crop_left=32", path)
-    info = video.probe(path)
-    assert (info.width, info.height) == (96, 96)
-    _, pictures = shown_by(ffmpeg, path)
-    assert np.abs(images(path, range(10)) - pictures.astype(int)).mean() < 0.5
-
-
-def test_odd_sizes(tmp_path):
-    path = write(tmp_path / "v.mp4", 30, size=(53, 37), pixels="yuv444p")
-    assert (video.probe(path).width, video.probe(path).height) == (53, 37)
-    frames = video.overview(path, 5)
-    assert frames.images.shape == (5, 32, 64, 3) and seen(frames.images) == [3, 9, 15, 21, 27]
-
-
 def with_matrix(source, path, a, b, c, d):
     """Copy of an mp4 whose pixels x, y are displayed at a x + c y, b x + d y."""
     matrix = [round(value * 0x10000) for value in (a, b, 0, c, d, 0, 0, 0)]
@@ -571,23 +418,6 @@ def test_keys_name_frames_across_sets(tmp_path, minute):
     assert small.key != part.key and not set(small.frame_keys) & set(part.frame_keys)
     other = write(tmp_path / "other.mp4", 64, rate=1)
     assert not set(video.crop(other, 16, 24).frame_keys) & set(part.frame_keys)
-
-
-def test_a_rewritten_file_is_a_new_file(tmp_path):
-    path, cache = write(tmp_path / "v.mp4", 10, rate=1), FrameCache()
-    first = video.overview(path, 64, cache=cache)
-    write(path, 20, rate=1)
-    second = video.overview(path, 64, cache=cache)
-    assert len(first.seconds) == 10 and len(second.seconds) == 20
-    assert first.frame_keys[0] != second.frame_keys[0]
-
-
-def test_arrays_are_read_only(minute):
-    frames = video.overview(minute, 2)
-    with pytest.raises(ValueError):
-        frames.images[0] = 0
-    with pytest.raises(ValueError):
-        frames.seconds[0] = 0
 
 
 # ---- cache
