@@ -9,7 +9,6 @@ import os
 
 import pytest
 
-import eval as evaluation
 import launch
 from evaluation import benchmarks
 from plumbing import data
@@ -139,25 +138,6 @@ def test_lvbench(tmp_path, layout):
                                    "question_type": ["entity recognition", "reasoning"]}}
     assert tasks["8"]["answer"] == "A" and notes["no subtitles"] == 0 and notes["no video"] == 0
     assert "evidence" not in tasks["8"] and notes["no evidence"] == 1
-
-
-def test_mlvu_from_the_hub(tmp_path):
-    """A letter as answer, options in the question and in `candidates`."""
-    put(tmp_path, "mlvu/test-00000-of-00001.parquet", [
-        {"video_name": "needle_32.mp4", "duration": 467.98,
-         "question": "What does the hand do?\n(A) Waves\n(B) Points",
-         "candidates": ["Waves", "Points"],
-         "answer": "B", "task_type": "needle", "question_id": "Q0"},
-        {"video_name": "count_1.mp4", "duration": 60.0, "question": "How many?\n(A) 2\n(B) 1",
-         "candidates": ["2", "1"], "answer": "A", "task_type": "count",
-         "question_id": "Q1"}])
-    put(tmp_path, "needle_32.mp4")
-    tasks, notes = read("mlvu", tmp_path)
-    assert tasks["Q0"] == {"id": "Q0", "video": "needle_32.mp4",
-                           "question": "What does the hand do?", "type": "mcq",
-                           "options": ["Waves", "Points"],
-                           "answer": "B", "subtitles": None, "tags": {"task": "needle"}}
-    assert tasks["Q1"]["answer"] == "A" and notes["no video"] == 1
 
 
 def test_mlvu_as_first_released(tmp_path):
@@ -327,48 +307,6 @@ def test_video_holmes(tmp_path):
         "options": ["a", "b", "d"], "answer": "C", "subtitles": None,
         "tags": {"question_type": "TCI"}}}
     assert notes["no video"] == 0
-
-
-VIDEOMME_ROW = VIDEOMME[0]
-MLVU_ROW = {"video": "v.mp4", "question": "What?", "candidates": ["Fire", "Rain"], "answer": "Rain"}
-
-
-@pytest.mark.parametrize("name, files, why", [
-    # options neither in the question nor in a column; one alone; a text; a mapping; a gap
-    ("lvbench", {"train-0.jsonl": [{**LVBENCH, "question": "Who?", "key": "a", "type": "tv"}]},
-     "7 has no options"),
-    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": ["A. Two."]}]}, "has no options"),
-    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": "A. Two. B. One."}]}, "no list"),
-    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "options": {"A": "1", "B": "2"}}]}, "no list"),
-    ("videomme", {"test.jsonl": [VIDEOMME[1], {**VIDEOMME_ROW, "options": ["1", None]}]}, "row 2"),
-    # a column that is there and empty, or of another kind
-    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "question": None}]}, "row 1"),
-    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "question": " "}]}, "001-1 has no question"),
-    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "videoID": None}]}, "row 1"),
-    ("videomme", {"test.jsonl": [{**VIDEOMME_ROW, "answer": None}]}, "no answer"),
-    ("charades", {"test-0.jsonl": [{"video": "a", "caption": "b", "timestamp": [1.0]}]}, "row 1"),
-    ("mmvu", {"validation.json": [{"id": "v", "video": "a", "question_type": "multiple-choice",
-                                   "question": "?", "choices": None, "answer": "A"}]},
-     "v has no options"),
-    # answers that no option has
-    ("mlvu", {"json/1_plotQA.json": [MLVU_ROW, *[{**MLVU_ROW, "answer": 7}] * 2]},
-     "2 of 3 answers"),
-    ("mlvu", {"json/8_sub_scene.json": [{"question": "Describe it.", "answer": "It rains."}]},
-     "that have 'candidates'"),
-    # a part of the rows
-    ("videomme", {"test-00000-of-00002.jsonl": VIDEOMME}, "00001-of-00002.jsonl: no such file"),
-    ("videomme", {"test.jsonl": [5]}, "expected a list of objects"),
-])  # fmt: skip
-def test_half_read_ends_with_exit_code_2(name, files, why, tmp_path, monkeypatch, capsys):
-    for path, content in files.items():
-        put(tmp_path, path, content)
-    out = tmp_path / "tasks.jsonl"
-    monkeypatch.setattr("sys.argv", ["eval.py", "--bench", name, "--root", str(tmp_path),
-                                     "--prepare", str(out)])
-    with pytest.raises(SystemExit) as end:
-        launch.run_main(evaluation.main)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and why in said and said.count("\n") == 1 and not out.exists()
 
 
 def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):

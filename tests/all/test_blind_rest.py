@@ -1,12 +1,8 @@
 """
 More of evaluations without their video: python -m pytest tests/all/test_blind_rest.py -q
 """
-import json
 import string
 
-import numpy as np
-from conftest import run_script
-from scripted import Server
 from test_blind import (
     OVERVIEW,
     TASK,
@@ -53,21 +49,3 @@ def test_shuffled_options_keep_the_right_answer():
     assert episodes.reordered(grounding) == grounding
 
 
-def test_blank_frames_are_sent_as_grey_pictures(toy, tmp_path):
-    """As bytes that reach a server."""
-    import base64
-    import io
-
-    from PIL import Image
-
-    (tmp_path / "d.jsonl").write_text(json.dumps(TASK) + "\n")
-    with Server("<answer>B</answer>") as server:
-        run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "m",
-                   "--data", tmp_path / "d.jsonl", "--video-root", toy, "--frames", 4, "--show",
-                   "blank", "--tools", "off", "--protocol", "direct", "--out", tmp_path / "out")
-    urls = [part["image_url"]["url"] for part in server.asked[-1]["messages"][-1]["content"]
-            if part["type"] == "image_url"]
-    assert len(urls) == 4
-    for url in urls:
-        picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
-        assert abs(picture.astype(int) - 127).max() <= 1

@@ -123,16 +123,6 @@ def head(folder, factor):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def unlisted_head(folder):
-    """A head of its own in a shard that the index does not name: transformers and vLLM read it."""
-    names = sharded(folder)
-    weights = load_file(folder / names[-1])
-    embeddings = next(w for name in names for key, w in load_file(folder / name).items()
-                      if key.endswith("embed_tokens.weight"))
-    save_file({**weights, "lm_head.weight": embeddings * 1.5}, folder / names[-1],
-              {"format": "pt"})
-
-
 def other_adapters(folder, whole=True):
     if not whole:
         emptied(folder)
@@ -148,28 +138,17 @@ def quantized(**config):
 CONFIGS = {
     "moe": (quantized(model_type="qwen3_vl_moe"), "model_type is 'qwen3_vl_moe'"),
     "qwen2.5": (quantized(model_type="qwen2_5_vl"), "model_type is 'qwen2_5_vl'"),
-    "unknown": (quantized(model_type="nonsense"), "model_type is 'nonsense'"),
-    "odd type": (quantized(model_type=["qwen3_vl"]), "model_type is ['qwen3_vl']"),
     "no type": (text("config.json", b"{}"), "model_type is None"),
     "a list": (text("config.json", b"[1]"), "config.json holds no JSON object"),
-    "a number": (text("config.json", b"7"), "config.json holds no JSON object"),
     "cut": (text("config.json", b'{"model_type": "qwen3_vl",'), "config.json is not JSON"),
-    "empty file": (text("config.json", b""), "config.json is not JSON"),
-    "latin-1": (text("config.json", b'{"model_type": "qwen3_vl\xe9"}'), "config.json is not JSON"),
-    "nested": (text("config.json", b"[" * 100_000), "config.json is not JSON"),
     "odd value": (lambda f: change(f, "config.json", "text_config", hidden_size="big"),
                   "config.json cannot be used"),
-    "negative": (lambda f: change(f, "config.json", "text_config", hidden_size=-5),
-                 "config.json cannot be used"),
     "fp8": (quantized(quantization_config={"quant_method": "fp8"}), "quantization_config"),
-    "text fp8": (lambda f: change(f, "config.json", "text_config", quantization_config={}),
-                 "quantization_config"),
     "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
     "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
                                     auto_map={"AutoImageProcessor": "evil.Evil"}),
                    "processor_config.json asks for code"),
     "empty": (emptied, "no config.json"),
-    "adapters alone": (lambda f: other_adapters(f, whole=False), "no config.json"),
 }
 
 
@@ -222,11 +201,6 @@ def broken_index(content):
     return damage
 
 
-def pickled(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
 def gguf(folder):
     (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
 
@@ -248,50 +222,25 @@ def another_weight(folder):
 
 FILES = {
     "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
-    "shard missing, no index": (torn(None, index=False), "weights are missing"),
-    "shard empty": (torn(0), "model-00002-of-00002.safetensors cannot be read"),
     "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
     "index cut": (broken_index(b"{"), "index.json is not JSON"),
-    "index of nothing": (broken_index(b"{}"), "index.json cannot be used (KeyError"),
-    "index, odd": (broken_index(b'{"weight_map": {"a": 3}}'), "3 is missing"),
     "two downloads": (stale, "is in model-0000"),
-    "pickles": (pickled, "no .safetensors file"),
     "gguf": (gguf, "no .safetensors file"),
     "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
-    "int8": (stored_as(torch.int8), "is stored as I8"),
-    "fp64": (stored_as(torch.float64, ""), "is stored as F64"),
     "another size": (lambda f: change(f, "config.json", "text_config", intermediate_size=128),
                      "has shape"),
-    "deeper": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=9),
-               "weights are missing"),
     "shallower": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=1),
                   "is stored, but config.json describes a model without"),
     "another head": (lambda f: head(f, 1.5), "ties lm_head.weight to model.language_model.embed"),
-    "unlisted head": (unlisted_head, "ties lm_head.weight to model.language_model.embed"),
     "more than its model": (another_weight, "is stored, but config.json describes a model without"),
-    "a kernel of a hub": (quantized(attn_implementation="kernels-community/flash-attn3"),
-                          "config.json asks for code"),
     "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
-    "no class of it": (gone("tokenizer_config.json"), "tokenizer_config.json is missing"),
-    "tokenizer cut": (text("tokenizer.json", b'{"version": "1.0",'), "tokenizer.json is not JSON"),
-    "tokenizer of nothing": (text("tokenizer.json", b"{}"), "tokenizer or processor cannot be"),
-    "tokenizer list": (text("tokenizer_config.json", b"[]"),
-                       "tokenizer_config.json holds no JSON object"),
     "no template": (gone("chat_template.jinja"), "no chat template"),
-    "odd template": (text("chat_template.jinja", b"{% if %}"), "chat template cannot be used"),
     "no processor": (gone("processor_config.json"), "preprocessor_config.json is missing"),
     "other processor": (lambda f: change(f, "processor_config.json", "image_processor",
                                          patch_size=14), "image processor cuts patches"),
-    "no mean": (lambda f: change(f, "processor_config.json", "image_processor", image_mean=None),
-                "tokenizer or processor cannot be used"),
     "other ids": (lambda f: change(f, "config.json", image_token_id=7), "<|image_pad|> is id"),
-    "processor cut": (text("processor_config.json", b"{"), "processor_config.json is not JSON"),
-    "generation cut": (text("generation_config.json", b"{"), "generation_config.json is not JSON"),
-    "odd ends": (lambda f: change(f, "generation_config.json", eos_token_id=["x"]), "eos_token_id"),
     "other adapters": (other_adapters, "were not saved by sft.py or grpo.py"),
-    "adapters cut": (text("adapter_config.json", b"{"), "adapter_config.json is not JSON"),
     "a file": (lambda f: replaced(f, b"x"), "no config.json"),
-    "a gguf file": (lambda f: replaced(f, b"GGUF"), "no config.json"),
     "nothing": (shutil.rmtree, "no such folder"),
 }
 
@@ -322,13 +271,6 @@ def evil(ckpt, tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "input", lambda *_: trace.write_text("asked") and "n")
     return ckpt, trace
-
-
-def test_code_of_a_checkpoint_is_refused_and_not_run(evil, refuse):
-    folder, trace = evil
-    for script in (*SCRIPTS, "plan"):
-        assert "asks for code of its own (auto_map" in refuse(script, folder)
-    assert not trace.exists()
 
 
 def test_nor_is_it_run_by_a_loader_alone(evil, process_group, monkeypatch):

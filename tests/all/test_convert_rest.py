@@ -62,21 +62,6 @@ KINDS = {"text": "mcq", "its text": "mcq", "brackets": "mcq", "blank lines": Non
          "to": None, "score": None, "from": "tvg"}
 
 
-def test_a_longvt_rl_row(tmp_path):
-    """extra_info as a struct with its own question, ground truth in reward_model, a file://
-    path."""
-    row = {"data_source": "longvt",
-           "prompt": [{"role": "system", "content": "s"},
-                      {"role": "user", "content": "<video>long instruction"}],
-           "videos": [{"type": "video", "video": "file:///mnt/longvt_source/q/1.mp4", "fps": 1,
-                       "min_frames": None}],
-           "reward_model": {"style": "model", "ground_truth": "two men"},
-           "extra_info": {"split": "train", "index": 3, "answer": None, "question": "Who?"}}
-    (task,) = convert(tmp_path, [row])
-    assert (task["video"], task["question"], task["answer"], task["type"],
-            task["source"]) == ("longvt_source/q/1.mp4", "Who?", "two men", "open", "longvt")
-
-
 # ------------------------------------------------------------------------------------------------
 # Frames in tool responses, as in LongVT's traces. Its tool returns the frames of the window, one a
 # second, and the sentence below; the traces store the frames as stills, in a user turn.
@@ -88,19 +73,6 @@ STILLS = [piece("image_url", url=f"longvt_source/selftrace_1/b_8.0_12.0_{n}.jpg"
           for n in (0, 1, 10, 2)]
 SAME = piece("video_url", url="file:///data/longvt_source/selftrace_1/b.mp4")
 CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
-WINDOW = {"type": "video", "video": "longvt_source/selftrace_1/b.mp4", "start": 8.0, "end": 12.0,
-          "fps": 1.0, "max_frames": 64}
-
-
-def test_several_responses_of_a_turn_show_the_windows_of_their_own_calls(tmp_path):
-    calls = turn(asks(8.0, 12.0) + "\n" + asks(20, '"00:30"').split("</think>")[1])
-    middle = shown(f"<tool_response>{SENTENCE}", *STILLS[:2], "</tool_response>\n",
-                   f"<tool_response>{SENTENCE}", SAME, "</tool_response>", "Go on.")
-    (row,) = convert(tmp_path, [longvt(calls, middle)], most=5)
-    first, second, asked = row["messages"][3:6]
-    assert first["content"][1] == {**WINDOW, "max_frames": 5}
-    assert second["content"][1] == {**WINDOW, "start": 20.0, "end": 30.0, "max_frames": 5}
-    assert asked == {"role": "user", "content": "Go on."}  # text beside a response stays
 
 
 def test_rows_that_would_teach_what_is_not_shown_are_left_out(tmp_path, capsys):
@@ -212,28 +184,6 @@ def test_a_question_is_never_cut():
     for text in ("", "<video>", STRICT, "A. one\nB. two", "Which?\nA. \nB. two"):
         with pytest.raises(ValueError, match="no question"):
             conversion.question_of([text])
-
-
-@pytest.mark.parametrize("prompts", ["ours", "release"])
-def test_calls_and_responses_pair_up_or_the_chat_is_left_out(prompts):
-    one, two = asks(8, 12), asks(8, 12) + asks(1, 2).split("</think>")[1]
-    said, broken = responses("red"), "<tool_call>{</tool_call>"
-    for middle in ([turn(one), said], [turn(two), responses("red", "blue")],
-                   [turn(two), said, responses("blue", role="tool")], [],
-                   [turn(broken), responses("not valid JSON")],
-                   [turn("Which part?"), shown("The start."), turn(one), said]):
-        conversion.to_chat(longvt(*middle), 4, 4, prompts)
-    for middle in ([turn(two), said], [turn(one), responses("red", "blue")],
-                   [turn(one), shown("go on")], [turn("x"), said], [turn(broken), shown("go on")]):
-        with pytest.raises(ValueError, match="do not pair up"):
-            conversion.to_chat(longvt(*middle), 4, 4, prompts)
-    answered = f"<think>x</think>{one}<answer>red</answer>"
-    with pytest.raises(ValueError, match="do not pair up"):
-        conversion.to_chat(longvt(turn(one), said, said=answered), 4, 4, prompts)
-    row = longvt()
-    row["messages"].append(shown("Thank you."))
-    with pytest.raises(ValueError, match="the last message is not the assistant"):
-        conversion.to_chat(row, 4, 4, prompts)
 
 
 # ------------------------------------------------------------------------------------------------

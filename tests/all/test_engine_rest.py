@@ -34,9 +34,7 @@ from test_engine import (  # noqa: F401
 
 import engine as engine_module
 import grpo
-import rollout
 from engine import Pump, Request, VllmEngine, engine_prompt
-from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,27 +56,6 @@ async def pumped(engine, work):
 
 # ------------------------------------------------------------------------------------------------
 # Many episodes, one engine
-
-
-@pytest.mark.parametrize("kind", ["reference", "vllm"])
-def test_an_engine_serves_the_next_run_after_an_error(kind, request, codec, tasks, frames_of):
-    """An episode that raises leaves the requests of the others in the engine."""
-    engine = (request.getfixturevalue("vllm_engines")("image") if kind == "vllm"
-              else request.getfixturevalue("plain"))
-    want = sample(engine, tasks[:2], frames_of)
-
-    async def fails(episode, sampler):
-        if episode.sample:
-            while not (engine.waiting if kind == "reference" else engine.running):
-                await asyncio.sleep(0)
-            raise ZeroDivisionError
-        return await rollout.run_episode(episode, sampler)
-
-    sampler = rollout.Sampler(engine, codec, frames_of, HOT)
-    with pytest.raises(ZeroDivisionError):
-        list(rollout.run(sampler, tasks[:2], 8, 2, play=fails))
-    assert not (engine.waiting if kind == "reference" else engine.running)
-    assert sample(engine, tasks[:2], frames_of) == want
 
 
 def test_ctrl_c_gives_up_what_is_under_way_and_leaves_no_thread(codec, tasks, frames_of):
@@ -258,13 +235,6 @@ def test_frames_that_cross_a_chunk_of_the_prefill_are_the_trainers(channel, vllm
 # vLLM beside the trainer
 
 
-def test_vllm_agrees_on_native_video_items(saved, engine, video_codec, source, monkeypatch):
-    """Frame pairs, their times, their positions and how their pixels are normalised."""
-    monkeypatch.setattr(engine, "codec", video_codec)
-    engine.sync(checkpoint.full_weights(saved[0]))
-    assert engine_gap(engine, saved[0], video_codec, source, 9) < 1e-3
-
-
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_sample_that_is_cancelled_gives_up_its_request(codec, finished):
     """Also if the engine finishes the request in the very moment."""
@@ -318,13 +288,3 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
     assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
 
 
-def test_a_request_that_joins_a_running_batch_gets_what_it_would_get_alone(
-        vllm_engines, tasks, frames_of):
-    engine = vllm_engines("image")
-    alone = {}
-    for task in tasks[:4]:
-        alone.update(sample(engine, [task], frames_of))
-    together = sample(engine, tasks[:4], frames_of, threads=1)
-    for key, (ids, logps) in alone.items():
-        assert together[key][0] == ids
-        assert np.abs(np.subtract(together[key][1], logps)).max() < 1e-4

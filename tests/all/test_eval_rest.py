@@ -3,7 +3,6 @@ More tests of eval.py: the deal of videos to ranks, corners of its table:
 python -m pytest tests/all/test_eval_rest.py -q
 """
 import json
-import shutil
 import sys
 
 import pytest
@@ -38,14 +37,6 @@ def dealt(rows, parts, root="", **more):
 # Numbers
 
 
-def test_an_item_with_several_labels_counts_under_each(world):
-    rows = [row("red", tags={"skill": ["count", "read"], "length": "short"}),
-            row("blue", answer="blue", tags={"skill": ["read"], "length": "long"})]
-    (result,) = world(rows=rows).results
-    assert result["by"] == {"skill": {"count": {"n": 1, "acc": 1.0}, "read": {"n": 2, "acc": 0.5}},
-                            "length": {"short": {"n": 1, "acc": 1.0}, "long": {"n": 1, "acc": 0.0}}}
-
-
 def test_intervals_are_of_videos_drawn_with_replacement():
     """40 of 80 right: 0.5 with a standard error of sqrt(.25 / 80) = .056. When the 80 are 8 videos
     that are right or wrong as a whole, the error is that of 8 coins: sqrt(.25 / 8) = .177."""
@@ -58,15 +49,6 @@ def test_intervals_are_of_videos_drawn_with_replacement():
                                         None)
     low, high = scores.interval(draws)
     assert value == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)
-
-
-def test_paired_differences_share_their_draws():
-    """B is right wherever A is, and on one video more: the difference is never negative, whatever
-    is drawn."""
-    a = [record(i, i % 2) for i in range(20)]
-    b = [record(i, i % 2 or i == 0) for i in range(20)]
-    (_, drawn_a), (_, drawn_b) = scores.resampled(a, None), scores.resampled(b, None)
-    assert min(drawn_b - drawn_a) == 0 and max(drawn_b - drawn_a) > 0.1
 
 
 def test_headlines_of_the_benchmarks():
@@ -88,37 +70,6 @@ def test_headlines_of_the_benchmarks():
     got = scores.summarise(spans, "charades")
     assert got["metric"] == "mIoU" and got["headline"] == pytest.approx(0.3775)
     assert [got[f"R@{t}"] for t in (0.3, 0.5, 0.7)] == [0.75, 0.5, 0.25]
-
-
-# ------------------------------------------------------------------------------------------------
-# Going on
-
-
-def test_a_short_run_is_part_of_a_long_one_but_never_mistaken_for_it(world):
-    """Records are kept by item: a --limit run leaves no file that passes for the whole result."""
-    short = world("--limit", 1)
-    assert short.results[0]["n"] == 1 and len(short.engine.asked) == 1
-    full = world()
-    assert full.results[0]["n"] == 6 and "red" not in {task_of(r) for r in full.engine.asked}
-
-
-def test_records_belong_to_what_a_checkpoint_holds_not_to_where_it_lies(world, toy, tmp_path):
-    """The same weights at another path and of another time go on; one changed tensor does not."""
-    shutil.copytree(toy / "init", tmp_path / "copy", copy_function=shutil.copy)
-    (tmp_path / "link").symlink_to(tmp_path / "copy")
-    (tmp_path / "copy" / "README.md").write_text("a card")
-    assert world(rows=ROWS[:1]).code == 0
-    for path in ("copy", "link"):
-        same = world("--ckpt", tmp_path / path, rows=ROWS[:1])
-        assert same.code == 0 and same.engine is None
-    (weights,) = (tmp_path / "copy").glob("*.safetensors")
-    spoilt = bytearray(weights.read_bytes())
-    spoilt[-1] ^= 1  # of the last tensor
-    weights.write_bytes(spoilt)
-    assert world("--ckpt", tmp_path / "copy", rows=ROWS[:1]).code == 2
-    weights.write_bytes(b"no weights")
-    broken = world("--ckpt", tmp_path / "copy", rows=ROWS[:1])
-    assert broken.code == 2 and "copy it again" in broken.err
 
 
 # ------------------------------------------------------------------------------------------------

@@ -162,11 +162,6 @@ def test_frames_travel_as_bytes(found):
                                                     travelled.get("torch.bfloat16", 0))
 
 
-def test_each_rank_takes_its_own_rows_of_the_adapters(found):
-    """Of 5 rows rank 0 has three and rank 1 has two. Both ranks are given the whole."""
-    assert found["rows"] == [[0, 1, 2], [3, 4]]
-
-
 def test_the_host_waits_for_the_gpu_a_few_times_a_step(found):
     """For the numbers of the log, and where the deepstack levels go. A wait in each layer, forward
     and backward, would be dozens."""
@@ -526,20 +521,6 @@ def trace(memory, stage, size, ranks, layers, lora):
     return found
 
 
-def rows_of_adapters():
-    """-> [the rows of a whole tensor that rank 0 takes, those of rank 1], with numbers."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    rows, whole = [], torch.arange(5.0)[:, None]
-    for rank in (0, 1):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        mesh = device_mesh.init_device_mesh("cpu", (2,))
-        weight = distribute_tensor(torch.zeros(5, 1), mesh, [Shard(0)], src_data_rank=None)
-        rows.append(checkpoint.own_rows(weight, whole).to_local().flatten().tolist())
-        dist.destroy_process_group()
-    return rows
-
-
 def faults():
     """-> {name: (owner, attribute, what it becomes)}. Each wraps what the code does, whatever its
     words are."""
@@ -616,7 +597,7 @@ def main():
     sys.modules["flash_attn_2_cuda"] = kernels
     sys.modules["flash_attn"] = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     model.compiled_flex = lambda: flex_attention
-    found, memory = {"runs": {}, "faults": {}, "rows": rows_of_adapters()}, Memory()
+    found, memory = {"runs": {}, "faults": {}}, Memory()
     memory.watch()
     for name, run in RUNS.items():
         dist.init_process_group("fake", store=FakeStore(), rank=run[2] // 2, world_size=run[2])

@@ -74,34 +74,6 @@ def test_a_scheduler_that_warns_the_launcher_loses_no_step(torchrun, toy, tmp_pa
     goes_on(toy, tmp_path, 4, "muon")
 
 
-def test_reinforcement_learning_goes_on_with_other_ranks(run, toy, tmp_path):
-    """Two steps on two ranks, two more on one: the tasks, K and samples of a run that had one rank
-    all along, and its weights but for rounding."""
-    from safetensors.torch import load_file
-
-    done = run("grpo", "", "--steps", 2)
-    assert done.returncode == 0, done.stderr[-2000:]
-    words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy, "--data",
-             toy / "rl.jsonl", "--save-every", 1, *LIVE, "--steps", 4]
-    for name in ("out", "straight"):
-        done = run_script(*words, "--out", tmp_path / name, reference=True)
-        assert done.returncode == 0, done.stderr
-
-    def drawn(name):
-        rows = [json.loads(line) for path in (tmp_path / name / "rollouts").iterdir()
-                for line in path.read_text().splitlines()]
-        return sorted((row["version"], row["group"], row["sample"], row["K"], row["ids"])
-                      for row in rows)
-
-    assert steps_of(tmp_path / "out") == [1, 2, 3, 4]
-    assert [row[:4] for row in drawn("out")] == [row[:4] for row in drawn("straight")]
-    # of 24: rounding may tip a sample
-    assert sum(a == b for a, b in zip(drawn("out"), drawn("straight"))) > 20
-    a, b = (load_file(tmp_path / name / "last" / "model.safetensors")
-            for name in ("out", "straight"))
-    assert max((a[n] - b[n]).abs().max().item() for n in a) < 5e-3
-
-
 # ------------------------------------------------------------------------------------------------
 # Two nodes
 

@@ -23,28 +23,3 @@ def test_records_that_somebody_edited_are_sampled_again(tmp_path):
         assert episodes_in(out) == wanted
 
 
-def test_rollouts_of_other_settings_are_not_replaced(tmp_path):
-    write_inputs(tmp_path)
-    out = tmp_path / "r.jsonl"
-    assert forked(rollouts(tmp_path, out), tmp_path)[0] == 0
-    before = out.read_bytes()
-
-    def refused(*flags):
-        code, _, err, _ = forked(rollouts(tmp_path, out, *flags), tmp_path)
-        assert code == 2 and err.count("\n") == 1 and "choose another --out" in err, err
-        assert out.read_bytes() == before
-        return err
-
-    said = refused("--seed", "1", "--frames", "4")
-    assert "other settings: --frames gated (now 4), --seed 0 (now 1);" in said
-    tasks = (tmp_path / "data").read_text()
-    (tmp_path / "data").write_text(tasks.replace("a day", "a week", 1))
-    assert "other settings: --data changed since (" in refused()
-    (tmp_path / "data").write_text(tasks)
-    (tmp_path / "base" / "config.json").write_text('{"a": 1}')
-    assert "other settings: --ckpt changed since (" in refused()
-    (tmp_path / "base" / "config.json").write_text("{}")
-    (tmp_path / "r.args.json").unlink()  # as an older version leaves it
-    assert "other settings: " in refused() and "r.args.json is missing" in refused()
-    out.unlink()
-    assert forked(rollouts(tmp_path, out, "--seed", "1"), tmp_path)[0] == 0

@@ -3,16 +3,14 @@ More of run folders: filesystems that lack something, runs that come and go:
 python -m pytest tests/all/test_folders_rest.py -q
 """
 import os
-import signal
 import stat
 import subprocess
 import sys
 import tempfile
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT
 from test_folders import (
-    HOLDER,
     refused,  # noqa: F401
     )
 
@@ -47,27 +45,6 @@ while turns < 60:
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
     assert os.listdir(tmp_path) == [".lock"]
-
-
-def test_two_rollouts_or_evaluations_of_one_name_are_refused(toy, tmp_path):
-    """Other names in the folder, and other shards of an evaluation, are other runs."""
-    held = subprocess.Popen(
-        [sys.executable, "-c", HOLDER.format(out=str(tmp_path)).replace(
-            ")\nif", ", '.r.jsonl.lock'); launch.lock(" + repr(str(tmp_path)) + ")\nif", 1)],
-        stdout=subprocess.PIPE, text=True, cwd=ROOT, process_group=0)
-    assert held.stdout.readline() == "held\n"
-    common = ("--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--limit", 1,
-              "--frames", 4)
-    for script, *flags in (("rollout.py", "--out", tmp_path / "r.jsonl"),
-                           ("eval.py", "--out", tmp_path, "--quiet")):
-        done = run_script(script, *common, *flags, reference=True)
-        assert done.returncode == 2 and "another run writes there" in done.stderr, done.stderr
-    done = run_script("rollout.py", *common, "--out", tmp_path / "s.jsonl", reference=True)
-    assert done.returncode == 0, done.stderr
-    done = run_script("eval.py", *common, "--out", tmp_path, "--shard", "0/2", reference=True)
-    assert done.returncode == 0, done.stderr
-    os.killpg(held.pid, signal.SIGKILL)
-    held.wait()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -5,18 +5,12 @@ More of folders of frames: python -m pytest tests/all/test_frame_folders_rest.py
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from scripted import AGENT
 from test_frame_folders import (
     ffmpeg,  # noqa: F401
-    folder_of,
-)
-from test_video import NATIVE, seen
+    )
+from test_video import NATIVE
 
-import rollout
 import video
-from evaluation import benchmarks
-from tools import ask
-from video import FrameCache
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16", "CMYK"])
@@ -52,23 +46,3 @@ def test_every_kind_of_image_becomes_upright_rgb(tmp_path, ffmpeg, mode, ending)
             assert np.array_equal(mine, np.asarray(ImageOps.exif_transpose(same).convert("RGB")))
 
 
-def test_whoever_takes_a_video_takes_a_folder(toy, codec, tmp_path, monkeypatch, capsys):
-    root = tmp_path / "data"
-    folder_of(root / "videos" / "film", 8)
-    task = {"id": "q", "video": "videos/film", "question": "Which?", "options": None,
-            "answer": "red", "type": "open"}
-    source = rollout.Source(str(root), FrameCache())
-    assert rollout.preflight(codec, [task], AGENT, source, 4) == []
-    assert "1 videos" in capsys.readouterr().out
-    rollout.check_context(codec, [task], AGENT, source, 4)
-    # A benchmark names a file; its owner ships the frames.
-    assert benchmarks.locate(str(root), ("videos", ""), "film.mp4") == "videos/film"
-    assert benchmarks.locate(str(root), ("videos", ""), "film") == "videos/film"
-    assert benchmarks.locate(str(root), ("videos",), "film.srt") is None
-    benchmarks.check_videos("b", [task], str(root))
-    monkeypatch.setattr("sys.argv", ["tools/ask.py", "--ckpt", "c", "--video",
-                                     str(root / "videos" / "film") + "/"])
-    args = ask.parse_args()
-    _, source = rollout.agent_settings(args, args.video)
-    film = ask.film_task(args)["video"]
-    assert seen(source.load({"video": film, "frames": 2}).images) == [2, 6]

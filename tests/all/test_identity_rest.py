@@ -39,8 +39,6 @@ import video
 from plumbing import checkpoint, runs
 from tools import pick
 
-IDS = ["a", "a/0", "a/0/0", "a%2F0", "0", "0/a", "a/"]
-
 
 def changed(path, value):
     """path: keys and numbers down into a record."""
@@ -233,24 +231,6 @@ def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, cod
     assert str(films) not in record["summary"] and not engine.subs()
     assert episode.to_json()["film"] == episode.film == before
     assert before != list(video.identity(str(films / "rl-0000.mp4")))
-
-
-# ------------------------------------------------------------------------------------------------
-# Refused, not cut and not trained on
-
-
-def test_no_id_can_imitate_a_part_of_a_name(codec, toy, tmp_path):
-    """Names of groups and requests, seeds, and the ids of the chats of tools/pick.py."""
-    engine = Scripted(codec, lambda r: calls((0, 8)) if r.ids[-1:] and len(r.items) == 1 and
-                      r.max_tokens == 512 and len(r.ids) < 700 else ANSWER, sub="0 red")
-    source = rollout.Source(str(toy), video.FrameCache())
-    episodes = play(engine, [task(name) for name in IDS], source, group=2)
-    names = [request.id for request in engine.requests]
-    assert len(names) == len(set(names)) > 3 * len(episodes)
-    assert len({request.seed for request in engine.requests}) == len(names)
-    assert len({episode.group for episode in episodes}) == len(IDS)
-    rows = [row for e in episodes for row in pick.chats(e)]
-    assert len({row["id"] for row in rows}) == len(rows) > 2 * len(episodes) - 1
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """
 More of the judge as a reward: python -m pytest tests/all/test_judge_reward_rest.py -q
 """
-import functools
 import threading
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ from test_judge_reward import (  # noqa: F401
     task,
 )
 
-import launch
 import rollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,23 +64,3 @@ def test_episodes_go_on_while_the_judge_thinks(judge):
     assert scored[0].sample == 5  # the others wait for their verdicts, and it does not
     assert sorted((e.sample, e.reward.get("judge")) for e in scored) == [
         *((n, True) for n in range(5)), (5, None)]
-
-
-# ------------------------------------------------------------------------------------------------
-# The scripts
-
-
-def test_a_judge_that_refuses_ends_the_run_before_it_begins(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SOME_KEY", "s3cret-value")
-    monkeypatch.setattr(rollout, "make_engine", None)  # never reached
-    with Server("yes", probe=401) as server:
-        for script, out in (("grpo", tmp_path / "new"), ("rollout", tmp_path / "new" / "r.jsonl")):
-            with pytest.raises(SystemExit) as ended:
-                launch.run_main(functools.partial(run, script, "--out", out, *judged_by(server),
-                                                  "--judge-key-env", "SOME_KEY"))
-            said = capsys.readouterr().err
-            assert ended.value.code == 2 and said.count("\n") == 1 and "--judge-key-env" in said
-            assert "401" in said and "s3cret" not in said
-        assert server.probes == 2 and not server.asked
-
-

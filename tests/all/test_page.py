@@ -178,23 +178,6 @@ def test_a_token_has_one_credit_whole(made):
         ("t", "</answer>", 0.75), ("e", "", 0.75)]
 
 
-def test_credit_is_that_of_the_run(tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    rollouts = tmp_path / "rollouts" / "step_000000.rank0.jsonl"
-    rollouts.write_text(json.dumps(episode()) + "\n")
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "total": 1.0}\n')
-    found = {}
-    for mode in ("struct", "sequence", "none"):
-        arguments = {"format_credit": mode, "think_prefix": True}
-        (tmp_path / "args.json").write_text(json.dumps(arguments))
-        view.build([str(tmp_path)], None, str(tmp_path / "page.html"), 10, 20.0, None, 6144)
-        turn = data_of(tmp_path / "page.html")["episodes"][0]["turns"][1]
-        found[mode] = [credit for kind, _, credit in turn if kind in "ste"]
-    assert found["sequence"] == [0.75] * len(found["sequence"])
-    assert set(found["none"]) == {0.5}
-    assert found["struct"].count(0.75) == 4  # </think> <answer> </answer> and the end
-
-
 def test_whole_groups_are_kept_when_there_are_too_many(made):
     records = [episode(f"t{n % 5}", sample, n) for n in range(50) for sample in range(4)]
     data = data_of(made(records, episodes=40))
@@ -290,58 +273,8 @@ def test_each_number_of_the_log_has_its_curve(tmp_path):
     assert not [title for title in drawn if "released" in title]
 
 
-def test_a_comparison_is_tabulated(tmp_path):
-    summary = {
-        "rows": [{"name": "sft", "bench": None, "K": 4, "n": 9, "acc_tools": 0.25,
-                  "interval": [0.125, 0.5], "f_tau": 0.5, "kappa": 1.0, "tokens_tools": 90.0}],
-        "costs": [{"name": "sft", "bench": None, "K": 4, "tools": "on", "headline": 0.25,
-                   "tokens": 90.0, "prompt_tokens": 50.0, "sampled_tokens": 10.0, "frames": 4.0,
-                   "sub_prompt_tokens": 20.0, "sub_sampled_tokens": None, "sub_frames": 8.0,
-                   "rounds": 2.0, "seconds": 0.5}],
-        "differences": [{"name": "sft", "minus": "init", "bench": None, "K": 4, "tools": "on",
-                         "n": 9, "difference": 0.0625, "interval": [-0.5, 0.5]}]}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    view.build([str(tmp_path)], ["ours"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
-    rows, costs, differences = data_of(tmp_path / "page.html")["tables"]
-    assert costs["title"] == "ours: accuracy against what an answer costs"
-    assert costs["rows"] == [["sft", "-", "4", "on", "0.250", "90.000", "50.000", "10.000",
-                              "20.000 + -", "4.000 + 8.000", "2.000", "0.500"]]
-    points = [[90.0, 0.25, "4"]]
-    assert costs["lines"] == [{"name": "sft", "mode": "on", "points": points}]
-    assert rows["lines"] == differences["lines"] == []
-    assert rows["title"] == "ours: side by side"
-    assert rows["rows"] == [["sft", "-", "4", "9", "0.250 [0.125, 0.500]", "90.000", "-", "-",
-                             "0.500", "1.000"]]
-    assert differences["title"] == "ours: differences of the same items"
-    assert differences["rows"] == [
-        ["sft - init", "-", "4", "on", "+0.062", "[-0.500, +0.500]", "9"]]
-
-
 def spent(k, tools, tokens, headline, **more):
     return {"K": k, "tools": tools, "headline": headline, "tokens": tokens, **more}
-
-
-COSTS = [spent(64, "on", 900.0, 0.75, name="grpo"), spent(4, "on", 300.0, 0.5, name="grpo"),
-         spent(4, "off", 60.0, 0.25, name="grpo"), spent(64, "off", 400.0, 0.5, name="grpo"),
-         spent(4, "on", 310.0, 0.25, name="sft"), spent(8, "on", 310.0, None, name="sft"),
-         spent(16, "on", None, 0.5, name="sft"), spent(4, "on", 9.0, 0.5, name="sft", bench="mlvu")]
-
-
-def page_of_costs(folder):
-    (folder / "summary.json").write_text(json.dumps({"costs": COSTS}))
-    view.build([str(folder)], ["ours"], str(folder / "page.html"), 10, 20.0, None, 6144)
-    return folder / "page.html"
-
-
-def test_accuracy_is_a_line_against_tokens(tmp_path):
-    """One for each folder, benchmark and mode, by tokens; what was refused or is not known is no
-    point."""
-    (table,) = data_of(page_of_costs(tmp_path))["tables"]
-    assert table["lines"] == [
-        {"name": "grpo", "mode": "on", "points": [[300.0, 0.5, "4"], [900.0, 0.75, "64"]]},
-        {"name": "grpo", "mode": "off", "points": [[60.0, 0.25, "4"], [400.0, 0.5, "64"]]},
-        {"name": "sft", "mode": "on", "points": [[310.0, 0.25, "4"]]},
-        {"name": "sft mlvu", "mode": "on", "points": [[9.0, 0.5, "4"]]}]
 
 
 @pytest.mark.parametrize("flags, why", [
@@ -406,25 +339,6 @@ def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page
     browser.execute_script(
         "const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
     assert browser.execute_script(line) != before
-
-
-def test_two_runs_stand_side_by_side_at_one_task(visit, tmp_path):
-    for name, said in (("sft", "blue"), ("grpo", "red")):
-        turns = [TURNS[0], f"So.\n</think>\n<answer>{said}</answer>"]
-        rows = [episode(task, n, turns=turns) for task in ("t0", "t1") for n in (0, 1)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = tmp_path / "page.html"
-    view.build([str(tmp_path / "sft.jsonl"), str(tmp_path / "grpo.jsonl")], None, str(page),
-               episodes=2000, max_mb=20.0, root=None, pixels=6144)
-    browser = visit(page, "episodes")
-    assert texts(browser, "#one > .beside") == []
-    choose(browser, "source", "0")
-    choose(browser, "beside", "1")
-    first, second = texts(browser, "#one > .beside > .card")
-    assert "blue" in first and "red" in second
-    press(browser, "j")
-    first, second = texts(browser, "#one > .beside > .card")
-    assert "sample 1" in first and "sample 1" in second
 
 
 def test_filters_and_keys_move_through_the_episodes(visit, page):

@@ -7,15 +7,13 @@ are always there.
 """
 import json
 import random
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import eval as evaluation
 import launch
-from evaluation import endpoint, paper, paper_texts, readers, sources, systems
+from evaluation import endpoint, paper, paper_texts, readers, sources
 
 
 def crop(start, end=None, name="crop_video"):
@@ -199,24 +197,6 @@ def test_calls_are_read_as_the_driver_reads_them(text, wanted):
     read = paper.read_calls(text)
     assert (read if read is None else [(call.start, call.end) for call in read]) == wanted
     assert (paper.final([text]) is None) or wanted is not None
-
-
-def test_the_papers_prompts_name_the_split(monkeypatch):
-    """Two labels in Video-MME, options twice in MLVU, one text of the publisher in LVBench."""
-    monkeypatch.setattr(sys, "argv", "eval.py --protocol paper --data d --ckpt c".split())
-    protocol, _ = systems.make_protocol(evaluation.parse_args())
-
-    def asked(split, **more):
-        task = question(split, **more)
-        return protocol.opening(task, 64, None, "a line", 60.0)[1]["content"][1]["text"]
-
-    assert "A. A. a red kite\nB. B. a blue {kite}" in asked("videomme")
-    assert asked("mlvu").count("two kites") == 2 and asked("lvbench").count("two kites") == 1
-    assert "\nOptions:" not in asked("lvbench") and "(A) a red kite" in asked("lvbench")
-    assert "a line" in asked("videomme_wsub") and "a line" not in asked("longvideobench")
-    assert '"a kite flies up."' in asked("charades")
-    assert asked("videomme").count("made-up.mp4") == 1
-    assert "made-up.mp4" not in asked("videomme", question="Which video path?")
 
 
 def test_a_film_goes_to_an_endpoint_by_its_path():

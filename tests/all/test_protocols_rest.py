@@ -73,23 +73,6 @@ def test_a_publishers_text_without_the_question_is_refused(toy, tmp_path, file, 
         assert done.returncode == 0 and "Rain" in json.dumps(server.asked), done.stderr
 
 
-@pytest.mark.parametrize("text, place", [
-    ("Answer {}", "{}"), ("Answer {q[0]}.", "{q[0]}"), ("Answer {q.x}.", "{q.x}"),
-    ("Q: [QUESTION]", "[QUESTION]"), ("[EVENT] starts", "[EVENT]"), ("<<<query>>>", "<<<query>>>"),
-    ("Put it in \\boxed{}.", None), ('{"arguments": {}}', None), ("Answer [A-D] or [B].", None)])
-def test_places_in_any_publishers_form_are_found_in_a_system_text(text, place):
-    """The user turn holds the question, so only the place itself tells."""
-    task = {"id": "t", "type": "mcq", "question": "What?", "options": ["a", "b"], "answer": "A",
-            "video": "v.mp4"}
-    opening = partial(episodes.opening, system=text, stamp=None)
-    protocol = episodes.Protocol(opening=opening, schema=None)
-    if place is None:
-        return episodes.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
-    with pytest.raises(launch.UserError) as told:
-        episodes.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
-    assert f"holds {place}, which no part" in str(told.value)
-
-
 # ------------------------------------------------------------------------------------------------
 # Two loops
 
@@ -250,18 +233,6 @@ def timed(paced, seconds, monkeypatch):
     monkeypatch.setattr(rollout.video, "resolve", lambda *_: "v")
     monkeypatch.setattr(rollout.video, "probe", lambda *_: info)
     return paced
-
-
-def test_time_r1_fills_the_places_of_its_publisher(play, tmp_path):
-    (tmp_path / "config.py").write_text(
-        "M = {'r1': 'Choose.\\n\\nQuestion: {}\\n{}'}\nG = {'r1': 'Pinpoint \"{}\" now.'}")
-    files = [f"{tmp_path}/config.py:M[r1]", f"{tmp_path}/config.py:G[r1]"]
-    for task, meant in ((TASK, "Choose.\n\nQuestion: Which {colour} is first?\n(A) red\n(B) blue"),
-                        (SPAN, 'Pinpoint "When is it red?" now.'),
-                        ({**SPAN, "event": "it is red"}, 'Pinpoint "it is red" now.')):
-        _, asked, _ = play("--protocol time-r1 --frames 2", "<answer>B</answer>", task=task,
-                           files=files)
-        assert texts(asked[0].messages[-1]).strip() == meant
 
 
 def test_publishers_question_templates_wrap_the_question(play, tmp_path):

@@ -18,7 +18,6 @@ import sys
 import textwrap
 import unicodedata
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -26,7 +25,7 @@ import published as layout
 import pytest
 import torch
 from conftest import ROOT, Overheard
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import ReferenceEngine, forward
 
@@ -40,8 +39,7 @@ import sft
 import toy
 import video
 from engine import Completion
-from evaluation import episodes
-from plumbing import checkpoint, data, metrics
+from plumbing import checkpoint, data
 from tools import replay
 
 CPU = torch.device("cpu")
@@ -62,7 +60,6 @@ ODD = [*TAGS, "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<tool_response>"
        "\u65e5\u672c\u8a9e", "e\u0301", "\u00e9", "\u212b", "\u037e",
        "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufeff",
        "\u2028", "\u0000", "\r\n", "\n\n", "  ", "\t", "'s", "'S", "{{x}}"]
-PIECES = ["<", ">", "</", "answer", "think", "A", " B", "c7", " ", "\n", ".", "\u65e5", "\u00e9"]
 texts = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=8).map("".join)
 
 
@@ -259,16 +256,6 @@ def test_no_untrusted_text_becomes_a_special_id(codecs, text):
     assert chat.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
 
 
-def test_no_end_but_the_turn_end_is_ever_sampled(published, tmp_path):
-    """One that no list of ours names, too: generation_config.json is asked."""
-    folder = shutil.copytree(published(True, False), tmp_path / "other")
-    config = json.loads((folder / "generation_config.json").read_text())
-    changed = {**config, "eos_token_id": [IM_END, 151664]}
-    (folder / "generation_config.json").write_text(json.dumps(changed))
-    banned = chat.load_codec(str(folder)).suppress_tokens
-    assert {END, IM_START, 151664} <= set(banned) and IM_END not in banned
-
-
 def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec):
     """`>B` is one token: were it structural, a lost tag (A_fmt = -1) would cancel what the right
     letter earned (A_task = +1)."""
@@ -279,35 +266,6 @@ def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec
     for letter in "ACDEFGHIJ":
         ids = chat.encode(codec, f"x<answer>{letter}</answer>.")
         assert rewards.structural_mask(chat.pieces_of(codec, ids))[3] is False
-
-
-def slow_mask(text, pieces):
-    """structural_mask by characters: the tags one after the other as str.find sees them, then each
-    token by the characters it touches."""
-    in_tag, owner = [False] * len(text), [n for n, c in enumerate(text) for _ in c.encode()]
-    for tag in TAGS:
-        at = text.find(tag)
-        while at >= 0:
-            in_tag[at:at + len(tag)] = [True] * len(tag)
-            at = text.find(tag, at + 1)
-    flags, at = [], 0
-    for piece in pieces:
-        touched = {owner[k] for k in range(at, at + len(piece))}
-        says = any(not in_tag[n] and (ord(text[n]) > 127 or text[n].isalnum()) for n in touched)
-        flags.append(any(in_tag[n] for n in touched) and not says)
-        at += len(piece)
-    return flags[:-1] + [True] if flags else []
-
-
-@SLOW
-@given(text=st.lists(st.one_of(st.sampled_from(TAGS), st.sampled_from(PIECES)),
-                     max_size=12).map("".join))
-@example(text="x<answer>B.</answer>\n<answer>\u65e5</answer> .")
-def test_structural_mask_equals_a_slow_one_on_real_tokens(codecs, text):
-    codec = codecs["instruct"]
-    text = unicodedata.normalize("NFC", text)
-    pieces = chat.pieces_of(codec, chat.encode(codec, text))
-    assert rewards.structural_mask(pieces) == slow_mask(text, pieces)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -406,97 +364,8 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
         assert episode.context.ids[start - 2:stop] == talk.ids[-(stop - start) - 2:]
 
 
-def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
-    """An empty thought, as a protocol may force: after a template that has opened one, only its
-    end is left."""
-    prompt = chat.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
-    whole = prompt + episodes.forced_ids(codec, prompt, "<think>\n\n</think>\n\n")
-    assert chat.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert whole.count(THINK) == 1
-    forced = episodes.forced_ids(codec, prompt, "<think>\n")
-    assert forced == ([] if kind == "thinking" else [THINK, 198])
-
-
-def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind, tasks, source):
-    """Without --think-prefix an Instruct turn begins outside of thought; a Thinking one inside, and
-    its `</think>` is no stray tag."""
-    forced, free = (played(codec, tasks, source,
-                           agent=rollout.Agent(context=4096, think_prefix=think))
-                    for think in (True, False))
-    assert forced.think_open
-    assert free.think_open == (kind == "thinking") == free.to_json()["think_open"]
-    assert rollout.from_json(json.loads(json.dumps(free.to_json()))).think_open == free.think_open
-    assert forced.executed() == free.executed() == 2
-    assert forced.reward["acc"] == free.reward["acc"] == 1.0
-    if kind == "thinking":
-        assert free.reward == forced.reward and free.context.ids == forced.context.ids
-        assert free.reward["fmt"] > 0.9 and rewards.closure_counts(free.turns, free.think_open)[
-            "think"] == [2, 2]
-    else:
-        assert len(forced.context.ids) == len(free.context.ids) + 4
-    same = metrics.episode_row(free, {})["f_tau"] == metrics.episode_row(forced, {})["f_tau"]
-    assert same == (kind == "thinking")
-
-
-@pytest.mark.parametrize("field", ["question", "options", "answer"])
-def test_a_lone_surrogate_is_refused_by_its_line(world, tmp_path, field):
-    """JSON allows it, no tokenizer takes it: hours into a run it would be a traceback. A pair of
-    them is an emoji and passes."""
-    rows = [json.loads(line) for line in (world / "rl.jsonl").read_text().splitlines()]
-    value = {"options": ["red", "X", "c", "d"]}.get(field, "X?")
-    path = tmp_path / "tasks.jsonl"
-    emoji = "\\ud83d\\ude00"
-    kind = "open" if field == "answer" else "mcq"
-    second = json.dumps({**rows[0], "id": "u", "type": kind,
-                         "answer": "B", field: value}).replace("X", f"x {emoji}")
-    lines = [json.dumps(rows[0]), second]
-    path.write_text("\n".join(lines))
-    assert "\U0001f600" in json.dumps(data.read_tasks(str(path))[1], ensure_ascii=False)
-    path.write_text("\n".join(lines).replace("\\ude00", ""))
-    with pytest.raises(launch.UserError, match=f"{path}:2: .*surrogate"):
-        data.read_tasks(str(path))
-
-
 # ------------------------------------------------------------------------------------------------
 # Weights
-
-
-def chat_pack(codec, world, kind="image"):
-    """-> (a pack of every chat of the cold start, what loads its frames)."""
-    args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=4096)
-    chats = sft.Chats(str(world / "sft.jsonl"), codec, args, video.FrameCache())
-    ((pack,), _) = sft.make_packs(chats, range(len(chats.rows)), codec, 10**6)
-    return pack, chats.frames
-
-
-def test_masters_and_moments_are_fp32_and_a_small_step_reaches_every_weight(
-        codec, ckpt, world, process_group):
-    """Published configurations say bf16 inside text_config: a step of 2e-6 in it rounds to nothing
-    for 24 weights of 25."""
-    policy = checkpoint.load_sharded(ckpt, codec, CPU)
-    trained = model.trained_parameters(policy)
-    before = [checkpoint.whole_tensor(p.detach()).clone() for p in trained]
-    pack, load = chat_pack(codec, world)
-    optimizer = model.adamw(trained, 2e-6, 0.999, CPU, weight_decay=0.0)
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, load)
-    loss, count = sft.backward(policy, [pack])
-    grads = [checkpoint.whole_tensor(p.grad) for p in trained]
-    optimizer.step()
-    kinds = {x.dtype for group in (before, grads,
-                                   *([s["exp_avg"], s["exp_avg_sq"]]
-                                     for s in optimizer.state.values())) for x in group}
-    assert kinds == {torch.float32} and policy.stored_as == "BF16" and 0 < loss < 30
-    assert count == len(pack.target)
-    moved, reached = 0, 0
-    for was, p, grad in zip(before, trained, grads):
-        # Adam's first step is lr * sign(grad) where its eps of 1e-8 does not count
-        at = grad.abs() > 1e-6
-        step = (checkpoint.whole_tensor(p.detach()) - was)[at]
-        moved, reached = moved + int((step != 0).sum()), reached + int(at.sum())
-        assert step.numel() == 0 or step.abs().max() < 4e-6
-    assert reached > 200_000 and moved > 0.999 * reached
-    assert (sum(p.numel() for p in trained)
-            == sum(p.numel() for p in policy.hf.parameters() if p.requires_grad))
 
 
 def test_the_trainer_the_reference_and_plain_transformers_agree(

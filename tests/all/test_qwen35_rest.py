@@ -16,26 +16,7 @@ from test_qwen35 import CALL, alone, codec35, loaded, random_trees, world35  # n
 
 import chat
 import launch
-import model
 import rewards
-from plumbing import checkpoint
-
-
-def test_random_layouts(world35, codec35):
-    hf = loaded(world35)
-    draws = []
-    for seed in range(12):
-        rng = random.Random(seed)
-        sizes = [(rng.randint(1, 150), [rng.randint(1, 90) for _ in range(rng.randint(1, 4))])
-                 for _ in range(rng.randint(1, 4))]
-        draws.append(random_trees(codec35, seed, sizes))
-    with torch.no_grad():
-        expected = [alone(hf, codec35, trees) for trees in draws]
-        policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
-        for trees, wanted in zip(draws, expected):
-            logp, _ = policy(model.pack_trees(codec35, trees))
-            assert (logp - wanted).abs().max() < 1e-4
-
 
 # ---- calls in XML ----
 
@@ -120,48 +101,6 @@ def test_two_ranks_train_what_one_trains(world35, tmp_path, flags):
     assert len(names) >= 10
     for name in names:
         assert not torch.equal(one[name], start.get(name, torch.zeros_like(one[name]))), name
-
-
-def test_adapters_stand_on_every_matrix_of_a_gated_delta_layer(world35, codec35):
-    hf = checkpoint.meta_model(str(world35 / "init"))
-    checkpoint.add_adapters(hf, 3)
-    names = {n.rsplit(".", 2)[-2] for n, _ in hf.named_parameters() if n.endswith(".lora_A")}
-    assert names == {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj",
-                     "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-@pytest.mark.parametrize("lora", [0, 3])
-def test_in_bf16_only_the_rates_of_forgetting_are_fp32(world35, codec35, process_group, lora):
-    """FSDP2 in a GPU's precisions, on one rank: what the layers are given when they compute."""
-    from test_bf16 import gpu_precisions
-
-    with gpu_precisions():
-        policy = checkpoint.load_sharded(str(world35 / "init"), codec35, torch.device("cpu"),
-                                         lora=lora)
-    seen = {}
-
-    def look(layer, *_):
-        seen.setdefault("A_log", set()).add(layer.A_log.dtype)
-        seen.setdefault("matrix", set()).add(layer.in_proj_qkv.weight.dtype)
-        seen.setdefault("value", set()).add(float(layer.A_log.detach().flatten()[0]))
-
-    mixers = [m.linear_attn for m in policy.hf.model.language_model.layers
-              if hasattr(m, "linear_attn")]
-    for mixer in mixers:
-        inner = mixer.forward
-        mixer.forward = lambda *a, mixer=mixer, inner=inner, **k: (look(mixer), inner(*a, **k))[1]
-        mixer.in_proj_qkv.register_forward_hook(
-            lambda m, args, out: seen.setdefault("computed", set()).add(out.dtype))
-    trees = random_trees(codec35, 3, [(20, [5, 9])])
-    logp, _ = policy(model.pack_trees(codec35, trees))
-    logp.sum().backward()
-    assert seen["A_log"] == {torch.float32} and seen["computed"] == {torch.bfloat16}
-    stored = trained_weights(world35 / "init")
-    exact = {float(stored[f"model.language_model.layers.{n}.linear_attn.A_log"][0])
-             for n in (0, 2)}
-    assert seen["value"] == exact, "no digit was lost on the way"
-    grads = [p.grad for n, p in policy.named_parameters() if p.requires_grad]
-    assert all(g is not None and g.dtype == torch.float32 for g in grads)
 
 
 @pytest.mark.parametrize("stale", [False, True])

@@ -183,44 +183,6 @@ def test_each_alternative_reads_a_range(response, want):
     assert extract_span(response) == want
 
 
-LETTERS = [  # on PETS, as models write them
-    ("B\n\nOption C would need a bun, and option A a meow.", "B"),
-    ("**B**\n\nOption C would need a bun.", "B"), ("(B)\nNot C: there is no bun.", "B"),
-    ("B.\n\nExplanation: A and C are not shown.", "B"), ("B\nC is wrong, and so is D.", "B"),
-    ("**(B)**\n- A: no cat is seen.\n- C: no bun is seen.", "B"),
-    ("B. dog\n\nOption C would need a bun.", "B"), ("**B. dog**\n\nA cat (A) is not shown.", "B"),
-    ("Option B\n\nOption C would need a bun.", "B"), ("A\n\nA man strokes it; B is not seen.", "A"),
-    ("**Answer: B**\n\nOption C would need a bun.", "B"), ("d\nC has too few.", "D"),
-    ("B\n\nThe answer is B, since C would need a bun.", "B"),
-    ("B\nbecause C would need a bun\nB", "B"),
-    ("答案是B", "B"), ("选B", "B"), ("答案：B", "B"), ("答案为B。", "B"),
-    ("正确答案是（B）。", "B"), ("我选择B，因为它在叫。", "B"), ("故选B。选项C需要面包。", "B"),
-    ("应选：B", "B"), ("答案应该是B，而不是C。", "B"),
-    ("答案是A\n视频中有一只猫。", "A"), ("B选项正确", "B"), ("不选B，选C", "C"),
-    ("选A或B", None), ("选B和C", None), ("答案不是B", None), ("不选B", None),
-    ("答案是B或C", None), ("选项B是错的", None),
-    ("A. cat B. dog C. hot dog D. two birds E. none", None),
-    ("A. cat, B. dog, C. hot dog, D. two birds, E. none", None),
-    ("(A) cat (B) dog (C) hot dog (D) two birds (E) none", None),
-    ("Answer: A. cat B. dog C. hot dog D. two birds E. none", None),
-    ("Select the best option: A. cat B. dog C. hot dog", None),
-    ("A. cat\nB. the brown dog\nC. a bun", None),
-    ("**A.** cat\n**B.** dog\n**C.** hot dog", None),
-    ("A\ncat\nB\ndog\nC\nhot dog", None),
-    ("A\nB\nC\nD\nE", None), ("B\nC", None),
-    ("Options: A. cat B. dog C. hot dog. I choose B.", "B"),
-    ("The correct answer is: A. cat\n\nB. dog is wrong.", "A"),
-    ("Answer: B. dog. C. hot dog would need a bun.", "B"),
-    ("A. cat B. dog C. hot dog. The answer is C.", "C"),
-    ("A\nNo, wait. The answer is B.", "B"), ("A. cat\nB. dog\nThe answer is B, not A.", "B"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("response, want", LETTERS)
-def test_the_forms_in_which_models_write_letters_are_read(response, want):
-    assert extract_letter(response, PETS) == want
-
-
 WAYS = [  # to state letter {L}, {l} in lower case, {F} in full width, whose option reads {t}
     "{L}", "{l}", "({L})", "{L}.", "**{L}**", "`{L}`", "[{L}]", "- {L}", "{L}:", "{L}。", "{F}",
     "（{L}）", "【{L}】", '"{L}"', "{L}. {t}", "{L}) {t}", "({L}) {t}", "{L}: {t}",

@@ -2,13 +2,12 @@
 Oracles of the statistics of evaluation/scores.py, and rarer tables:
 python -m pytest tests/all/test_scores_rest.py -q
 """
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from test_scores import command, compared, looked, made, table  # noqa: F401
 
-from evaluation import benchmarks, scores, windows
+from evaluation import scores, windows
 
 
 def record(name, score, video=None, **task):
@@ -76,20 +75,6 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
         error = 4 * np.sqrt(p * (1 - p) / 999)
         assert p == pytest.approx(found.pvalue, abs=error)
         assert p == scores.sign_flip_p(records, bench)  # the seed is fixed
-
-
-@pytest.mark.parametrize("bench", [None, "mlvu"])
-def test_the_test_has_its_size_although_answers_about_a_video_err_together(bench):
-    """200 worlds without a difference. If every item stood alone, p would be too small."""
-    rng = np.random.default_rng(1)
-    small, naive = 0, 0
-    for _ in range(200):
-        records = worlds(rng, 30, bench)
-        small += scores.sign_flip_p(records, bench, draws=1000) < 0.05
-        alone = [{**r, "task": {**r["task"], "video": r["task"]["id"]}} for r in records]
-        naive += scores.sign_flip_p(alone, bench, draws=1000) < 0.05
-    assert 0.015 <= small / 200 <= 0.095  # 3 standard errors around 0.05
-    assert naive / 200 > 0.15
 
 
 # ------------------------------------------------------------------------------------------------
@@ -227,21 +212,6 @@ def test_runs_of_one_system_are_pooled(made, command, tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # Tables for papers
-
-
-def test_a_part_of_a_benchmark_is_marked_and_never_the_best(made, command, monkeypatch):
-    part = made("part", [1, 1, 1], bench="lvbench")
-    known = benchmarks.splits()
-    rows, _ = table(command, part)
-    assert rows["part, K 64, tools on (measured)"][3] == (
-        "100.0 [100.0, 100.0]! n 3 of 1549")
-    assert rows["ParaVT-8B (the paper's)"][3] == "**39.8**"
-    assert rows["Gemini 1.5 Pro (the paper's)"][0] == "**75.0**"
-    small = {**known, "lvbench": replace(known["lvbench"], items=3)}
-    monkeypatch.setattr(benchmarks, "splits", lambda: small)
-    rows, _ = table(command, part)
-    assert rows["part, K 64, tools on (measured)"][3] == "**100.0 [100.0, 100.0]! n 3**"
-    assert rows["ParaVT-8B (the paper's)"][3] == "39.8"
 
 
 def test_one_video_or_none_gives_no_interval(made, command, tmp_path):

@@ -4,16 +4,13 @@ python -m pytest tests/all/test_serve_rest.py -q
 """
 import base64
 import json
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from scripted import Scripted
 from test_serve import (
-    FILM,
     answered,
-    as_data,
     asked_in_terminal,
     body_of,
     content_of,
@@ -136,63 +133,32 @@ def bad_bodies():
     return {
         "no messages": {},
         "messages empty": {"messages": []},
-        "messages a text": {"messages": "hello"},
-        "message no object": {"messages": ["hello"]},
         "no user": {"messages": [{"role": "assistant", "content": "x"}]},
-        "content null": {"messages": [{**user, "content": None}]},
         "content a number": {"messages": [{**user, "content": 7}]},
-        "content empty": {"messages": [{**user, "content": []}]},
         "question empty": body_of(film(), text("  ")),
-        "item no object": body_of(film(), "x"),
         "item of another type": body_of(film(), text(), {"type": "input_audio", "input_audio": {}}),
-        "url no text": body_of(film(7), text()),
-        "url missing": body_of({"type": "video_url"}, text()),
-        "text no text": body_of(film(), {"type": "text", "text": ["x"]}),
         "surrogate": body_of(film(), text("\ud800")),
-        "surrogate in options": body_of(options=["\ud800", "b"]),
         "another model": body_of(model="gpt"),
         "temperature": body_of(temperature=3),
-        "temperature a text": body_of(temperature="hot"),
         "temperature NaN": '{"temperature": NaN, "messages": [{"role":"user","content":"x"}]}',
-        "max_tokens 0": body_of(max_tokens=0),
         "n 2": body_of(n=2),
         "seed too large": body_of(seed=2**70),
         "tools": body_of(tools=[{"type": "function"}]),
-        "one option": body_of(options=["a"]),
         "27 options": body_of(options=["x"] * 27),
-        "answer_type": body_of(answer_type="poem"),
         "fps 0": body_of(image(jpeg(0)), text(), fps=0),
         "film outside": body_of(film("../../etc/passwd"), text()),
-        "film outside, absolute": body_of(film("/etc/passwd"), text()),
-        "film outside, file:": body_of(film("file:///etc/passwd"), text()),
         "film outside, escaped": body_of(film("file:%2e%2e/%2e%2e/etc/passwd"), text()),
-        "film on another host": body_of(film("file://host/x.mp4"), text()),
         "film of a network": body_of(film("http://127.0.0.1:9/x.mp4"), text()),
         "film missing": body_of(film("videos/none.mp4"), text()),
-        "film a folder": body_of(film("videos"), text()),
         "film with a zero byte": body_of(film("a\0b"), text()),
-        "film of a long name": body_of(film("x" * 5000), text()),
-        "film of a made-up digest": body_of(film("film:" + "0" * 64), text()),
         "film no video": body_of(film("tasks.jsonl"), text()),
-        "film of no name": body_of(film(""), text()),
-        "film at no address": body_of(film("http://[::1"), text()),
-        "film on a host that is none": body_of(film("file://a\u2100b/x.mp4"), text()),
         "film not base64": body_of(film("data:video/mp4;base64,@@@"), text()),
-        "film no base64": body_of(film("data:video/mp4,xyz"), text()),
-        "film of zeros": body_of(film("data:video/mp4;base64," + "A" * 400), text()),
         "image not base64": body_of(text("<1.0 seconds>"), image("data:image/png;base64,@"),
                                     text()),
-        "image no image": body_of(text("<1.0 seconds>"), image("data:image/png;base64,AAAA"),
-                                  text()),
-        "image of a network": body_of(text("<1.0 seconds>"), image("http://x/y.png"), text()),
         "times that fall": body_of(text("<5.0 seconds>"), image(jpeg(1)), text("<2.0 seconds>"),
                                    image(jpeg(2)), text()),
-        "a time that is infinite": body_of(text("<1 seconds>"), image(jpeg(1)),
-                                           text(f"<{'9' * 400} seconds>"), image(jpeg(2)), text()),
-        "fps almost 0": body_of(image(jpeg(1)), image(jpeg(2)), text(), fps=1e-308),
         "no JSON": "{",
         "JSON nested too deep": "[" * 100_000,
-        "an array": "[]",
         "not UTF-8": b'{"messages": "\xff\xfe"}',
     }
 
@@ -291,22 +257,6 @@ def test_an_engine_that_dies_answers_503_to_all(running, codec, capsys):
 
 
 # ---- films of clients
-
-
-def test_a_full_disk_fails_one_upload_and_leaves_nothing(running, toy, monkeypatch):
-    server = running()
-
-    def full(*_):
-        raise OSError(28, "No space left on device", server.films.sent)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", full)
-        for response in (server.http.put("/films", content=b"x"),
-                         server.post(film(as_data(toy / FILM)), text())):
-            assert response.status_code == 507 and "films-" not in response.text
-            assert response.json()["error"]["message"].endswith("No space left on device")
-    assert not os.listdir(server.films.sent) and not +server.films.used
-    assert content_of(server.post(film(as_data(toy / FILM)), text()))
 
 
 # ---- the command

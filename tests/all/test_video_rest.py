@@ -9,9 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,55 +44,6 @@ def table_bytes(path):
     cache = FrameCache()
     cache.index(path)
     return cache.memory.bytes
-
-
-class Overheard:
-    """An object of PyAV whose decode() is overheard, and those of all that it hands out. heard:
-    the frames that came; lost: times (pts) of frames that do not come."""
-
-    def __init__(self, real, heard, lost):
-        self.__dict__.update(real=real, heard=heard, lost=lost)
-
-    def __getattr__(self, name):
-        value = getattr(self.real, name)
-        if name == "streams":
-            return SimpleNamespace(video=[self.also(stream) for stream in value.video], audio=[])
-        return self.also(value) if name == "codec_context" and value else value
-
-    def __setattr__(self, name, value):
-        setattr(self.real, name, value)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.real.close()
-
-    def also(self, real):
-        return Overheard(real, self.heard, self.lost)
-
-    def __bytes__(self):
-        return bytes(self.real)
-
-    def demux(self, stream):
-        return map(self.also, self.real.demux(stream.real))
-
-    def seek(self, offset, stream):
-        self.real.seek(offset, stream=stream.real)
-
-    def decode(self, *given):
-        given = [getattr(value, "real", value) for value in given]
-        frames = [f for f in self.real.decode(*given) if f.pts not in self.lost]
-        self.heard.extend(frames)
-        return frames
-
-
-def overhear(monkeypatch, lost=()):
-    """-> the frames that PyAV decodes from now on."""
-    heard, real = [], av.open
-    monkeypatch.setattr(av, "open", lambda *given, **named: Overheard(
-        real(*given, **named), heard, lost))
-    return heard
 
 
 def assert_as_shown_by(ffmpeg, path, exact=True):
@@ -154,50 +103,6 @@ def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, mult
 
 
 # ---- the right frames come out of real files
-
-
-@pytest.mark.parametrize("name, codec", [("a.mp4", "mpeg4"), ("a.mkv", "mpeg4"),
-                                         ("a.mp4", "libx264"), ("a.ts", "libx264")])
-def test_what_a_cut_left_before_the_first_key_frame_harms_no_look(tmp_path, name, codec):
-    """The frames before it are made from one that is gone: looks at them and after them work."""
-    whole, cut = write(tmp_path / "whole.mp4", 60, g=20, codec=codec), tmp_path / name
-    with av.open(whole) as source, av.open(str(cut), "w") as target:
-        copy = target.add_stream_from_template(source.streams.video[0])
-        packets = [packet for packet in source.demux(video=0) if packet.size]
-        for packet in packets[5:]:
-            packet.stream = copy
-            target.mux(packet)
-    starts, info = FrameCache().index(cut)
-    for indices in ([0], [0, len(starts) - 1], range(0, len(starts), 3), range(len(starts))):
-        cache = FrameCache()
-        got = cache.frames(cut, np.array(indices), **NATIVE)
-        # H.264 begins at its key frame, 20; mpeg4's decoder makes something of those before it.
-        wanted = [i + (20 if codec == "libx264" else 5) for i in indices]
-        pairs = [(a, b) for a, b in zip(seen(got.images), wanted) if b >= 20]
-        assert all(a == b for a, b in pairs) and len(got.images) == len(wanted)
-
-
-def test_frames_hidden_by_an_edit_list_stay_hidden(tmp_path):
-    """At the front, where the rest keeps its order, and at the end."""
-    whole = write(tmp_path / "whole.mp4", 100, bf=3, g=250)
-    front = str(tmp_path / "front.mp4")
-    with av.open(whole) as source, av.open(front, "w",
-                                           options={"avoid_negative_ts": "disabled"}) as target:
-        stream = target.add_stream_from_template(source.streams.video[0])
-        for packet in source.demux(source.streams.video[0]):
-            if packet.size:
-                shift = int(Fraction(10, 25) / packet.time_base)
-                packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
-                packet.stream = stream
-                target.mux(packet)
-    frames = video.overview(front, 90, **NATIVE)
-    assert seen(frames.images) == list(range(10, 100))
-    assert video.probe(front).duration == pytest.approx(3.6)
-    assert frames.seconds[0] == 0
-    # elst: version, count, then duration (ms), media time, rate; half of the duration.
-    back = patched(whole, tmp_path / "back.mp4", b"elst", 12, ">I", 2000)
-    assert seen(video.overview(back, 99, **NATIVE).images) == list(range(50))
-    assert video.probe(back).duration == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0),
@@ -264,20 +169,6 @@ def coded(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name, drops", [
-    ("plain.mp4", True), ("fields.mp4", True), ("transport.ts", True), ("pyramid.mp4", True),
-    ("hevc.mp4", True), ("radl.mkv", True), ("layers.mp4", False), ("vp8.webm", False),
-    ("av1.mp4", False)])
-def test_frames_that_nobody_needs_are_not_decoded(coded, monkeypatch, name, drops):
-    """On the way from a key frame to the 20th; in temporal layers a frame that looks unneeded may
-    not be."""
-    cache, path = FrameCache(), coded(name)
-    key = max(key for key in cache.key_frames(path) if key < 20)
-    decoded = overhear(monkeypatch)
-    assert seen(cache.frames(path, np.array([0, 19]), **NATIVE).images) == [0, 19]
-    assert 2 <= len(decoded) <= 12 if drops else len(decoded) >= 20 - key + (key > 0)
-
-
 @pytest.mark.parametrize("name", CODINGS)
 def test_every_frame_is_that_of_ffmpeg(coded, ffmpeg, name):
     assert_as_shown_by(ffmpeg, coded(name), exact=name not in ("ten.mp4", "fields.mp4"))
@@ -332,17 +223,6 @@ def test_a_clip_cut_without_decoding_is_that_of_ffmpeg(tmp_path, film, ffmpeg, n
     assert_as_shown_by(ffmpeg, clip)
 
 
-def test_a_hidden_key_frame_is_a_place_to_begin_and_no_frame(tmp_path, film, ffmpeg):
-    clip, cache = tmp_path / "clip.mp4", FrameCache()
-    ffmpeg("-ss", 3.3, "-i", film("plain"), "-t", 6, "-c", "copy", clip)
-    starts, info = cache.index(clip)
-    assert info.num_frames == len(starts) == 150 and info.duration == pytest.approx(6, abs=0.05)
-    keys = cache.key_frames(clip)  # 2.4 s of the film is hidden
-    np.testing.assert_allclose(starts[keys], [1.52, 3.92], atol=0.05)
-    snapped = video.overview(clip, 3, snap=True, cache=cache)
-    np.testing.assert_allclose(snapped.seconds[:2], starts[keys], atol=1e-9)
-
-
 def with_edits(source, path, *edits):
     """Copy of an mp4 with another edit list: (milliseconds, first second of the film or None)."""
     data = bytearray(Path(source).read_bytes())
@@ -366,13 +246,6 @@ def with_edits(source, path, *edits):
     [(3000, 6.3), (3000, 1.3)], [(2000, 4.3), (2000, 4.3)]])
 def test_edit_lists_of_several_parts_are_read_as_by_ffmpeg(tmp_path, film, ffmpeg, edits):
     assert_as_shown_by(ffmpeg, with_edits(film("long"), tmp_path / "v.mp4", *edits))
-
-
-def test_an_edit_list_whose_parts_share_times_is_refused(tmp_path, film):
-    """Frames of an open GOP: ffmpeg shows two at one time."""
-    path = with_edits(film("open"), tmp_path / "v.mp4", (1000, 0.3), (1000, 5.3), (1000, 8.1))
-    with pytest.raises(VideoError, match=r"the clock jumps at \S+ s: remux it, or encode it anew"):
-        video.probe(path)
 
 
 def joined(path, *parts):
@@ -407,27 +280,6 @@ def test_a_slide_show_is_no_jump(tmp_path, ffmpeg, ending, codec):
     sound = {"webm": "libopus"}.get(ending, "aac")
     ffmpeg("-i", silent, "-f", "lavfi", "-i", "sine=d=200", "-c:v", "copy", "-c:a", sound, path)
     assert_as_shown_by(ffmpeg, path)
-
-
-@pytest.mark.parametrize("lost", [1, 10])
-def test_frames_without_a_time_get_that_of_ffmpeg(tmp_path, ffmpeg, lost):
-    """In MPEG-TS a time belongs to a packet, which may hold two frames. ffmpeg guesses that of the
-    second from its neighbours."""
-    whole, path = write(tmp_path / "whole.ts", 100, draw=grainy, **h264("")), tmp_path / "v.ts"
-    with av.open(whole) as source, av.open(str(path), "w") as target:
-        copy = target.add_stream_from_template(source.streams.video[0])
-        packets = [packet for packet in source.demux(video=0) if packet.size]
-        second = [n for n, packet in enumerate(packets[:-1])  # P: that of a B-frame can be told
-                  if packet.pts > packets[n + 1].pts and not packet.is_keyframe][3:][:lost]
-        for n, packet in enumerate(packets):
-            data = bytes(packet) + (bytes(packets[n + 1]) if n + 1 in second else b"")
-            if n not in second:
-                joint = av.Packet(data)
-                joint.pts, joint.dts, joint.time_base = packet.pts, packet.dts, packet.time_base
-                joint.stream, joint.is_keyframe = copy, packet.is_keyframe
-                target.mux(joint)
-    assert_as_shown_by(ffmpeg, path)
-    assert 100 - lost < video.probe(path).num_frames <= 100
 
 
 XVID = "-c:v libxvid -bf 2 -g 50 xvid.avi"
