@@ -2,48 +2,14 @@
 Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/test_docs.py -q
 """
 import argparse
-import collections
 import importlib
 import os
 import re
-import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-
-import rollout
-import video
-from plumbing import data
-
-
-def block(page, holds):
-    """The one Python block of a page that holds this text."""
-    with open(os.path.join(ROOT, "docs", page)) as file:
-        blocks = re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S)
-    (found,) = [text for text in blocks if holds in text]
-    return found
-
-
-def test_the_ten_films_are_tasks_that_can_be_trained_on(tmp_path, codec):
-    done = subprocess.run([sys.executable, "-c", block("your-own-data.md", "films/")],
-                          cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    tasks = data.read_tasks(str(tmp_path / "tasks.jsonl"))
-    assert collections.Counter(task["type"] for task in tasks) == {
-        "mcq": 10, "list": 10, "grounding": 10}
-    source = rollout.Source(str(tmp_path), video.FrameCache())
-    agent = rollout.Agent(**{**rollout.toy_lengths(), "context": 4096})
-    assert rollout.preflight(codec, tasks, agent, source, "gated") == []
-    if not shutil.which("ffprobe"):
-        pytest.skip("ffprobe is not installed: the films' lengths are not compared with its own")
-    lengths = {subprocess.run(["ffprobe", "-v", "error", "-show_entries", "format=duration", "-of",
-                               "csv=p=0", tmp_path / "films" / f"{n}.mp4"], capture_output=True,
-                              text=True).stdout for n in range(10)}
-    assert lengths == {"64.000000\n"}
 
 
 def changed(section):

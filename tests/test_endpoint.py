@@ -5,7 +5,6 @@ tests/test_endpoint.py -q
 Against an endpoint that speaks from a script; test_server.py asks a real server.
 """
 import base64
-import contextlib
 import io
 import json
 import sys
@@ -197,34 +196,3 @@ def test_a_server_that_refuses_is_found_before_the_run(
         assert server.probes == 1
 
 
-@pytest.mark.parametrize("finish, cut", [
-    ("length", True), ("MAX_TOKENS", True), ("model_length", True), ("stop", False),
-    ("STOP", False), ("eos", False), ("eos_token", False), ("end_turn", False), (None, False)])
-def test_only_a_limit_cuts_an_answer_off(finish, cut, tasks, frames_of):
-    """Gateways name an end in many ways. Without a word of text a cut answer is an error."""
-    def replied(content):
-        return 200, {"choices": [{"message": {"content": content}, "finish_reason": finish}]}, {}
-
-    agent = replace(AGENT, tools=False, think_prefix=False)
-    with Server(replied(ANSWER)) as server:
-        found = ask(server, tasks, frames_of, agent, retries=0)
-    assert (found.status, found.finish) == ("ok", ["length" if cut else "stop"])
-    for content in ("", None):
-        with Server(replied(content)) as server:
-            found = ask(server, tasks, frames_of, agent, retries=0)
-        assert found.status == ("engine_error" if cut else "ok")
-        assert not cut or "--max-new-tokens" in found.error
-    with Server(ANSWER, probe=replied(None)) as server:  # a thought that is longer than a probe
-        endpoint.OpenAIEngine(server.url, "m", retries=0).knock()
-
-
-@pytest.mark.parametrize("message, refused", [
-    ({"content": "<tool_call>{}</tool_call>"}, False), ({"content": "I will not."}, False),
-    ({"content": None}, True), ({"content": None, "tool_calls": [{"id": "1"}]}, True)])
-def test_a_server_whose_parser_keeps_calls_is_refused(message, refused):
-    reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
-    with Server("B", probe=(200, reply, {})) as server:
-        engine = endpoint.OpenAIEngine(server.url, "m", retries=0)
-        with pytest.raises(launch.UserError) if refused else contextlib.nullcontext():
-            engine.knock(tools=[{"type": "function"}])
-        engine.close()

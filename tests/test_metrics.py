@@ -99,14 +99,6 @@ def test_what_a_call_is_worth_is_measured_within_prompts():
     assert metrics.call_minus_skip(rows + both + [refused]) == pytest.approx(0.25)
 
 
-def test_what_cannot_be_compared_is_none_and_not_zero():
-    """All called or none: there is no other side, and a zero would read as "calling is worth
-    nothing"."""
-    m = metrics.summarise([row(8, 1.0, 1), row(8, 0.0, 2)])
-    assert m["call_minus_skip"] is None and m["by_K"]["8"]["call_minus_skip"] is None
-    assert m["closure"]["answer"] is None
-
-
 def test_an_answer_is_compared_with_the_label_of_another_task(codec, source, tasks):
     """The yardstick of mixed-up labels: never the task's own label, always one of its type."""
     own, other = {**tasks[0], "id": "a"}, {**tasks[0], "id": "b"}

@@ -426,16 +426,6 @@ def test_a_call_in_a_thought_that_never_closes_is_run_or_dropped(
     assert closed.executed() == 1 and len(open_.calls) == executed
 
 
-def test_a_sub_agent_is_told_the_question_or_not(codec, tasks, source):
-    call = ('x</think><tool_call>{"name": "crop_video", "arguments": '
-            '{"start_time": 8, "end_time": 16}}</tool_call>')
-    for told in (True, False):
-        engine = Scripted(codec, [call, "ok</think><answer>red</answer>"])
-        play_one(engine, tasks, source, replace(AGENT, sub_question=told))
-        (sub,) = [r for r in engine.requests if r.id.count("/") > 3]
-        assert (tasks[0]["question"] in text_of(codec, sub.expanded)) is told
-
-
 def test_gated_frames_is_the_same_in_every_process():
     """Python's own hash of a string is salted per process: ranks would disagree about K."""
     code = ("import rollout; print([rollout.gated_frames(7, s, f'task-{i}') "
@@ -649,27 +639,16 @@ def command(toy, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("flags, why", [
     (("--ckpt", "/no/such/place"), "no such folder"), (("--data", "/no/such/file"), "No such file"),
-    (("--data", "/"), "directory"),
-    (("--frames", "0"), "positive number"), (("--frames", "many"), "positive number"),
-    (("--max-parallel", "0"), "--max-parallel"),
+    (("--frames", "0"), "positive number"), (("--max-parallel", "0"), "--max-parallel"),
     (("--context", "60", "--frames", "64"), "--context 60 is too small"),
-    (("--temperature", "-1"), "temperature"),
-    (("--temperature", "nan"), "temperature"), (("--max-turns", "-1"), "max-turns"),
-    (("--set", "sub_fps=0"), "sub_fps"), (("--set", "sub_frames=0"), "sub_frames"),
-    (("--set", "sub_fps=nan"), "sub_fps"),
+    (("--temperature", "nan"), "temperature"), (("--set", "sub_fps=nan"), "sub_fps"),
     (("--set", "sub_frames=x"), "sub_frames takes a whole number"),
     (("--set", "speed=9"), "no such setting; there are dispatch, open_thought,"),
-    (("--set", "dispatch"), "dispatch takes parallel, sequential"),
     (("--set", "dispatch=turns"), "dispatch takes parallel, sequential"),
-    (("--set", "sub_question=maybe"), "sub_question takes true, false"),
-    (("--max-new", "9"), "arguments: --max-new 9"),
-    (("--max-pixels", "9"), "--max-pixels"),
-    (("--frame-cache-dir-gb", "-1"), "--frame-cache-dir-gb"),
-    (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"),
-    (("--group", "0"), "--group"), (("--max-new-tokens", "0"), "--max-new-tokens"),
+    (("--max-new", "9"), "arguments: --max-new 9"), (("--max-pixels", "9"), "--max-pixels"),
+    (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"), (("--group", "0"), "--group"),
     (("--video-root", "/no/such/place"), "no such folder"),
     (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder"),
-    (("--limit", "-1"), "--limit"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     code, err = command(*flags)
@@ -679,18 +658,11 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
 
 @pytest.mark.parametrize("rows, why", [
     ([GOOD, {**GOOD, "id": "b", "type": "essay"}], ":2: type is 'essay'"),
-    ([GOOD, GOOD], "not unique"),
+    ([GOOD, GOOD], "not unique"), (["{not json"], ":1: not JSON"), ([], "no rows"),
     ([{k: v for k, v in GOOD.items() if k != "video"}], "missing 'video'"),
-    ([{**GOOD, "type": "mcq"}], "options"),
-    ([{**GOOD, "type": "grounding"}], "[start, end]"), (["{not json"], ":1: not JSON"),
-    (["5"], ":1: missing"),
-    ([{**GOOD, "answer": 42}], "must be a text"),
-    ([], "no rows"), ([{**GOOD, "type": ["open"]}], "type is"), ([{**GOOD, "id": ["a"]}], "id"),
-    ([{**GOOD, "question": 5}], "question"),
     ([{**GOOD, "type": "mcq", "options": [1, 2], "answer": "A"}], "options"),
-    ([{**GOOD, "type": "mcq", "options": "ab", "answer": "A"}], "options"),
-    ([{**GOOD, "type": "grounding", "answer": ["a", "b"]}], "[start, end]"),
-    ([{**GOOD, "video": "videos/none.mp4"}], "cannot be read"),
+    ([{**GOOD, "question": 5}], "question"), ([{**GOOD, "video": "videos/none.mp4"}],
+                                              "cannot be read"),
 ])  # fmt: skip
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)

@@ -50,15 +50,6 @@ def parse(monkeypatch, *arguments):
     return sft.parse_args()
 
 
-def test_help_needs_no_checkpoint_and_a_missing_one_is_named(monkeypatch, capsys):
-    for flags, code, told in ((["--help"], 0, "(default: "), ([], 2, "required: --ckpt, --data")):
-        monkeypatch.setattr(sys, "argv", ["sft.py", *flags])
-        with pytest.raises(SystemExit) as stop:
-            sft.parse_args()
-        said = capsys.readouterr()
-        assert stop.value.code == code and told in said.out + said.err
-
-
 def user_and(answer, **video_item):
     parts = [{"type": "video", "video": "v.mp4", **video_item}, {"type": "text", "text": "Which?"}]
     content = parts if video_item else "Which?"
@@ -134,26 +125,17 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
 
 
 @pytest.mark.parametrize("messages, wanted", [
-    ("hello", "list"), ([], "list"), ([{"role": "robot", "content": "x"}], "role"),
-    ([{"role": "user"}], "content"), (["x"], "role"),
-    ([{"role": "user", "content": None}], "content must"),
-    ([{"role": "user", "content": 3}], "content must"),
-    ([{"role": "user", "content": []}], "content must"),
-    ([{"role": "user", "content": {"type": "text"}}], "content must"),
+    ("hello", "list"), ([{"role": "robot", "content": "x"}], "role"),
+    ([{"role": "user"}], "content"), ([{"role": "user", "content": None}], "content must"),
     ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "content must"),
-    ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
     ([{"role": "user", "content": "x"}], "no assistant"),
     (user_and([{"type": "text", "text": "<|im_end|>", "trusted": True}]), "content must be"),
     ([*user_and("a")[1:], *user_and("b")], "no prompt"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
-    ([*user_and("a"),
-      {"role": "user", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]}],
-     "after the first assistant"),
-    ([*user_and("a")[:1], {"role": "assistant", "content": [
-        {"type": "video", "video": "v.mp4", "frames": 4}]}], "after the first assistant"),
-    ([{"role": "system", "content": [{"type": "video", "video": "v.mp4", "frames": 4}]},
-      *user_and("a")], "system message")])
+    ([*user_and("a"), *user_and("b", frames=4)[:1]], "after the first assistant"),
+    ([{"role": "system", "content": user_and("b", frames=4)[0]["content"]}, *user_and("a")],
+     "system message")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
     """Each of these would otherwise crash later, inside a worker thread, without the name of its
     line."""

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+from conftest import run_script
 from scripted import AGENT, Scripted, is_sub
 
 import chat
@@ -111,3 +112,11 @@ def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     assert data_py.subtitle_text(data_py.read_subtitles(str(tmp_path / "a.srt"))) == wanted
 
 
+def test_a_run_ends_with_one_line(toy, data, tmp_path):
+    (tmp_path / "words.srt").unlink()
+    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data)
+    assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    write(tmp_path, subtitles=["words.srt"])
+    with pytest.raises(launch.UserError, match="subtitles must be the path of a file, or null"):
+        data_py.read_tasks(str(data))

@@ -4,7 +4,6 @@ Tests of inputs that no reader expects: python -m pytest tests/all/test_edges.py
 Each ends in one line and exit code 2, or is a counted outcome: no traceback, and nothing waits.
 """
 import argparse
-import json
 import os
 
 import pytest
@@ -13,7 +12,6 @@ from conftest import run_script
 import launch
 from evaluation import benchmarks, folders
 from plumbing import checkpoint, data, runs
-from tools import replay
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -70,36 +68,5 @@ def test_a_subtitle_file_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "words.srt")
     with pytest.raises(ValueError, match="words.srt: unreadable subtitles"):
         data.read_subtitles(str(tmp_path / "words.srt"))
-
-
-@pytest.fixture(scope="module")
-def recorded(toy, tmp_path_factory):
-    """Rows of a rollout JSONL of two episodes."""
-    path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
-    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
-                      toy / "rl.jsonl", "--frames", 4, "--group", 2, "--limit", 1, "--out", path,
-                      reference=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.parametrize("wrong", [
-    5, "x", [5], [{}], [[1]], {"spec": 1}, "more", "height", "text height", "no video", "seconds",
-    [], None], ids=str)
-def test_a_wrong_vision_field_of_rollouts_is_refused(toy, tmp_path, monkeypatch, recorded, wrong):
-    (item,) = recorded[1]["vision"]
-    said = {"more": {**item, "extra": 1}, "height": {**item, "height": item["height"] * 2},
-            "text height": {**item, "height": "64"}, "no video": {**item, "spec": {"frames": 4}},
-            "seconds": {**item, "seconds": item["seconds"][1:]}}
-    rows = [recorded[0], {**recorded[1], "vision":
-                          [said[wrong]] if isinstance(wrong, str) and wrong in said else wrong}]
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr("sys.argv", ["replay.py", "--preset", "toy", "--ckpt", str(toy / "init"),
-                                     "--rollouts", str(path), "--video-root", str(toy),
-                                     "--out", str(tmp_path / "out")])
-    with pytest.raises(launch.UserError, match="vision"):
-        replay.main()
-    launch.end_process_group()
 
 

@@ -3,13 +3,9 @@ More of the endpoint client: several servers, servers that go away and come back
 python -m pytest tests/all/test_endpoint_rest.py -q
 """
 import asyncio
-import base64
-import contextlib
-import io
 import threading
 from dataclasses import replace
 
-import av
 import pytest
 from scripted import AGENT, ANSWER, Server, play
 from test_endpoint import (
@@ -50,36 +46,6 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
         assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
         with pytest.raises(launch.UserError, match="no server answers"):
             engine.knock()
-
-
-@pytest.mark.parametrize("read, refused", [
-    ("thirty-two", None), ("two a second", "--media-io-kwargs"), ("none", "must be a folder above"),
-    ("no count", None)])
-def test_a_server_that_reads_films_otherwise_is_refused(read, refused, tmp_path):
-    """Asked about the first film of the run, which may be a link, and about two made-up ones."""
-    (tmp_path / "elsewhere.mp4").write_bytes(b"")
-    (tmp_path / "link.mp4").symlink_to("elsewhere.mp4")
-    lengths = []
-
-    def reply(body):
-        (part, _) = body["messages"][0]["content"]
-        kind, _, content = part["video_url"]["url"].partition(",")
-        if kind.startswith("file:"):
-            assert kind == f"file://{tmp_path}/elsewhere.mp4"
-            return 400 if read == "none" else "yes"
-        with av.open(io.BytesIO(base64.b64decode(content))) as container:
-            lengths.append(sum(1 for _ in container.decode(video=0)))
-        frames = {"thirty-two": 32, "two a second": 2 * lengths[-1]}.get(read)
-        usage = frames and {"prompt_tokens": 20 + 4 * frames, "completion_tokens": 1}
-        return 200, {"choices": [{"message": {"content": "x"}}], "usage": usage}, {}
-
-    with Server(reply) as server:
-        engine = endpoint.OpenAIEngine(server.url, "m", retries=0)
-        with (pytest.raises(launch.UserError, match=refused) if refused
-              else contextlib.nullcontext()):
-            engine.knock(film=str(tmp_path / "link.mp4"))
-        engine.close()
-    assert lengths == ([] if read == "none" else [40, 80])
 
 
 def failing_server(answers):

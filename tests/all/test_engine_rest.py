@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import functools
 import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -52,25 +51,6 @@ async def pumped(engine, work):
         steps.result()  # its error, or InvalidStateError: nothing came within 20 s
     steps.cancel()
     return work.result()
-
-
-# ------------------------------------------------------------------------------------------------
-# Many episodes, one engine
-
-
-def test_ctrl_c_gives_up_what_is_under_way_and_leaves_no_thread(codec, tasks, frames_of):
-    def interrupted(request):
-        os.kill(os.getpid(), signal.SIGINT)
-        return ANSWER
-
-    # A shell that starts the tests in the background makes Python ignore Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    engine = Scripted(codec, interrupted, hold=lambda request: len(engine.requests) < 4)
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt):
-        play(engine, tasks[:2], frames_of, group=2)
-    left = [name for what, name in engine.log if what == "abort"]
-    assert len(left) == 3 and not engine.waiting and threading.active_count() == before
 
 
 # ------------------------------------------------------------------------------------------------
@@ -286,5 +266,3 @@ def test_a_prompt_that_a_group_shares_is_made_ready_once(
     monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
     assert sample(engine, tasks[:1], frames_of, group=3) == shared
     assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}
-
-

@@ -3,15 +3,14 @@ More of model.py: odd layouts, sampling of the reference engine, bounds of its c
 python -m pytest tests/all/test_model_rest.py -q
 """
 import functools
-from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from album import logprobs, plain_tree, prompt, separate_and_packed
+from album import logprobs, plain_tree, separate_and_packed
 from reference import forward, generate
-from test_model import all_logprobs, gradients, relative, sampling_prompts
+from test_model import gradients, relative, sampling_prompts
 
 import model
 from model import Span, Tree
@@ -101,39 +100,3 @@ def test_a_sample_does_not_depend_on_what_it_was_batched_with(lively, codec, alb
         assert len(ids) == limit or ids[-1] == codec.eos
     other = generate(lively, codec, vision, prompts, [9, 5, 7], [0.9] * 3, [6, 7, 8])
     assert [ids for ids, _ in other] != [ids for ids, _ in batch]
-
-
-def test_sampling_never_writes_vision_or_turn_starts_and_stops_at_the_turn_end(policy, codec):
-    """Banned ids have no chance even where the model likes them best."""
-    ids, _, _ = prompt(codec, "Which?")
-    assert all_logprobs(policy, codec, None, ids, [])[list(codec.suppress_tokens)].max() < -90
-    weight = policy.hf.lm_head.weight
-    policy.hf.model.language_model.norm.register_forward_hook(
-        lambda _module, _inputs, output: torch.ones_like(output))
-    with torch.no_grad():
-        weight.zero_()
-        weight[codec.suppress_tokens[0]], weight[codec.eos] = 0.2, 0.1
-    ((sampled, logps),) = generate(policy, codec, None, [(ids, [])], [5], [0.0], [0])
-    assert sampled == [codec.eos] and logps[0] > -0.1
-
-
-# ------------------------------------------------------------------------------------------------
-# Vision features
-
-
-def test_the_patch_embedding_is_a_linear_layer(policy, codec, album):
-    """The tower's output is transformers' own, and no convolution runs."""
-    ours = policy.hf.model.visual
-    theirs = deepcopy(ours)
-    theirs.patch_embed.proj.__class__ = torch.nn.Conv3d
-    patches, grid = model.patchify(codec, album.load(album.item(1).spec).images)
-    found = []
-    for tower in (ours, theirs):
-        with torch.no_grad(), torch.profiler.profile() as seen:
-            out = tower(patches, grid_thw=grid)
-        found.append(torch.cat([out.pooler_output, *out.deepstack_features], 1))
-        convolves = any(e.key == "aten::conv3d" for e in seen.key_averages())
-        assert convolves == (tower is theirs)
-    assert (found[0] - found[1]).abs().max() < 1e-5 < found[0].abs().max()
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    assert ours.patch_embed.proj.weight.shape == (ours.config.hidden_size, 3, 2, 16, 16)

@@ -3,18 +3,13 @@ More tests of tools/pick.py: a cold start from a teacher behind an endpoint, as 
 python -m pytest --all tests/all/test_pick_rest.py
 """
 import json
-from types import SimpleNamespace
 
-import pytest
 from conftest import run_script
 from scripted import Server, calls
 from test_pick import recorded  # noqa: F401
 
-import launch
 import rewards
 import rollout
-from evaluation import folders, scores
-from tools import pick
 
 
 def teacher(tasks):
@@ -62,52 +57,5 @@ def test_a_cold_start_from_a_teacher_behind_an_endpoint(toy, tmp_path):
                       tmp_path / "sft")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "sft" / "last" / "model.safetensors").exists()
-
-
-def test_chats_from_text_are_those_from_ids(recorded, tmp_path):
-    """Records of eval.py hold no ids. Failed replies, other frames and rows of --show are left."""
-    episodes = [rollout.from_json(json.loads(row)) for row in recorded.read_text().splitlines()]
-    flags = SimpleNamespace(protocol="paravt")
-    rows = [folders.record_of(e, "d", e.num_frames, mode, flags) for e in episodes
-            for mode in map(scores.mode_of, ({"tools": "on", "show": "real"},
-                                                       {"tools": "on", "show": "blank"}))]
-    path = tmp_path / "records.rank0.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    agent = rollout.Agent()
-    (tmp_path / "args.json").write_text(json.dumps(vars(agent)))
-    ids, text = pick.groups([recorded]), pick.groups([str(path)])
-    assert [len(group) for group in text] == [len(group) for group in ids] == [4, 4, 4]
-    for one, other in zip(ids, text):
-        assert [pick.chats(e) for e in one] == [pick.chats(e) for e in other]
-    assert pick.chats(pick.best(text[0])) == pick.chats(pick.best(ids[0]))
-
-
-def records_of(recorded, folder, change=lambda row: row, **settings):  # noqa: F811
-    """The rollouts as records of an evaluation -> their path. change: of each rollout."""
-    flags, rows = SimpleNamespace(protocol="paravt"), []
-    for line in recorded.read_text().splitlines():
-        episode = rollout.from_json(change(json.loads(line)))
-        mode = scores.mode_of({"tools": "on", "show": "real"})
-        rows.append(folders.record_of(episode, "d", episode.num_frames, mode, flags))
-    folder.mkdir(exist_ok=True)
-    path = folder / "records.rank0.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "args.json").write_text(json.dumps({**vars(rollout.Agent()), **settings}))
-    return path
-
-
-@pytest.mark.parametrize("settings, why", [
-    ({"protocol": "sage"}, "--protocol paravt"), ({"crop_reply": "frames"}, "--protocol paravt"),
-    ({}, "another task")])
-def test_records_that_cannot_be_chats_of_this_agent_are_refused(
-        recorded, tmp_path, settings, why):  # noqa: F811
-    one = records_of(recorded, tmp_path / "a")
-    other = records_of(recorded, tmp_path / "b", lambda row: {
-        **row, "task": {**row["task"], "question": row["task"]["question"] + "?" * (not settings)}},
-        **settings)
-    with pytest.raises(launch.UserError, match=why):
-        pick.groups([str(one), str(other)])
-    path = records_of(recorded, tmp_path / "blind", lambda row: {**row, "K": 0})
-    assert pick.groups([str(path)]) == []
 
 

@@ -2,10 +2,8 @@
 More of rollout.py: masses of odd text, the rarer flags:
 python -m pytest tests/all/test_rollout_rest.py -q
 """
-import argparse
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from reference import ReferenceEngine
@@ -21,9 +19,6 @@ from scripted import (
 )
 
 import chat
-import launch
-import rollout
-from engine import Limits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -112,27 +107,3 @@ def test_parallel_and_sequential_dispatch_give_the_same_summaries(codec, toy, ta
     assert found[0] == found[1] and [c[0] for c in found[0]] == ["ok"] * 3
 
 
-def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
-    parser = argparse.ArgumentParser()
-    rollout.add_agent_arguments(parser)
-    args = parser.parse_args(["--engine-share", "0.4", "--max-seqs", "9", "--context", "777",
-                              "--frame-cache-gb", "0.5", "--frame-cache-dir", "kept",
-                              "--frame-cache-dir-gb", "0.25"])
-    args.frames, made = 16, []
-    monkeypatch.setattr(rollout, "VllmEngine", lambda *given: made.append(given))
-    codec = SimpleNamespace(channel="image")
-    rollout.make_engine("ckpt", codec, args, sleeping=True)
-    assert made == [("ckpt", codec, Limits(context=777, max_frames=16, max_pixels=50176,
-                                           max_seqs=9, gpu_memory=0.4, sleeping=True))]
-    # Room for what an episode may hold: images one by one, videos each as one item.
-    rollout.make_engine("ckpt", codec, args, windows=(3, 20))
-    rollout.make_engine("ckpt", SimpleNamespace(channel="video"), args, windows=(3, 20))
-    sized = [(limits.max_frames, limits.max_videos) for _, _, limits in made]
-    assert sized == [(16, 1), (16 + 3 * 20, 1), (20, 4)]
-    _, source = rollout.agent_settings(args, __file__)
-    assert source.cache.memory.most == 2**29
-    assert (source.cache.folder.path, source.cache.folder.most) == ("kept", 2**28)
-    assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder.path is None
-    args.engine_share = 1.0
-    with pytest.raises(launch.UserError, match="--engine-share"):
-        rollout.agent_settings(args, __file__)

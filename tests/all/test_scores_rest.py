@@ -208,32 +208,3 @@ def test_runs_of_one_system_are_pooled(made, command, tmp_path):
     # A folder before the first group stands alone.
     _, kept = compared(command, tmp_path, runs[0], "new=", *runs[2:])
     assert [row["name"] for row in kept["rows"]] == ["a,1", "new"] and len(kept["seeds"]) == 1
-
-
-# ------------------------------------------------------------------------------------------------
-# Tables for papers
-
-
-def test_one_video_or_none_gives_no_interval(made, command, tmp_path):
-    """In every table; a p-value and a sample size need two videos as well."""
-    alone = [record(i, i % 2, video="v") for i in range(6)]
-    value, draws = scores.resampled(alone, None)
-    assert value == 0.5 and scores.interval(draws) is None
-    assert scores.resampled([], None)[0] is None and scores.interval([]) is None
-    # A second video without an item of the headline does not help.
-    mixed = [*alone, record("open", 1.0, type="open")]
-    assert len(scores.resampled(mixed, "mmvu")[1]) == 0
-    assert len(scores.resampled(mixed, None)[1]) == 2000
-    assert scores.sign_flip_p(alone, None) is scores.videos_needed(alone, None, 2) is None
-    one = made("one", [1, 1, 0], bench="mlvu", videos=[0, 0, 0])
-    two = made("two", [1, 0, 0], bench="mlvu", videos=[0, 0, 0])
-    _, printed, _ = command("--rescore", one)
-    assert "0.667 [-]" in printed and "[0.667" not in printed
-    lines, kept = compared(command, tmp_path, one, two)
-    assert lines[1].split()[:5] == ["one", "64", "3", "0.667", "[-]"]
-    assert lines[-1].split() == ["two", "-", "one", "64", "on", "-0.333", "[-]", "-", "-", "1", "3",
-                                 "-", "-", "mlvu"]
-    assert kept["differences"][0]["interval"] is kept["differences"][0]["p_holm"] is None
-    rows, _ = table(command, one)
-    cell = rows["one, K 64, tools on (measured)"][4]
-    assert cell == "66.7 [-] n 3 of 2174, over items 66.7"

@@ -126,23 +126,6 @@ def test_a_benchmark_run_against_the_server(server, toy, tmp_path):
     assert all(r["turns"][0] and r["finish"] for r in lines)
 
 
-def test_a_run_whose_overviews_are_video_items(server, toy, tmp_path):
-    """The server counts fewer tokens: a stamp and a placeholder for every pair of frames."""
-    done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
-                      "--model", "toy", "--data", toy / "eval.jsonl", "--frames", 6, "--video-item",
-                      "--max-new-tokens", 8, "--limit", 2, "--allow-errors", "--out",
-                      tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads((tmp_path / "out" / "summary.json").read_text())["results"]
-    assert (result["n"], result["errors"]) == (2, {})
-    images = tmp_path / "images"
-    done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
-                      "--model", "toy", "--data", toy / "eval.jsonl", "--frames", 6,
-                      "--max-new-tokens", 8, "--limit", 2, "--out", images)
-    (other,) = json.loads((images / "summary.json").read_text())["results"]
-    assert result["cost"]["prompt_tokens"] < other["cost"]["prompt_tokens"]
-
-
 def test_a_model_the_server_does_not_have_is_refused_before_the_run(server, toy, tmp_path):
     done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
                       "--model", "other", "--data", toy / "eval.jsonl", "--frames", 4,
