@@ -1,6 +1,6 @@
 # make venv   the environment, in .venv (GPU=1, GPU=0: for GPUs or not, whatever this machine has); `make test` adds requirements-dev.txt
 # make test   the tests (ARGS="--shuffle 7": in a random order)
-# make test-all   also the tests in tests/all: rare cases, long sweeps, faults, pages in a browser
+# make test-all   also the tests in tests/slow: rare cases, long sweeps, faults, pages in a browser
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
@@ -90,10 +90,10 @@ test-faults: .venv/dev
 
 test-page: .venv/dev
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
-	$(BIN)/python -m pytest tests/all/test_page.py tests/all/test_serve_page.py
+	$(BIN)/python -m pytest tests/slow/test_page.py tests/slow/test_serve_page.py
 
 test-compat: .venv/dev .venv/transformers-4.57
-	$(BIN)/python -m pytest tests/all/test_published.py -k transformers_4 $(ARGS)
+	$(BIN)/python -m pytest tests/slow/test_published.py -k transformers_4 $(ARGS)
 
 .venv/transformers-4.57: .venv/ready
 	rm -rf $@.part

@@ -25,7 +25,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-ALL = Path(ROOT, "tests", "all")
+SLOW = Path(ROOT, "tests", "slow")
 
 
 def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
@@ -97,7 +97,7 @@ def pytest_addoption(parser):
         help="files and their tests in a random order: no test may need another")
     add("--fast", action="store_true",
         help="leave out what builds vLLM's engine, starts processes or takes long otherwise")
-    add("--all", action="store_true", help="also the tests in tests/all")
+    add("--all", action="store_true", help="also the tests in tests/slow")
     add("--all-faults", action="store_true",
         help="test_file_faults strikes at every file operation, not at a sample of them")
     add("--checkouts", metavar="DIR",
@@ -106,11 +106,11 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """tests/all belongs to --all, and to a command that names the folder or a file of it."""
-    if collection_path == ALL and not config.getoption("--all"):
+    """tests/slow belongs to --all, and to a command that names the folder or a file of it."""
+    if collection_path == SLOW and not config.getoption("--all"):
         named = (Path(config.invocation_params.dir, words.split("::")[0]).resolve()
                  for words in config.args)
-        return not any(path.is_relative_to(ALL) for path in named) or None
+        return not any(path.is_relative_to(SLOW) for path in named) or None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -3,7 +3,7 @@ plan.py: the memory that a model size takes, per GPU and per node, before you re
 
   python tools/plan.py 8B --gpus 8 --gpu-gb 80 --context 32768
 
-The numbers are calculated from the configuration alone. tests/all/test_fake_gpu.py compares them
+The numbers are calculated from the configuration alone. tests/slow/test_fake_gpu.py compares them
 with traced steps (the peak within 10%, the memory between steps within 1%, at the widths of 8B and
 2B). They have not been compared with a GPU. The engine's activations and CUDA graphs are an
 estimate.

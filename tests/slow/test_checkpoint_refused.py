@@ -1,0 +1,303 @@
+"""
+What plumbing/checkpoint.py refuses: kinds of checkpoints, damaged folders, code in a checkpoint:
+python -m pytest tests/slow/test_checkpoint_refused.py -q
+"""
+import builtins
+import contextlib
+import json
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_checkpoint import (
+    CPU,
+    ckpt,  # noqa: F401
+    gone,
+    saved_at,
+    text,
+)
+
+import chat
+import eval as evaluation
+import grpo
+import launch
+import rollout
+import sft
+from engine import Limits, VllmEngine
+from plumbing import checkpoint, runs
+from tools import plan
+
+SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation}
+
+
+# ------------------------------------------------------------------------------------------------
+# Loading in shards, several replicas
+
+
+def test_a_checkpoint_in_several_files(toy, codec, process_group, tmp_path):
+    folder = tmp_path / "many"
+    shutil.copytree(toy / "init", folder)
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    (folder / "model.safetensors").unlink()
+    where = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({n: weights[n] for n in names if where[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    policy = checkpoint.load_sharded(str(folder), codec, CPU)
+    assert all(torch.equal(w, weights[n]) for n, w in checkpoint.full_weights(policy))
+
+
+# ------------------------------------------------------------------------------------------------
+# Folders of a run
+
+
+def test_a_process_killed_while_it_prunes_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
+    for n in (1, 2, 3):
+        saved_at(tmp_path, f"step_00000{n}")
+
+    def killed(path, **_):
+        os.remove(os.path.join(path, "model.safetensors"))
+        raise SystemError("killed here")
+
+    with monkeypatch.context() as patched, pytest.raises(SystemError):
+        patched.setattr(runs.shutil, "rmtree", killed)
+        runs.prune_checkpoints(str(tmp_path / "step_000003"), 1)
+    left = [name for name in os.listdir(tmp_path) if name.startswith("step_")]
+    assert len(left) == 2 and "step_000003" in left  # whichever of the two old ones came first
+    runs.clean_run(str(tmp_path), start=3)
+    runs.prune_checkpoints(str(tmp_path / "step_000003"), 1)
+    assert os.listdir(tmp_path) == ["step_000003"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Folders as they lie about
+
+
+@pytest.fixture
+def refuse(monkeypatch, capsys, toy, tmp_path):
+    """refuse(script, folder) -> the one line that the script says; no file is left."""
+
+    def refuse(script, ckpt):
+        data = {"sft": "sft", "eval": "eval"}.get(script, "rl")
+        out = tmp_path / "runs" / "out"
+        target = out / "r.jsonl" if script == "rollout" else out
+        flags = ("--preset", "toy", "--ckpt", ckpt, "--data", toy / f"{data}.jsonl", "--video-root",
+                 toy, "--out", target)
+        words = (ckpt,) if script == "plan" else flags
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            launch.run_main((plan if script == "plan" else SCRIPTS[script]).main)
+        assert stop.value.code == 2 and not [p for p in out.rglob("*") if p.is_file()]
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{script}.py: ")
+        return line
+
+    return refuse
+
+
+def change(folder, name, part=None, **values):
+    """Set values in a JSON file of a checkpoint, in a part of it."""
+    content = json.loads((folder / name).read_text())
+    (content[part] if part else content).update(values)
+    (folder / name).write_text(json.dumps(content))
+
+
+def emptied(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def replaced(folder, content):
+    shutil.rmtree(folder)
+    folder.write_bytes(content)
+
+
+def head(folder, factor):
+    """Stores a head beside the embeddings that it is tied to, as some trainers and merges do."""
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.language_model.embed_tokens.weight"] * factor
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def other_adapters(folder, whole=True):
+    if not whole:
+        emptied(folder)
+    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def quantized(**config):
+    return lambda folder: change(folder, "config.json", **config)
+
+
+# What a folder's configuration says: every script refuses it, and tools/plan.py as well.
+CONFIGS = {
+    "moe": (quantized(model_type="qwen3_vl_moe"), "model_type is 'qwen3_vl_moe'"),
+    "qwen2.5": (quantized(model_type="qwen2_5_vl"), "model_type is 'qwen2_5_vl'"),
+    "no type": (text("config.json", b"{}"), "model_type is None"),
+    "a list": (text("config.json", b"[1]"), "config.json holds no JSON object"),
+    "cut": (text("config.json", b'{"model_type": "qwen3_vl",'), "config.json is not JSON"),
+    "odd value": (lambda f: change(f, "config.json", "text_config", hidden_size="big"),
+                  "config.json cannot be used"),
+    "fp8": (quantized(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
+    "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
+                                    auto_map={"AutoImageProcessor": "evil.Evil"}),
+                   "processor_config.json asks for code"),
+    "empty": (emptied, "no config.json"),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_script_refuses_what_no_script_trains(ckpt, refuse, kind):
+    damage, why = CONFIGS[kind]
+    damage(ckpt)
+    for script in (*SCRIPTS, "plan"):
+        line = refuse(script, ckpt)
+        assert why in line and str(ckpt) in line
+
+
+def sharded(folder):
+    """As large checkpoints are stored -> names of its files."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + n % 2}-of-00002.safetensors"
+             for n, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        save_file({n: weights[n] for n in weights if files[n] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sorted(set(files.values()))
+
+
+def torn(content, index=True):
+    """A shard that is cut to so many bytes, or not there at all; with or without its index."""
+    def damage(folder):
+        last = folder / sharded(folder)[-1]
+        if content is None:
+            last.unlink()
+        else:
+            last.write_bytes(last.read_bytes()[:content])
+        if not index:
+            (folder / "model.safetensors.index.json").unlink()
+    return damage
+
+
+def stale(folder):
+    """An older download beside the shards: which of the two is loaded would be anyone's guess."""
+    old = shutil.copy(folder / "model.safetensors", folder / "old")
+    sharded(folder)
+    shutil.move(old, folder / "model.safetensors")
+
+
+def broken_index(content):
+    def damage(folder):
+        sharded(folder)
+        (folder / "model.safetensors.index.json").write_bytes(content)
+    return damage
+
+
+def gguf(folder):
+    (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
+
+
+def stored_as(dtype, only="q_proj"):
+    def damage(folder):
+        weights = load_file(folder / "model.safetensors")
+        weights = {n: w.to(dtype) if only in n else w for n, w in weights.items()}
+        save_file(weights, folder / "model.safetensors")
+    return damage
+
+
+# What lies beside it.
+def another_weight(folder):
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "model.language_model.extra.weight": torch.zeros(2)}, path,
+              metadata={"format": "pt"})
+
+
+FILES = {
+    "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
+    "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
+    "index cut": (broken_index(b"{"), "index.json is not JSON"),
+    "two downloads": (stale, "is in model-0000"),
+    "gguf": (gguf, "no .safetensors file"),
+    "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
+    "another size": (lambda f: change(f, "config.json", "text_config", intermediate_size=128),
+                     "has shape"),
+    "shallower": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=1),
+                  "is stored, but config.json describes a model without"),
+    "another head": (lambda f: head(f, 1.5), "ties lm_head.weight to model.language_model.embed"),
+    "more than its model": (another_weight, "is stored, but config.json describes a model without"),
+    "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
+    "no template": (gone("chat_template.jinja"), "no chat template"),
+    "no processor": (gone("processor_config.json"), "preprocessor_config.json is missing"),
+    "other processor": (lambda f: change(f, "processor_config.json", "image_processor",
+                                         patch_size=14), "image processor cuts patches"),
+    "other ids": (lambda f: change(f, "config.json", image_token_id=7), "<|image_pad|> is id"),
+    "other adapters": (other_adapters, "were not saved by sft.py or grpo.py"),
+    "a file": (lambda f: replaced(f, b"x"), "no config.json"),
+    "nothing": (shutil.rmtree, "no such folder"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_script_refuses_what_it_cannot_load(ckpt, refuse, kind):
+    damage, why = FILES[kind]
+    damage(ckpt)
+    for script in SCRIPTS:
+        line = refuse(script, ckpt)
+        assert why in line and str(ckpt) in line
+
+
+# ------------------------------------------------------------------------------------------------
+# Code that a checkpoint brings
+
+
+@pytest.fixture
+def evil(ckpt, tmp_path, monkeypatch):
+    """A checkpoint that asks in every file for its own code -> (folder, the file that this code, or
+    a question on the terminal, would make)."""
+    trace = tmp_path / "trace"
+    code = f"open({str(trace)!r}, 'w').close()\nclass Evil:\n    pass\n"
+    (ckpt / "evil.py").write_text(code)
+    change(ckpt, "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"})
+    change(ckpt, "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]})
+    change(ckpt, "processor_config.json", auto_map={"AutoProcessor": "evil.Evil"})
+
+    monkeypatch.setattr(builtins, "input", lambda *_: trace.write_text("asked") and "n")
+    return ckpt, trace
+
+
+def test_nor_is_it_run_by_a_loader_alone(evil, process_group, monkeypatch):
+    """Without the check: every call of transformers and vLLM says so itself."""
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder, trace = evil
+    monkeypatch.setattr(chat, "asks_for_code", lambda _: False)
+    codec = chat.load_codec(str(folder))
+    checkpoint.load_sharded(str(folder), codec, torch.device("cpu"))
+    said = {}
+
+    class Stop(Exception):
+        pass
+
+    def engine(ckpt, **options):
+        said.update(options)
+        raise Stop
+
+    monkeypatch.setattr(vllm, "LLM", engine)
+    with pytest.raises(Stop):
+        VllmEngine(str(folder), codec, Limits(context=1024))
+    assert said["trust_remote_code"] is False
+    # A tokenizer and a model that transformers does not know: it would ask.
+    change(folder, "tokenizer_config.json", tokenizer_class="Evil")
+    with contextlib.suppress(launch.UserError):
+        chat.load_codec(str(folder))
+    change(folder, "config.json", model_type="evil")
+    with pytest.raises(launch.UserError, match="config.json cannot be used"):
+        chat.load_config(str(folder))
+    assert not trace.exists()

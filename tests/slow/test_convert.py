@@ -1,0 +1,277 @@
+"""
+What tools/convert.py does with rare rows: python -m pytest tests/slow/test_convert.py -q
+"""
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F401
+
+import chat
+import rewards
+import rollout
+from plumbing.data import chat_fault
+from tools import convert as conversion
+
+# second, and the sentence below; the traces store the frames as stills, in a user turn.
+STRICT = ("Think first, call **crop_video** if needed, then answer. Format strictly as:  "
+          "<think>...</think>  <tool_call>...</tool_call> (if tools needed)  <answer>...</answer>.")
+
+
+def asks(start, end, name="b.mp4"):
+    return ('<think>I will look at [8.00s - 12.00s].</think>\n\n<tool_call>{"name":"crop_video",'
+            f'"arguments":{{"video_path": "{name}", "start_time": {start}, '
+            f'"end_time": {end}}}}}</tool_call>')
+
+
+def longvt(*middle, said="<think>This window shows it.</think> <answer> A red one. </answer>",
+           question=f"Which one? {STRICT} The Video path for this video is: b.mp4",
+           path="longvt_source/selftrace_1/b.mp4"):
+    """One row; middle: its messages between the question and the last turn."""
+    return {"id": "rft_1", "messages": [
+        {"role": "system", "content": [piece("text", TOOLS)]},
+        {"role": "user", "content": [piece("video_url", url=path), piece("text", question)]},
+        *middle, {"role": "assistant", "content": [piece("text", said)]}]}
+
+
+def turn(text):
+    return {"role": "assistant", "content": [piece("text", text)]}
+
+
+def shown(*pieces, role="user"):
+    return {"role": role, "content": [piece("text", p) if isinstance(p, str) else p
+                                      for p in pieces]}
+
+
+LETTERS = "Which?\n(A) one\n(B) two\n(C) three\n(D) four"
+
+
+FORMS = {"mcq": (LETTERS, "D", "D"), "text": (LETTERS, "D. four", "four"),
+         "its text": (LETTERS, "four", "four"), "brackets": (LETTERS, "(D)", "D. four"),
+         "blank lines": (LETTERS.replace("\n", "\n\n"), "(D) four", "(D)"),
+         "heading": (LETTERS.replace("?", "?\nOptions:"), "D.", "D"),
+         "oe": ("What is it?", "A dog.", "a dog"), "tvg": ("When?", "[8.6, 13.2]", [8.6, 13.2]),
+         "to": ("Find the segment.", "8.6 to 13.2", [8.6, 13.2]),
+         "score": ("What is the score?", "3 - 5", "3 - 5"),
+         "from": ("When?", "From 8.6s to 13.2s.", "8.6 - 13.2")}
+
+
+KINDS = {"text": "mcq", "its text": "mcq", "brackets": "mcq", "blank lines": None, "heading": None,
+         "to": None, "score": None, "from": "tvg"}
+
+
+# ------------------------------------------------------------------------------------------------
+# Frames in tool responses, as in LongVT's traces. Its tool returns the frames of the window, one a
+# second, and the sentence below; the traces store the frames as stills, in a user turn.
+
+SENTENCE = "The tool executed successfully. Here are the processed result"
+
+
+STILLS = [piece("image_url", url=f"longvt_source/selftrace_1/b_8.0_12.0_{n}.jpg")
+          for n in (0, 1, 10, 2)]
+SAME = piece("video_url", url="file:///data/longvt_source/selftrace_1/b.mp4")
+CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
+
+
+def test_rows_that_would_teach_what_is_not_shown_are_left_out(tmp_path, capsys):
+    ask = turn(asks(8.0, 12.0))
+    fine = shown("<tool_response>ok</tool_response>")
+    bad = [
+        (longvt(ask, shown(f"<tool_response>{SENTENCE}</tool_response>")), "shows none"),
+        (longvt(ask, shown("<tool_response>The tool executed successfully. Here are the processed "
+                           "result: (Processed video here) </tool_response>")), "shows none"),
+        (longvt(turn("<think>x</think>"), shown("<tool_response>ok", *STILLS, "</tool_response>")),
+         "whose call cannot be read"),
+        (longvt(turn(asks(12, 8)), shown("<tool_response>ok", SAME, "</tool_response>")),
+         "whose call cannot be read"),
+        (longvt(ask, shown(*STILLS, "<tool_response>a</tool_response><tool_response>b"
+                           "</tool_response>")), "still images are not read"),
+        (longvt(ask, shown("<tool_response>ok")), "do not pair up"),
+        (longvt(ask, shown("ok</tool_response>")), "do not pair up"),
+        (longvt(ask, shown("x", SAME)), "in no tool response"),
+        (longvt(ask, fine, {"role": "assistant", "content": [piece("text", "x"), SAME]},
+                shown("y")), "in a message of role assistant"),
+        (longvt(ask, fine, {"role": "system", "content": "z"}), "system message after"),
+        (longvt(ask, {"role": "observation", "content": "z"}), "role 'observation'"),
+        (longvt({**ask, "tool_calls": [{"name": "crop_video"}]}, fine), "'tool_calls'"),
+        (longvt(ask, {"role": "tool", "content": ""}), "an empty message"),
+        (longvt(ask, fine, said=""), "an empty message"),
+        ({**longvt(ask, fine), "images": ["a.jpg"]}, "more images than <image> marks")]
+    assert len(convert(tmp_path, [row for row, _ in bad] + [longvt(ask, fine)])) == 1
+    printed = capsys.readouterr().out
+    for number, (_, why) in enumerate(bad):
+        assert why in printed, (number, why)
+    assert f"1 chats, {len(bad)} left out" in printed
+    assert "of these chats 1 hold a call, 0 show frames" in printed
+    ours = [(longvt(said="<think>x</think> Red."), "no <answer> in the last turn"),
+            (longvt(question="What? Put it in <answer> </answer> tags."), "holds instructions"),
+            ({"messages": [{"role": "user", "content": "Hi."},
+                           {"role": "assistant", "content": ANSWER}]}, "0 videos before")]
+    assert len(convert(tmp_path, [row for row, _ in ours] + [longvt()], prompts="ours")) == 1
+    printed = capsys.readouterr().out
+    for number, (_, why) in enumerate(ours):
+        assert f"{why}" in printed and f"the first is paravt_sft_x/{number}" in printed
+
+
+# ------------------------------------------------------------------------------------------------
+# One prompt for the cold start and for RL
+
+
+# Sentences that publishers put after a question, from their own code.
+R1 = ("Please think about this question as if you were a human pondering deeply. Engage in an "
+      "internal dialogue using expressions such as 'let me think', 'wait', 'Hmm', 'oh, I see', "
+      "'let's break it down', etc, or other natural language thought expressions It's encouraged "
+      "to include self-reflection or verification in the reasoning process. Provide your detailed "
+      "reasoning between the <think> and </think> tags, and then give your final answer between "
+      "the <answer> and </answer> tags. Please provide only the single option letter (e.g., A, B, "
+      "C, D, etc.) within the <answer> </answer> tags.")
+EASY = ("You FIRST think about the reasoning process as an internal monologue and then provide the "
+        "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. The "
+        "final answer MUST BE put in <answer> </answer> tags.")
+KNOWN = ["Answer with the option letter only.", R1, EASY, STRICT, R1.split("process. ")[0] +
+         "process.", EASY.split(". ")[0] + ".", "Please provide your text answer within the "
+         "<answer> </answer> tags.", "Answer with the option's letter from the given choices "
+         "directly.", "The Video path for this video is: a clip.v2.mp4",
+         f"{STRICT} The Video path for this video is: b.mp4\nAnswer with the option letter only."]
+# Each tells the model how to answer, and none is taken out: the row is left out instead.
+UNKNOWN = ["Please provide only the single option letter (e.g., A or B).", "Answer in one word.",
+           "Your answer should be a single letter.", "Think step by step, then answer.",
+           "Answer in [start, end].", "Please think first, then answer with a letter.",
+           "You must answer with a letter.", "Respond with only the letter (A, B, C or D).",
+           "Put it in \\boxed{}.", "Best option: (", "Call crop_video.", "Give only the letter.",
+           "Think first, call **crop_video** later.", "The final answer must be a letter.",
+           "Let's think step by step.", "Use a single word.", "(Answer with one word)",
+           "The video path for this video is: a.mp4. See b.mp4 too. Why?"]
+
+
+@pytest.mark.parametrize("end", ["\n", " ", "\n\n"])
+@pytest.mark.parametrize("question", [LETTERS, "Which one is it?"])
+@pytest.mark.parametrize("sentence", KNOWN + UNKNOWN)
+def test_an_instruction_after_a_question_is_taken_out_or_the_row_is_left_out(
+        sentence, question, end):
+    """In tasks and in chats, after an option and after a question, on its line or on the next."""
+    mcq = question == LETTERS
+    text = question + end + sentence
+    task = rl("D" if mcq else "red", f"<video>{text}", "mcq" if mcq else "oe")
+    talk = longvt(said=f"<think>x</think><answer>{'D' if mcq else 'red'}</answer>", question=text)
+    if sentence in UNKNOWN:
+        for make in (lambda: conversion.to_task(task),
+                     lambda: conversion.to_chat(talk, 4, 4, "ours")):
+            with pytest.raises(ValueError, match="holds instructions|between or after the options"):
+                make()
+        return
+    made = conversion.to_task(task)
+    assert made["question"] == question.split("\n")[0]
+    assert made["options"] == (["one", "two", "three", "four"] if mcq else None)
+    asked = conversion.to_chat(talk, 4, 4, "ours")["messages"][1]["content"][1]["text"]
+    assert asked == rollout.question_text(made)
+
+
+def test_a_question_is_never_cut():
+    """An instruction inside a quotation, or before the question, is no instruction at its end."""
+    for text in ("Why did he say 'Think first, call **crop_video** later'?",
+                 f"Why did he say '{STRICT}'?", f"{STRICT} Who is it?", f"He wrote \"{STRICT}\"",
+                 "Answer with the option letter only. Which?\nA. one\nB. two"):
+        with pytest.raises(ValueError, match="holds instructions"):
+            conversion.question_of([text])
+    for text in ("What does he answer in a single word?", "What does the answer on the board say?",
+                 "Who fries the fish step by step?", "Select the one who sings. Who is it?",
+                 "Who gives the letter to whom?",
+                 "How does he think about it?", "What should you do first?", "Give the start."):
+        assert conversion.question_of([text]) == (text, text, [])
+    for text in ("", "<video>", STRICT, "A. one\nB. two", "Which?\nA. \nB. two"):
+        with pytest.raises(ValueError, match="no question"):
+            conversion.question_of([text])
+
+
+# ------------------------------------------------------------------------------------------------
+# Nothing is lost in silence
+
+word = st.integers(0, 10**6).map(lambda n: f"w{n}x")
+media = st.sampled_from([SAME, CLIP, piece("video_url", url="selfqa/c.mp4"), STILLS[0]])
+odd = st.one_of(media, st.sampled_from(["<tool_response>", "</tool_response>", "<video>", "<image>",
+                                        SENTENCE]))
+
+
+def any_reply(draw, calls):
+    """A message that answers calls: one in tags for each, or of role tool; frames inside or beside
+    them; at times something that should not be there."""
+    pieces = []
+    for _ in range(calls):
+        held = draw(st.lists(st.one_of(word, word, media), min_size=1, max_size=4))
+        pieces += ["<tool_response>\n", *held, "\n</tool_response>", *draw(st.sampled_from(
+            [[], [], ["\n"], ["\n", STILLS[0], STILLS[1]], [SAME], [" wanted w0x"]]))]
+    role = draw(st.sampled_from(["user", "user", "tool"]))
+    if role == "tool" and calls == 1 and draw(st.booleans()):
+        pieces = held
+    if draw(st.integers(0, 5)) == 0:
+        pieces.insert(draw(st.integers(0, len(pieces))), draw(odd))
+    return shown(*pieces, role=role)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_texts_and_videos_of_a_row_survive_or_the_row_is_reported(data):
+    """Several rounds of calls and responses, messages as pieces, one string or the JSON of
+    pieces."""
+    draw, row = data.draw, longvt()
+    messages = []
+    for _ in range(draw(st.integers(1, 3))):
+        calls = draw(st.integers(1, 2))
+        messages.append(turn("\n".join([draw(word), *[asks(8.0, 12.0)] * calls])))
+        messages.append(any_reply(draw, calls))
+    row["messages"][2:2] = messages
+    for message in row["messages"]:
+        texts = [p["text"] for p in message["content"]]
+        form = draw(st.sampled_from(["list", "json", "string"]))
+        if form == "json":
+            message["content"] = json.dumps(message["content"])
+        elif form == "string" and None not in texts:
+            message["content"] = "".join(texts)
+    row["videos"] = draw(st.sampled_from([None, None, None, ["selfqa/d.mp4"]]))
+    source = json.dumps(row["messages"])
+    try:
+        talk = conversion.to_chat(row, 8, 16, draw(st.sampled_from(["ours", "release"])))
+    except ValueError as error:
+        assert str(error)  # the row is reported, with this reason
+        return
+    talk = talk["messages"]
+    assert re.findall(r"w\d+x", source) == re.findall(r"w\d+x", json.dumps(talk))
+    assert [m["role"] for m in talk].count("assistant") == len(messages) // 2 + 1
+    # Every video is one video. The stills of a response are one more, its window.
+    given_videos = len(re.findall(r'"url\\*": \\*"[^"]*\.mp4', source)) + len(row["videos"] or [])
+    stills = [len(re.findall("_[0-9]+.jpg", json.dumps(m))) for m in messages]
+    made = len(chat.videos_in(talk))
+    assert given_videos + sum(map(bool, stills)) <= made <= given_videos + sum(stills)
+    assert chat_fault(talk) is None
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("tail", [
+    f" {STRICT} The Video path for this video is: /data/b.mp4",
+    f" You FIRST think about the reasoning process as an internal monologue and then provide the "
+    f"final answer. {STRICT.removesuffix('.')} \n The Video path for this video is: a b.mp4",
+    " The video path for this video is my file.mp4.", ""])
+def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, codec, kind, tail):
+    """The cold start has to show the prompt that RL and evaluation show: not a token more."""
+    question, said, gold = FORMS[kind]
+    talk = longvt(turn(asks(8, 12)), shown("<tool_response>red</tool_response>"),
+                  said=f"<think>x</think><answer>{said}</answer>", question=question + tail,
+                  path="selfqa/b.mp4")
+    extra = {"answer": gold, "question_type": KINDS.get(kind, kind)}
+    task = {"prompt": [{"role": "system", "content": TOOLS},
+                       {"role": "user", "content": "<video>" + question + tail}],
+            "videos": [{"video": "selfqa/b.mp4"}], "extra_info": extra}
+    (talk,) = convert(tmp_path, [talk], prompts="ours", frames=3)
+    (task,) = convert(tmp_path, [task])
+    item = chat.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
+    prompt, _ = chat.encode_prompt(codec, rollout.main_messages(task, 3), [item],
+                                    rollout.tool_schema())
+    ids = chat.encode_chat(codec, talk["messages"], [item], talk["tools"]).ids
+    assert ids[:len(prompt)] == prompt
+    text = chat.decode(codec, ids, keep_special=True)
+    assert "video_path" not in text and "Video path" not in text and "Format strictly" not in text
+    call = rewards.parse_tool_calls(talk["messages"][2]["content"])[0]
+    assert (call.start, call.end, call.error) == (8.0, 12.0, None)

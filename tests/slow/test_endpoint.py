@@ -1,0 +1,100 @@
+"""
+More of the endpoint client: several servers, servers that go away and come back:
+python -m pytest tests/slow/test_endpoint.py -q
+"""
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from scripted import AGENT, ANSWER, Server, play
+from test_endpoint import (
+    no_pause,  # noqa: F401
+)
+
+import launch
+import rollout
+from evaluation import endpoint, episodes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause):
+    """Two at once go to two servers; one that is down is passed over, and named at the start."""
+    both = threading.Barrier(2, timeout=20)  # broken where one server gets both requests
+
+    def reply(body):
+        both.wait()
+        return ANSWER
+
+    with Server(reply) as one, Server(reply) as two:
+        engine = endpoint.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
+        engine.codec = None
+        engine.knock()
+        assert engine.max_seqs == 4
+        agent = replace(AGENT, think_prefix=False, tools=False)
+        found = play(engine, tasks[:1], frames_of, agent, group=2)
+        assert [e.status for e in found] == ["ok"] * 2
+        assert (len(one.asked), len(two.asked)) == (1, 1)
+        assert set(engine.busy.values()) == {0}
+    with Server(ANSWER) as one:
+        pass
+    with Server(ANSWER) as two:
+        engine = endpoint.OpenAIEngine([one.url, two.url], "m", retries=1)
+        engine.codec = None
+        found = play(engine, tasks[:1], frames_of, agent, group=6)
+        assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
+        with pytest.raises(launch.UserError, match="no server answers"):
+            engine.knock()
+
+
+def failing_server(answers):
+    """-> a Server that answers only while answers["up"] is set, to probes too."""
+    def reply(body):
+        return ANSWER if answers["up"] else 503
+    return Server(reply, probe=reply)
+
+
+@pytest.mark.parametrize("give_up", [0, 2, 5])
+def test_a_server_that_stays_away_ends_the_run(give_up, tasks, frames_of, monkeypatch, capsys):
+    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: asyncio.sleep(0.02))
+    with failing_server({"up": False}) as server:
+        engine = endpoint.OpenAIEngine(server.url, "m", workers=1, give_up=give_up, server_wait=0.5)
+        engine.codec = None
+        agent = replace(AGENT, tools=False)
+        if not give_up:  # every item fails after its tries
+            found = play(engine, tasks[:1], frames_of, agent, group=2)
+            assert [e.status for e in found] == ["engine_error"] * 2 and len(server.asked) == 8
+            return
+        found, sampler = [], rollout.Sampler(engine, None, frames_of, agent)
+        with pytest.raises(launch.UserError, match="no server has answered for 0.5 s") as ended:
+            for episode in episodes.run(sampler, tasks[:1], episodes.Protocol(), 4, 6):
+                found.append(episode)
+        assert not found if give_up < 5 else len(found) <= 1  # no try is lost in the wait
+        assert "HTTP 503" in str(ended.value) and "the same command" in str(ended.value)
+        assert len(server.asked) == give_up and server.probes > 2
+        assert capsys.readouterr().err.count("waiting at most 0.5 s") == 1
+        engine.close()  # no thread waits for ever
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_key_that_is_refused_in_the_middle_ends_the_run_at_once(
+        status, tasks, frames_of, no_pause):
+    with Server(ANSWER, status, probe=status) as server:
+        with pytest.raises(launch.UserError, match=f"HTTP {status}.*--api-key-env"):
+            ask_group(server, tasks, frames_of)
+        assert len(server.asked) <= 4 and server.probes >= 1 and not no_pause
+    with Server(ANSWER, status, ANSWER) as server:  # of one text, as moderation does
+        found = ask_group(server, tasks, frames_of)
+        assert sorted(e.status for e in found) == ["engine_error", "ok", "ok", "ok"]
+
+
+def ask_group(server, tasks, source, **more):
+    engine = endpoint.OpenAIEngine(server.url, "some-model", workers=1, **more)
+    engine.codec = None
+    try:
+        return play(engine, tasks[:1], source, replace(AGENT, tools=False), group=4)
+    finally:
+        engine.close()
+
+

@@ -1,0 +1,258 @@
+"""
+Tests of the client of OpenAI-compatible endpoints against servers that misbehave:
+python -m pytest tests/slow/test_endpoint_faults.py -q
+"""
+import http.server
+import json
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import eval as evaluation
+import grpo
+import rollout
+from evaluation import endpoint
+from evaluation.endpoint import ChatRequest
+
+ANSWER = json.dumps({"model": "m", "choices": [{"finish_reason": "stop",
+                                                "message": {"content": "<answer>A</answer>"}}]})
+
+
+@pytest.fixture
+def serve():
+    """serve(reply, tls=None) -> url of a server; reply(handler) writes the answer to a POST. Its
+    list .seen holds the headers of all requests."""
+    running = []
+
+    def serve(reply, tls=None):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.body = self.rfile.read(int(self.headers["Content-Length"]))
+                server.seen.append(dict(self.headers))
+                try:
+                    reply(self)
+                except OSError:  # the client has left
+                    pass
+
+            do_GET = do_POST
+
+            def log_message(self, *_):
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            def handle_error(self, *_):  # a client that leaves in the handshake
+                pass
+
+        server = Server(("127.0.0.1", 0), Handler)
+        server.seen = []
+        if tls:
+            server.socket = tls.wrap_socket(server.socket, server_side=True,
+                                            do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.url = f"http{'s' if tls else ''}://localhost:{server.server_port}/v1"
+        running.append(server)
+        return server
+
+    yield serve
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def whole(handler, content=None):
+    content = ANSWER.encode() if content is None else content
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+def drip(part):
+    """-> a reply that stops after the head, or in it, and goes on with a byte every 50 ms."""
+    def reply(handler):
+        head = b"HTTP/1.0 200 OK\r\n"
+        if part == "body":
+            head += b"\r\n"
+        handler.wfile.write(head)
+        while True:
+            handler.wfile.write(b" " if part == "body" else b"x")
+            time.sleep(0.05)
+    return reply
+
+
+def ask(url, monkeypatch, **more):
+    monkeypatch.setenv("SOME_KEY", "secret-of-the-user")
+    engine = endpoint.OpenAIEngine(url, "m", key_variable="SOME_KEY", retries=0, **more)
+    engine.submit(ChatRequest("1", [], [], [], [], 16, 0.0, 0,
+                              [{"role": "user", "content": "?"}]))
+    until = time.monotonic() + 20
+    found = []
+    while not found and time.monotonic() < until:
+        found = engine.poll()
+    assert found, "no completion within 20 s"
+    engine.close()
+    return found[0]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_follows_no_redirect(serve, monkeypatch, status):
+    thief = serve(whole)
+
+    def away(handler):
+        handler.send_response(status)
+        handler.send_header("Location", f"{thief.url}/chat/completions")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    server = serve(away)
+    done = ask(server.url, monkeypatch)
+    assert done.error == f"HTTP {status}" and not thief.seen
+    assert server.seen[0]["Authorization"] == "Bearer secret-of-the-user"
+
+
+def test_the_key_does_not_go_through_a_proxy_of_the_environment(serve, monkeypatch):
+    thief, server = serve(whole), serve(whole)
+    monkeypatch.setenv("http_proxy", thief.url.removesuffix("/v1"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    done = ask(server.url, monkeypatch)
+    assert done.text == "<answer>A</answer>" and not done.error
+    assert not thief.seen and len(server.seen) == 1
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(
+        serve, monkeypatch, part):
+    began = time.monotonic()
+    done = ask(serve(drip(part)).url, monkeypatch, timeout=1.0)
+    assert "no whole answer within 1 s" in done.error and time.monotonic() - began < 15
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is missing")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key,
+                    "-out", cert, "-days", "2", "-subj", "/CN=localhost", "-addext",
+                    "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    return context, cert
+
+
+@pytest.mark.parametrize("trusted, reply, wanted", [
+    (True, whole, None), (True, drip("body"), "no whole answer"),
+    (False, whole, "CERTIFICATE_VERIFY_FAILED")])
+def test_over_tls_the_certificate_is_checked_and_a_drip_ends(
+        serve, monkeypatch, certificate, trusted, reply, wanted):
+    context, cert = certificate
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    done = ask(serve(reply, context).url, monkeypatch, timeout=1.5)
+    assert wanted in done.error if wanted else done.text == "<answer>A</answer>"
+
+
+# ------------------------------------------------------------------------------------------------
+# Bytes and secrets
+
+
+def endless(length):
+    """-> a reply whose body has this Content-Length (None: none) and never ends."""
+    def reply(handler):
+        handler.send_response(200)
+        if length:
+            handler.send_header("Content-Length", str(length))
+        handler.end_headers()
+        while True:
+            handler.wfile.write(b" " * 2**20)
+            handler.server.sent = getattr(handler.server, "sent", 0) + 1
+    return reply
+
+
+@pytest.mark.parametrize("length", [None, 10**12])
+def test_the_bytes_of_a_reply_are_bounded(serve, monkeypatch, length):
+    server = serve(endless(length))
+    done = ask(server.url, monkeypatch)
+    assert done.error == "bad answer: more than 16 MiB" and not done.text
+    assert server.sent < 40  # MiB, those under way in buffers included
+
+
+def escaped(text):
+    return "".join(f"\\u{ord(c):04x}" for c in text)
+
+
+@pytest.mark.parametrize("where", ["text", "escapes", "thought", "message", "page", "status line"])
+def test_a_key_that_a_server_repeats_is_masked(serve, monkeypatch, where):
+    def echo(handler):
+        key = handler.headers["Authorization"]
+        if where == "status line":
+            handler.wfile.write(f"{key}\r\n\r\n".encode())
+        elif where in ("message", "page"):
+            said = f"<p>{key}</p>" if where == "page" else json.dumps({"error": {"message": key}})
+            handler.send_response(400)
+            handler.end_headers()
+            handler.wfile.write(said.encode())
+        else:
+            name = "reasoning_content" if where == "thought" else "content"
+            key = escaped(key) if where == "escapes" else key
+            whole(handler, b'{"model": "m", "choices": [{"message": {"%s": "so %s"}}]}'
+                  % (name.encode(), key.encode()))
+
+    done = ask(serve(echo).url, monkeypatch)
+    assert "secret-of-the-user" not in repr(done) and "Bearer ***" in repr(done)
+
+
+@pytest.mark.parametrize("url", ["https://me:pa55@host/v1", "me:pa55@host/v1",
+                                 "http://me:pa55/2@host", "https://pa55@host",
+                                 "https://host/v1?key=pa55"])
+@pytest.mark.parametrize("script, flag", [(grpo, "--judge-url"), (rollout, "--judge-url"),
+                                          (evaluation, "--judge-url"), (evaluation, "--base-url")])
+def test_an_address_with_a_password_is_refused_without_repeating_it(
+        monkeypatch, capsys, script, flag, url):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--ckpt", "c", "--data", "d", flag, url])
+    with pytest.raises(SystemExit) as ended:
+        script.parse_args()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"argument {flag}: the address names a user" in said
+    assert "pa55" not in said
+
+
+# ------------------------------------------------------------------------------------------------
+# Requests that nobody waits for any longer
+
+
+def test_a_request_that_is_given_up_ends_its_connection(serve):
+    """The server stops to write. A later request of that name gets an answer of its own."""
+    ended = threading.Event()
+
+    def reply(handler):
+        if len(server.seen) > 1:
+            return whole(handler)
+        try:
+            drip("body")(handler)
+        finally:
+            ended.set()
+
+    server = serve(reply)
+    engine = endpoint.OpenAIEngine(server.url, "m", workers=1, retries=0)
+    request = ChatRequest("1", [], [], [], [], 16, 0.0, 0, [{"role": "user", "content": "?"}])
+    engine.submit(request)
+    while not server.seen:
+        assert engine.poll() == []
+    engine.abort("1")
+    assert ended.wait(20)
+    engine.submit(request)
+    found = []
+    while not found:
+        found = engine.poll()
+    assert [done.text for done in found] == ["<answer>A</answer>"]
+    assert set(engine.busy.values()) == {0} and not engine.calls
+    engine.abort("1")  # too late: nothing is left to end
+    engine.close()
+
+

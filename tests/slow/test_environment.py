@@ -1,0 +1,95 @@
+"""
+Tests of the Makefile and of the lock files: python -m pytest tests/slow/test_environment.py -q
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+FILES = ("requirements.txt", "requirements-cpu.txt", "requirements-dev.txt")
+
+STUB = """#!/bin/sh
+case "$0 $*" in
+  *"-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/pip; cp "$0" .venv/bin/uv;;
+  *"{fails}"*) echo "{says}" >&2; exit 1;;
+esac
+echo "$(basename $0) $*"
+"""
+
+
+def make(folder, *args, fails="nothing", says="", programs=()):
+    """`make` in a folder whose Python and installers only print how they are called; those fail
+    whose call holds `fails`."""
+    path = folder / "path"
+    path.mkdir(exist_ok=True)
+    for name in ("python3", *programs):
+        (path / name).write_text(STUB.format(fails=fails, says=says))
+        (path / name).chmod(0o755)
+    for name in ("Makefile", *FILES):
+        shutil.copy2(os.path.join(ROOT, name), folder)
+    shutil.copytree(os.path.join(ROOT, "locks"), folder / "locks", dirs_exist_ok=True)
+    env = {"PATH": f"{path}:{os.environ['PATH']}", "HOME": str(folder)}
+    return subprocess.run(["make", *args], cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("args, programs, wanted", [
+    ((), (), "requirements-cpu"), ((), ("nvidia-smi",), "requirements"),
+    (("GPU=1",), (), "requirements"), (("GPU=0",), ("nvidia-smi",), "requirements-cpu")])
+def test_the_environment_is_that_of_the_machine_or_the_one_asked_for(tmp_path, args, programs,
+                                                                     wanted):
+    if os.path.exists("/dev/nvidia0"):
+        pytest.skip("this machine has a GPU")
+    done = make(tmp_path, "venv", *args, programs=programs)
+    assert done.returncode == 0, done.stderr
+    assert f"-r {wanted}.txt -c locks/{wanted}.txt" in done.stdout
+    assert "requirements-dev" not in done.stdout
+    # the CUDA build is in the lock file, the CPU build comes first
+    assert ("torch==2.13.0+cpu" in done.stdout) == (wanted == "requirements-cpu")
+    # the environment stays unless the other one is asked for
+    assert "Nothing to be done" in make(tmp_path, "venv", *args).stdout
+    other = make(tmp_path, "venv", "GPU=0" if wanted == "requirements" else "GPU=1")
+    assert "--clear" in other.stdout
+
+
+def locked(name):
+    """A lock file -> {package: version}."""
+    with open(os.path.join(ROOT, "locks", name), encoding="utf-8") as lock:
+        return dict(re.findall(r"^([\w.-]+)==(\S+) .*\\$", lock.read(), re.M))
+
+
+@pytest.mark.parametrize("name", [name.removesuffix(".txt") for name in FILES])
+def test_a_lock_file_fits_its_requirements(tmp_path, name):
+    """By uv, which reads metadata and downloads no package."""
+    uv = os.path.join(ROOT, ".venv", "bin", "uv")
+    if not os.path.exists(uv):
+        pytest.skip("uv is not installed")
+    # the indexes of pip's configuration, as the Makefile hands them over
+    show = ["make", "-s", "--no-print-directory", "--eval=show:;@echo $(INDEXES)", "show"]
+    indexes = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(
+        [uv, "pip", "compile", f"{name}.txt", "-c", f"locks/{name}.txt", "-q", "--no-header",
+         "--no-annotate", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28",
+         "--index-strategy", "unsafe-best-match", *indexes.split()], cwd=ROOT, capture_output=True,
+        text=True)
+    if re.search("error sending request|dns error|no version of torch==2.13.0\\+cpu", done.stderr):
+        pytest.skip("no index of packages")
+    assert done.returncode == 0, done.stderr
+    # every package of the solution has its line; the CPU build of torch is installed before
+    solved = dict(line.split()[0].split("==") for line in done.stdout.splitlines())
+    if solved.get("torch") == "2.13.0+cpu":
+        del solved["torch"]
+    assert solved.items() <= locked(f"{name}.txt").items()
+
+
+@pytest.mark.parametrize("script", [
+    "sft.py", "grpo.py", "rollout.py", "eval.py", "toy.py", "tools/pick.py", "tools/view.py",
+    "tools/replay.py", "tools/ask.py", "tools/plan.py"])
+def test_every_script_finds_its_files_with_a_safe_path(script, tmp_path):
+    """Some sites set PYTHONSAFEPATH=1: Python then leaves the folder of the script out."""
+    done = subprocess.run([sys.executable, os.path.join(ROOT, script), "--help"], cwd=tmp_path,
+                          env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "usage: " in done.stdout, done.stderr[-500:]

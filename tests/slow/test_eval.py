@@ -1,0 +1,252 @@
+"""
+More tests of eval.py: the deal of videos to ranks, corners of its table:
+python -m pytest tests/slow/test_eval.py -q
+"""
+import json
+import sys
+
+import pytest
+from conftest import ROOT, Overheard, run_script
+from scripted import Server
+from test_eval import (  # noqa: F401
+    CALL,
+    ROWS,
+    SAID,
+    Scripted,
+    answer,
+    record,
+    records,
+    row,
+    task_of,
+    videomme,
+    world,
+)
+
+import eval as evaluation
+import rollout
+from evaluation import costs, scores
+
+
+def dealt(rows, parts, root="", **more):
+    """-> the task ids of each part."""
+    shares = costs.deal([(str(root), r) for r in rows], parts, **more)
+    return [[rows[i]["id"] for i in share] for share in shares]
+
+
+# ------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def test_intervals_are_of_videos_drawn_with_replacement():
+    """40 of 80 right: 0.5 with a standard error of sqrt(.25 / 80) = .056. When the 80 are 8 videos
+    that are right or wrong as a whole, the error is that of 8 coins: sqrt(.25 / 8) = .177."""
+    alone = [record(i, i % 2) for i in range(80)]
+    value, draws = scores.resampled(alone, None)
+    low, high = scores.interval(draws)
+    assert value == 0.5 and len(draws) == 2000
+    assert high - low == pytest.approx(2 * 1.96 * 0.0559, rel=0.12)
+    value, draws = scores.resampled([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
+                                        None)
+    low, high = scores.interval(draws)
+    assert value == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)
+
+
+def test_headlines_of_the_benchmarks():
+    """MLVU: the mean of its tasks' means. MMVU: multiple choice alone, open answers beside it.
+    Charades-STA: IoU and its thresholds."""
+    def full(name, score, **task):
+        return {**record(name, score, **task), "status": "ok", "reward": {"fmt": 1.0}, "calls": [],
+                "extracted": "x", "finish": ["stop"], "timing": {}}
+
+    mlvu = [full(i, float(i == 0), tags={"task": "ego" if i < 2 else "count"}) for i in range(6)]
+    got = scores.summarise(mlvu, "mlvu")
+    assert (got["metric"], got["headline"], got["acc"]) == ("M-Avg", 0.25, pytest.approx(1 / 6))
+    assert got["by"]["task"] == {"count": {"n": 4, "acc": 0.0}, "ego": {"n": 2, "acc": 0.5}}
+    mmvu = [full(i, float(i < 3), type="mcq" if i < 4 else "open") for i in range(8)]
+    got = scores.summarise(mmvu, "mmvu")
+    assert (got["headline"], got["acc"]) == (0.75, 0.375)
+    assert got["by_type"]["open"] == {"n": 4, "acc": 0.0} and "multiple choice" in got["metric"]
+    spans = [full(i, score, type="grounding") for i, score in enumerate((0.3, 0.5, 0.71, 0.0))]
+    got = scores.summarise(spans, "charades")
+    assert got["metric"] == "mIoU" and got["headline"] == pytest.approx(0.3775)
+    assert [got[f"R@{t}"] for t in (0.3, 0.5, 0.7)] == [0.75, 0.5, 0.25]
+
+
+# ------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+SLOW_RANK = """
+import os, sys, time
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import torch.distributed as dist
+import chat, eval as evaluation, launch, rollout, test_eval
+chat.load_codec({ckpt!r})  # slow imports are no part of the run
+deadlines, join = [], dist.init_process_group
+def init(*args, timeout=None, **more):
+    deadlines.append(timeout)
+    return join(*args, timeout=timeout, **more)
+dist.init_process_group = init
+def say(request):
+    time.sleep(1.5 if os.environ["RANK"] == "1" else 0)
+    return test_eval.answer("red")
+rollout.make_engine = lambda ckpt, codec, args, *more, **kw: test_eval.Scripted(codec, say)
+launch.run_main(evaluation.main)
+assert deadlines[0].days >= 1, deadlines
+"""
+
+
+def test_a_rank_that_is_done_waits_without_a_deadline(toy, tmp_path):
+    """Rank 1 needs 9 seconds, in steps of 1.5; rank 0 is done at once and --patience is 6."""
+    data = toy / "slow-rank.jsonl"
+    data.write_text("".join(json.dumps(row(f"q{i}", video=f"videos/eval-000{i % 2}.mp4")) + "\n"
+                            for i in range(12)))
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_RANK.format(root=ROOT, ckpt=str(toy / "init")))
+    done = run_script(script, "--preset", "toy", "--ckpt", toy / "init", "--data", data, "--frames",
+                      4, "--out", tmp_path / "out", "--patience", 6, "--live", 1, "--quiet",
+                      ranks=2, timeout=120)
+    data.unlink()
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = sorted((tmp_path / "out").glob("records.rank*.jsonl"))
+    assert [len(f.read_text().splitlines()) for f in files] == [6, 6]
+    videos = [{json.loads(line)["task"]["video"] for line in f.read_text().splitlines()}
+              for f in files]
+    assert [len(v) for v in videos] == [1, 1]  # each video was decoded on one rank
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["results"][0]["n"] == 12
+
+
+# ------------------------------------------------------------------------------------------------
+# Benchmarks, samples, shards, grading again
+
+
+def test_samples_give_a_mean_and_the_best_of_n(world):
+    """red is right in samples 0 and 2 of 3, blue never."""
+    done = world("--samples", 3, "--temperature", 1, rows=ROWS[:2],
+                 say=lambda r: answer("red" if r.id.split("/")[2] != "1" and task_of(r) == "red"
+                                      else "no"))
+    (result,) = done.results
+    assert result["n"] == 6 and result["acc"] == pytest.approx(2 / 6) and result["pass@n"] == 0.5
+    assert result["samples"] == 3
+    assert len({r.seed for r in done.engine.asked}) == 6 and "pass@n 0.500" in done.out
+    more = world("--samples", 4, "--temperature", 1, rows=ROWS[:2], say=lambda r: answer("no"))
+    assert len(more.engine.asked) == 8 and more.results[0]["n"] == 8  # a group is asked as a whole
+
+
+def test_the_judge_decides_open_answers_and_never_in_silence(world):
+    rows = [row("right"), row("same", answer="scarlet"), row("other", answer="blue"),
+            row("dead", answer="x"), row("vague", answer="y"),
+            row("letter", type="mcq", options=["cat", "dog"], answer="A"), row("silent")]
+    said = {"right": "red", "same": "bright red", "other": "green", "dead": "gone", "vague": "hmm",
+            "letter": "B", "silent": ""}
+    replies = {"bright red": "Yes.", "green": "no", "hmm": "perhaps", "gone": (400, "no", {})}
+
+    def judge(body):
+        asked = body["messages"][0]["content"]
+        return next(reply for key, reply in replies.items() if f"Given answer: {key}\n" in asked)
+
+    def say(request):
+        return f"x\n</think>\n<answer>{said[task_of(request)]}</answer>"
+
+    with Server(judge) as server:
+        flags = ("--judge-url", server.url, "--judge-model", "j")
+        plain = world(rows=rows, say=say)
+        assert plain.results[0]["acc"] == pytest.approx(1 / 7) and not server.asked
+        assert "judge" not in plain.results[0]
+        done = world(*flags, rows=rows, say=say)
+        assert done.engine is None  # nothing is sampled again: the judge is no setting of episodes
+        (result,) = done.results
+        assert result["acc"] == pytest.approx(2 / 7)
+        assert result["judge"] == {"asked": 4, "yes": 1, "failed": 2}
+        assert result["errors"] == {"judge_error": 2}
+        # not what the rule knows, not letters, not silence
+        asked = [body["messages"][0]["content"] for body in server.asked]
+        assert len(asked) == 4 and all("Question: Which?" in text for text in asked)
+        lines = (done.folder / "judge.jsonl").read_text().splitlines()
+        verdicts = {v["answer"]: v for v in map(json.loads, lines)}
+        assert {name: v["verdict"] for name, v in verdicts.items()} == {
+            "bright red": True, "green": False}
+        world(*flags, rows=rows, say=say)
+        assert len(server.asked) == 6  # only the two that failed are asked again
+        again = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"))
+        assert again.results[0]["acc"] == pytest.approx(2 / 7)
+        assert again.results[0]["judge"]["failed"] == 2 and len(server.asked) == 6
+        both = world("--compare", done.folder, done.folder, out=done.folder.parent / "both",
+                     drop=("--data", "--ckpt"))
+        assert both.code == 0 and " 0.286 [" in both.out  # the verdicts count there, too
+        refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"),
+                        allow=False)
+        assert refused.code == 2 and "judge_error" in refused.err
+
+
+def test_a_headline_of_silence_is_refused(world):
+    """A server may move all text out of the content; zeros would look like a bad model. Our own
+    engine hides nothing, so its empty answers are wrong ones."""
+    def say(request):
+        return "\n" if task_of(request) != "blue" or silent else answer("blue")
+
+    def served(done):  # as if an endpoint had answered
+        kept = json.loads((done.folder / "args.json").read_text())
+        (done.folder / "args.json").write_text(json.dumps({**kept, "engine": "openai"}))
+        return world("--rescore", done.folder, drop=("--data", "--ckpt"), allow=False,
+                     out=done.folder)
+
+    silent = True
+    ours = world(rows=ROWS[:2], say=say, allow=False)
+    assert ours.code == 0 and ours.results[0]["headline"] == 0.0
+    none = served(ours)
+    assert none.code == 2 and none.results[0]["headline"] is None
+    assert "none of 2 answers holds any text" in none.err and "--reasoning-parser" in none.err
+    again = world("--rescore", none.folder, drop=("--data", "--ckpt"))  # --allow-errors
+    assert again.results[0]["headline"] == 0.0
+    silent = False
+    one = served(world("--seed", 1, rows=ROWS[:2], say=say, out=none.folder.parent / "one"))
+    assert one.code == 0 and one.results[0]["headline"] == 0.5 and one.results[0]["silent"] == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, monkeypatch):
+    """The paper's set: an overview and the windows of two turns in ONE context, 8 + 4 x 8 images.
+    An engine made for the larger of both would refuse them."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    real, made = rollout.make_engine, []
+    both = CALL + CALL.replace("8}", "16}").replace("0,", "8,")
+
+    def make_engine(*args, **more):
+        made.append(Overheard(real(*args, **more), lambda sample, turn: f"hm</think>{both}"
+                              if turn < 2 else "red"))
+        return made[0]
+
+    monkeypatch.setattr(rollout, "make_engine", make_engine)
+    out = tmp_path / "out"
+    given = ["--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--out", out, "--limit", 1,
+             "--set", "crop_reply=frames", "sub_frames=8", "--frames", 8, "--max-turns", 2,
+             "--max-parallel", 2, "--max-pixels", 4096, "--context", 2048, "--max-new-tokens", 8,
+             "--max-seqs", 2, "--quiet"]
+    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, given)])
+    evaluation.main()
+    (kept,) = records(out)
+    assert (kept["status"], kept["error"], len(kept["turns"])) == ("ok", None, 3)
+    assert [c["status"] for c in kept["calls"]] == ["ok"] * 4
+    assert kept["cost"]["frames"] == 8 + 4 * 8 and kept["cost"]["sub_prompt_tokens"] == 0
+
+
+def test_the_questions_of_a_video_go_to_one_rank():
+    """Video-MME has three a video, LVBench fifteen; round robin decoded each on every rank."""
+    rows = [row(f"{v}-{q}", video=f"{v}.mp4") for q in range(3) for v in "abcdefgh"]
+    shares = dealt(rows, 4)
+    assert [len(share) for share in shares] == [6] * 4
+    assert sorted(sum(shares, [])) == sorted(r["id"] for r in rows)
+    homes = {}  # video -> ranks
+    for rank, share in enumerate(shares):
+        for name in share:
+            homes.setdefault(name[0], set()).add(rank)
+    assert all(len(ranks) == 1 for ranks in homes.values())
+    assert dealt(rows, 4) == shares
+    # Six videos more with one question each: most work first, and nobody has more than 8.
+    more = rows + [row(f"{v}-0", video=f"{v}.mp4") for v in "ijklmn"]
+    assert [len(share) for share in dealt(more, 4)] == [8, 8, 7, 7]
+    assert dealt(more, 4)[0][0] == "a-0" and dealt([], 2) == [[], []]

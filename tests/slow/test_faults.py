@@ -1,0 +1,355 @@
+"""
+Tests of faults while running, on two ranks: python -m pytest tests/test_faults.py -q
+
+A rank that dies, hangs, raises or cannot write: every run ends within a deadline, with one reason
+and a checkpoint that loads. Under torchrun if torchrun has to act; else the ranks are
+started by preloaded.py, which saves their imports.
+"""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from conftest import ROOT, run_script
+
+from plumbing import runs
+
+HEAD = """
+    import os, signal, sys, time
+    sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+    import torch
+    import model, launch, reference, rewards, rollout, sft, grpo, video
+    from plumbing import checkpoint, runs
+    rollout.make_engine = reference.make_engine
+    rank = int(os.environ.get("RANK", 0))
+"""
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
+        "--temperature", 1.0, "--frames", 4, "--show-every", 0)
+
+
+@pytest.fixture
+def command(toy, tmp_path):
+    """command("sft" | "grpo", fault, *flags) -> script and flags of a run; `fault`: Python that is
+    run before its main()."""
+    def command(script, fault, *flags):
+        path = tmp_path / f"{script}_faulty.py"
+        main = f"\nif __name__ == '__main__':\n    launch.run_main({script}.main)\n"
+        path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + main)
+        common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
+                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4,
+                          "--optimizer", "adamw")}[script]
+        return [path, "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy,
+                "--out", tmp_path / "out", "--save-every", 1, "--replicas", 1, *common, *flags]
+
+    return command
+
+
+@pytest.fixture
+def run(command):
+    """run(..) as command(..) -> what its two ranks left; none of them had to be killed."""
+    def run(*given):
+        done = run_script(*command(*given), ranks=2, timeout=120)
+        assert not done.killed, done.stderr[-3000:]
+        return done
+
+    return run
+
+
+def steps_of(out):
+    return [row["step"] for row in map(json.loads, (out / "log.jsonl").read_text().splitlines())
+            if "grad_norm" in row]
+
+
+def goes_on(toy, tmp_path, steps, optimizer="adamw"):
+    """The same command on one rank goes on from the newest whole checkpoint."""
+    done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                      toy / "sft.jsonl", "--video-root", toy, "--batch-size", 4, "--save-every", 1,
+                      "--optimizer", optimizer, "--steps", steps, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert steps_of(tmp_path / "out") == list(range(1, steps + 1))
+
+
+AT_STEP = """
+    def saved(step):
+        out = sys.argv[sys.argv.index("--out") + 1]
+        while not (runs.newest_checkpoint(out) or "").endswith(f"step_{{step:06d}}"):
+            time.sleep(0.1)
+
+    real, calls = sft.backward, []
+    def backward(*given):
+        calls.append(1)
+        if len(calls) == {step} and rank == {rank}:
+            {what}
+        return real(*given)
+    sft.backward = backward
+"""
+
+
+def test_a_rank_that_raises_ends_the_run_with_its_traceback(run):
+    """Rank 1 fails in its engine while rank 0 has finished its rollouts and waits."""
+    fault = """
+        if rank == 1:
+            def poll(self):
+                raise RuntimeError("the engine is on fire")
+            reference.ReferenceEngine.poll = poll
+    """
+    done = run("grpo", fault, "--steps", 2)
+    assert done.returncode != 0
+    assert "RuntimeError: the engine is on fire" in done.stderr and "in poll" in done.stderr
+
+
+def test_an_error_of_one_rank_alone_is_one_line_and_the_other_rank_adds_one(run):
+    """No traceback of the collective in which rank 0 waited hides the reason."""
+    fault = AT_STEP.format(step=2, rank=1, what='raise video.VideoError("a.mp4", "is gone")')
+    done = run("sft", fault, "--steps", 3)
+    said = [line for line in done.stderr.splitlines() if line.startswith("sft_faulty.py:")]
+    assert said[0] == "sft_faulty.py: rank 1: a.mp4: is gone"
+    assert len(said) == 2 and "rank 0: another rank has ended" in said[1], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# Neither ends at a signal, which torchrun sends when rank 0 leaves: here always first.
+@pytest.mark.parametrize("hang", ["time.sleep(999)", "max(iter(int, 1))"],
+                         ids=["waiting", "holding the interpreter"])
+def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
+    less_patience = """
+        real_beat = launch.beat
+        # loading may take its time
+        launch.beat = lambda patience: real_beat(4.5 + 0.5 * rank if calls else 60.0)
+    """
+    fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=f"saved(1); {hang}"))
+    fault += textwrap.dedent(less_patience)
+    done = run("sft", fault, "--steps", 4, "--patience", 60)
+    assert done.returncode != 0 and "step 0001/0004" in done.stdout
+    assert "Timeout" in done.stderr  # faulthandler's
+    assert re.search(r'sft_faulty.py", line \d+ in backward', done.stderr)  # where rank 1 hung
+    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
+
+
+def test_ranks_end_together_if_the_disk_of_one_has_gone(run, tmp_path):
+    """The other one still reads, so its tokens are in the log, but no such step counts."""
+    fault = """
+        real = sft.batch_packs
+
+        def batch_packs(chats, step, *more):
+            def gone(spec):
+                raise video.VideoError(spec["video"], "is gone")
+
+            if rank == 1 and step:
+                chats.frames, chats.witness = gone, "gone.mp4"
+            return real(chats, step, *more)
+
+        sft.batch_packs = batch_packs
+    """
+    done = run("sft", fault, "--steps", 8)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "step 4: no video could be read for 3 steps; is the disk there?" in done.stderr
+    rows = list(map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines()))
+    assert [row["bad_steps"] for row in rows] == [0, 1, 2]
+    assert all(row["trained_tokens"] for row in rows)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(
+        run, toy, tmp_path, rank):
+    """Files of one rank may not grow beyond 100 kB any more, as if the disk were full: the weights
+    (rank 0) or a shard (rank 1) do not fit."""
+    fault = AT_STEP.format(step=3, rank=rank, what="saved(2); import resource; "
+                           "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))")
+    done = run("sft", fault, "--steps", 6)
+    err = done.stderr
+    assert done.returncode != 0
+    said = [line for line in err.splitlines() if "could not be written" in line
+            and line.startswith("sft_faulty.py:")]
+    assert len(said) == 1 and "step_000003" in said[0], err[-3000:]
+    assert "the newest whole one is" in said[0] and "step_000002" in said[0], err[-3000:]
+    # nothing half-written is left
+    left = sorted(n for n in os.listdir(tmp_path / "out") if "step" in n)
+    assert left == ["step_000001", "step_000002"]
+    goes_on(toy, tmp_path, 4)
+
+
+@pytest.fixture
+def torchrun(command, tmp_path):
+    """launch(..) as command(..) -> torchrun with its two ranks, running."""
+    running = []
+
+    def torchrun(*given):
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                 2, *command(*given)]
+        running.append(subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True, cwd=ROOT))
+        return running[-1]
+
+    yield torchrun
+    # a test that failed leaves no process; torchrun's ranks have sessions of their own
+    for process in running:
+        process.kill()
+        subprocess.run(["pkill", "-9", "-f", str(tmp_path / "out")])
+
+
+def finish(process, timeout=120):
+    """-> (exit code, stdout, stderr without the launcher's own report)."""
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def alive(tmp_path):
+    """Command lines of this run's processes that still live, half a second for the last to go."""
+    time.sleep(0.5)
+    found = subprocess.run(["ps", "-e", "-o", "stat=,args="], capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if str(tmp_path / "out") in line
+            and not line.startswith("Z")]
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(torchrun, toy, tmp_path):
+    fault = AT_STEP.format(step=3, rank=1, what="saved(2); os.kill(os.getpid(), signal.SIGKILL)")
+    code, out, err = finish(torchrun("sft", fault, "--steps", 4))
+    assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(tmp_path)
+    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
+    goes_on(toy, tmp_path, 4)
+
+
+def test_a_scheduler_that_warns_the_launcher_loses_no_step(torchrun, toy, tmp_path):
+    """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
+    fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "
+                           "+ '/third', 'w').close(); time.sleep(1)")
+    process = torchrun("sft", fault, "--steps", 4, "--optimizer", "muon")
+    until = time.monotonic() + 60
+    while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, out, err = finish(process)
+    assert "stopped after step 3 of 4; the same command goes on" in out, err[-2000:]
+    assert not alive(tmp_path), err[-2000:]
+    assert steps_of(tmp_path / "out") == [1, 2, 3]
+    goes_on(toy, tmp_path, 4, "muon")
+
+
+# ------------------------------------------------------------------------------------------------
+# Two nodes
+
+
+VARIED = """
+# Rewards that differ between rollouts, so that there is something to learn: a random base earns 0.
+import runpy, sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import rewards
+real = rewards.score
+def score(turns, *given, **named):
+    return {{**real(turns, *given, **named), "paid_fmt": sum(map(ord, "".join(turns))) % 7 / 7}}
+rewards.score = score
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
+    """Two launchers that find each other, as docs/recipe.md has it: a rank and a whole copy of the
+    model in shards on each node. The engine, whole in each process, is the reference."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = f"localhost:{free.getsockname()[1]}"
+    (tmp_path / "varied.py").write_text(VARIED.format(root=ROOT))
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1,
+             "--rdzv_backend", "c10d", "--rdzv_endpoint", place, tmp_path / "varied.py",
+             os.path.join(ROOT, "tests", "reference.py"), os.path.join(ROOT, "grpo.py"),
+             "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out",
+             tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--replicas", 2]
+    nodes = [subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, cwd=ROOT) for _ in range(2)]
+    ended = [finish(node) for node in nodes]
+    assert [code for code, *_ in ended] == [0, 0], ended[0][2][-2000:] + ended[1][2][-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in rows] == [1, 2, 3]
+    assert all(m["groups"] == 2 and m["skipped_update"] == 0 for m in rows)
+    assert all(m["gap_max"] < 1e-3 for m in rows)
+    assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6
+    assert runs.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
+
+
+STUCK = """
+    import eval
+    from threading import Event
+    from types import SimpleNamespace
+    from engine import VllmEngine
+
+    class Stuck(reference.ReferenceEngine):
+        gpu, sleeping, hang = True, False, Event().wait
+        engine = SimpleNamespace(engine_core=SimpleNamespace(
+            shutdown=hang, engine_core=SimpleNamespace(
+                model_executor=SimpleNamespace(shutdown=hang))))
+
+        def close(self):
+            VllmEngine.close(self, patience=0.5)
+
+    rollout.make_engine = lambda ckpt, codec, *_, **__: Stuck(ckpt, codec)
+"""
+
+
+@pytest.mark.parametrize("script", ["grpo", "eval"])
+def test_a_run_on_gpus_ends_although_vllm_never_does(command, toy, tmp_path, script):
+    """No shutdown of this engine returns: the run is whole, and its exit code is 0."""
+    if script == "grpo":
+        given = command("grpo", STUCK, "--steps", 1)
+    else:
+        path, *_ = command("sft", STUCK)
+        path.write_text(path.read_text().replace("sft.main", "eval.main"))
+        given = [path, "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "eval.jsonl",
+                 "--out", tmp_path / "out", "--frames", 4, "--max-new-tokens", 6, "--quiet"]
+    done = run_script(*given, ranks=2, timeout=120)
+    assert done.returncode == 0 and not done.killed, done.stderr[-3000:]
+    out = tmp_path / "out"
+    if script == "grpo":
+        assert "step 0001/0001" in done.stdout and runs.undamaged_checkpoint(out)[0]
+        assert len((out / "log.jsonl").read_text().splitlines()) == 1
+    else:
+        assert "headline" in done.stdout
+        assert json.loads((out / "summary.json").read_text())["results"][0]["n"] == 4
+    assert not list(out.glob("*lock"))
+
+
+def test_batches_that_teach_nothing_and_gradients_that_are_none_are_counted(run, tmp_path):
+    """Step 1: rank 1 cannot read a video. Step 2: nobody can. Step 3: all rewards are equal on both
+    ranks. Step 4: rank 1's gradient is not finite."""
+    fault = """
+        import dataclasses, random
+        real_run, real_score, step = rollout.run, rewards.score, [0]
+        real_clip = torch.nn.utils.clip_grad_norm_
+
+        def run(sampler, *given, **named):
+            step[0] += 1
+            if step[0] == 2 or (step[0] == 1 and rank == 1):
+                class Broken(rollout.Source):
+                    def load(self, spec):
+                        raise video.VideoError(spec["video"], "is broken")
+                broken = Broken(sampler.source.root, sampler.source.cache)
+                sampler = dataclasses.replace(sampler, source=broken)
+            return real_run(sampler, *given, **named)
+
+        def score(turns, *given, **named):
+            fmt = 0.5 if step[0] == 3 else random.Random(turns[0] if turns else 0).random()
+            return {**real_score(turns, *given, **named), "paid_fmt": fmt}
+
+        def clip(parameters, limit):
+            parameters = list(parameters)
+            if step[0] == 4 and rank == 1:
+                next(p for p in parameters if p.grad is not None).grad.fill_(float("nan"))
+            return real_clip(parameters, limit)
+
+        rollout.run, rewards.score, torch.nn.utils.clip_grad_norm_ = run, score, clip
+    """
+    done = run("grpo", fault, "--steps", 5)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [r["not_ok"] for r in rows] == [3, 6, 0, 0, 0]
+    assert [r["skipped_update"] for r in rows] == [0, 1, 1, 0, 0]
+    assert [r["zero_variance"] for r in rows][2:4] == [2, 0]
+    assert [r["bad_updates"] for r in rows] == [0, 0, 0, 1, 0]
+    assert done.stdout.count("skipped task") == 3

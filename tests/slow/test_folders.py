@@ -1,0 +1,274 @@
+"""
+Tests of run folders: python -m pytest tests/test_folders.py -q
+
+Nothing is overwritten: the checkpoint that a run starts from, a folder that another run writes to,
+a checkpoint with damaged bytes, a filesystem that lacks links or locks.
+"""
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from conftest import ROOT, run_script
+from reference import make_engine
+
+import eval as evaluation
+import grpo
+import launch
+import rollout
+import sft
+from plumbing import runs
+from tools import view
+
+LIVE = ("--prompts", 2, "--group", 2, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
+        "--frames", 4, "--show-every", 0)
+
+
+def command(script, toy, ckpt, out, *flags):
+    """Words of a short run on the toy world."""
+    data = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
+            "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}[script]
+    return [f"{script}.py", "--preset", "toy", "--ckpt", ckpt, "--out", out, "--video-root", toy,
+            "--save-every", 1, "--steps", 1, *data, *flags]
+
+
+@pytest.fixture
+def refused(monkeypatch, toy):
+    """refused(script, ckpt, out, *flags) -> the line that main() ends with."""
+    def refused(script, *given):
+        monkeypatch.setattr(sys, "argv", list(map(str, command(script, toy, *given))))
+        with pytest.raises(launch.UserError) as error:
+            {"grpo": grpo, "sft": sft}[script].main()
+        return str(error.value)
+
+    return refused
+
+
+def begun(toy, out, **args):
+    """A run folder with a whole checkpoint in it, as a stage leaves it."""
+    folder = out / "step_000001"
+    shutil.copytree(toy / "init", folder)
+    sums = runs.checksums(str(folder), runs.files_in(folder))
+    runs.mark_complete(str(folder), {"step": 1, "args": args}, sums)
+    runs.symlink(str(out / "last"), str(folder))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------
+# The checkpoint that a run starts from
+
+
+@pytest.mark.parametrize("script, given, resume", [
+    ("grpo", "", ()), ("grpo", "last", ("--no-resume",)), ("sft", "", ()),
+    ("sft", "", ("--resume",)), ("sft", "", ("--no-resume",)), ("sft", "last", ("--no-resume",)),
+    ("sft", "step_000001", ("--resume",)), ("sft", "../alias", ("--no-resume",)),
+    ("sft", "../alias/last", ())], ids=str)
+def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
+        refused, toy, tmp_path, script, given, resume):
+    folder = begun(toy, tmp_path / "run", ckpt="elsewhere")
+    (tmp_path / "alias").symlink_to("run")
+    why = refused(script, os.path.join(tmp_path, "run", given), tmp_path / "run", *resume)
+    assert "--ckpt" in why and "lies in --out" in why and "another --out" in why
+    assert "--no-resume" not in why and "\n" not in why
+    assert runs.is_complete(str(folder))
+    left = set(os.listdir(folder.parent)) - {"rollouts", ".lock"}
+    assert left == {"last", "step_000001"}
+
+
+# ------------------------------------------------------------------------------------------------
+# A folder that another run writes to
+
+
+HOLDER = """
+import os, sys, time
+import launch
+launch.lock({out!r})
+if os.fork() == 0:  # as a decode worker or an engine is: it outlives the run
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """-> the process of a run that holds tmp_path/run; its forked child outlives it."""
+    (tmp_path / "run").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", HOLDER.format(out=str(tmp_path / "run"))],
+                               stdout=subprocess.PIPE, text=True, cwd=ROOT, process_group=0)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_second_run_in_one_folder_is_refused_and_told_who_is_there(holder, start, toy, tmp_path):
+    out, told = tmp_path / "run", f"pid {holder.pid} on {socket.gethostname()} since 20"
+    for script in (grpo, sft):
+        code, _, err = start(script, *command(script.__name__, toy, toy / "init", out)[1:])
+        assert code == 2 and told in err and err.count("\n") == 1, err
+    words = command("sft", toy, toy / "init", out)
+    done = run_script(*words, ranks=2, timeout=60)
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+    assert "step_000001" not in os.listdir(out)
+    holder.kill()
+    holder.wait()
+    done = run_script(*words, ranks=2)  # it works with two ranks, and the lock ends with the run
+    assert done.returncode == 0, done.stderr
+    launch.lock(str(out))
+    launch.unlock()
+
+
+def test_the_lock_ends_with_its_run_and_not_with_the_children(holder, tmp_path):
+    with pytest.raises(launch.UserError, match="another run writes there"):
+        launch.lock(str(tmp_path / "run"))
+    holder.kill()  # SIGKILL; the forked child still lives
+    holder.wait()
+    launch.lock(str(tmp_path / "run"))
+    launch.lock(str(tmp_path / "run"))  # a second main() of one process
+    again = [sys.executable, "-c", f"import launch; launch.lock({str(tmp_path / 'run')!r})"]
+    assert subprocess.run(again, cwd=ROOT, capture_output=True).returncode == 1
+    launch.unlock()
+    assert subprocess.run(again, cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("script, out, words", [
+    (grpo, "log.jsonl", "--data log.jsonl --out ."),
+    (grpo, "log.jsonl", "--data other.jsonl --val log.jsonl --out ."),
+    (sft, "log.jsonl", "--data log.jsonl --out ."),
+    (evaluation, "tasks.jsonl", "--data tasks.jsonl --out . --frames 2"),
+    (evaluation, "log.jsonl", "--data other.jsonl --out . --frames 2"),
+    (rollout, "config.json", "--data other.jsonl --out config.json"),
+    (rollout, "tasks.jsonl", "--data tasks.jsonl --out alias.jsonl"),
+    (view, "r.jsonl", "r.jsonl --out r.jsonl")])
+def test_no_script_replaces_a_file_that_it_reads(
+        start, toy, tmp_path, monkeypatch, script, out, words):
+    monkeypatch.setattr(rollout, "make_engine", make_engine)
+    for name in {out, "other.jsonl"}:
+        shutil.copy(toy / ("sft.jsonl" if script is sft else "eval.jsonl"), tmp_path / name)
+    (tmp_path / "alias.jsonl").symlink_to(tmp_path / "tasks.jsonl")
+    before = (tmp_path / out).read_bytes()
+    words = [word if word.startswith("-") or word == "2" else tmp_path / word
+             for word in words.split()]
+    common = ("--preset", "toy", "--ckpt", toy / "init", "--video-root", toy)
+    code, _, err = start(script, *words, *common * (script is not view))
+    assert code == 2 and err.count("\n") == 1, err
+    assert script is not rollout or out == "config.json" or "it is an input" in err
+    assert (tmp_path / out).read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------------
+# A checkpoint with damaged bytes
+
+
+def flip(path):
+    """Flips one bit in the middle of a file, whose size stays."""
+    with open(path, "r+b") as f:
+        f.seek(os.path.getsize(path) // 2)
+        byte = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte[0] ^ 1]))
+
+
+def resumed(out, ckpt="c"):
+    args = argparse.Namespace(ckpt=ckpt, steps=9)
+    return runs.resume_point(str(out), args, None)
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
+    """Every file of a checkpoint that two ranks have saved, the list of files itself included."""
+    words = command("sft", toy, toy / "init", tmp_path / "run", "--steps", 2, "--optimizer",
+                    "adamw", "--replicas", 1)
+    done = run_script(*words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    older, newer = (tmp_path / "run" / f"step_{n:06d}" for n in (1, 2))
+    listed = json.loads((newer / "state.json").read_text())
+    assert set(listed["crc32"]) == set(listed["files"]) and len(listed["files"]) > 8
+    for name, number in listed["crc32"].items():  # gzip's own sum is the oracle
+        packed = subprocess.run(["gzip", "-c"], input=(newer / name).read_bytes(),
+                                capture_output=True).stdout
+        assert int.from_bytes(packed[-8:-4], "little") == number, name
+    ckpt = listed["args"]["ckpt"]
+    assert resumed(tmp_path / "run", ckpt)[0] == str(newer) and not capsys.readouterr().out
+    for name in (*listed["files"], "state.json"):
+        whole = (newer / name).read_bytes()
+        flip(newer / name)
+        assert resumed(tmp_path / "run", ckpt)[0] == str(older), name
+        said = capsys.readouterr().out
+        assert name == "state.json" or (said.count("\n") == 1 and f"{newer}: {name}" in said)
+        (newer / name).write_bytes(whole)
+    flip(newer / "model.safetensors")
+    done = run_script(*words, ranks=2)
+    assert done.returncode == 0 and "done: 1 steps" in done.stdout, done.stderr
+    assert done.stdout.count("step_000002: model.safetensors") == 1
+    for folder in (older, newer):
+        flip(folder / "train_state" / ".metadata")
+    with pytest.raises(launch.UserError, match="nothing else here is"):
+        resumed(tmp_path / "run", ckpt)
+
+
+# ------------------------------------------------------------------------------------------------
+# A folder that another run writes to
+
+
+def test_runs_that_come_and_go_never_hold_a_folder_together(tmp_path):
+    """The file stays at the end of a run, and the next one locks the same file."""
+    script = f"""
+import os, launch
+launch.time.sleep = print
+turns = 0
+while turns < 60:
+    try:
+        launch.lock({str(tmp_path)!r})
+    except launch.UserError:
+        continue
+    # Fails if another run is inside.
+    inside = os.open({str(tmp_path / "inside")!r}, os.O_CREAT | os.O_EXCL)
+    os.close(inside)
+    os.remove({str(tmp_path / 'inside')!r})
+    launch.unlock()
+    turns += 1
+"""
+    running = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE,
+                                stdout=subprocess.DEVNULL, text=True) for _ in range(3)]
+    for process in running:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Filesystems that lack links, modes, or the fsync of a folder
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002, 0o077], ids=oct)
+def test_files_of_a_checkpoint_have_the_modes_of_the_umask(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        with runs.atomic_folder(str(tmp_path / "c")) as folder:
+            handle, _ = tempfile.mkstemp(dir=folder)  # 0600, as safetensors writes
+            os.close(handle)
+            os.mkdir(os.path.join(folder, "train_state"))
+            open(os.path.join(folder, "train_state", "x"), "w").close()
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "c", *(tmp_path / "c").rglob("*")):
+        wanted = (0o777 if path.is_dir() else 0o666) & ~mask
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+def test_rollouts_of_a_run_are_not_deleted_by_an_update_from_them(toy, tmp_path):
+    record = tmp_path / "run" / "rollouts" / "step_000000.rank0.jsonl"
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    with pytest.raises(launch.UserError, match="rank0.jsonl would be replaced, but it is an input"):
+        runs.claim_run(str(tmp_path / "run"), [str(record)])

@@ -1,0 +1,241 @@
+"""
+Everything that is read and is no flag changes between two starts of a stage:
+python -m pytest tests/slow/test_identity.py -q
+"""
+import copy
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scripted import ANSWER, Scripted, calls, play, play_one
+from test_identity import (  # noqa: F401
+    SAID,
+    SCRIPTS,
+    SRT,
+    ended,
+    films,
+    finished,
+    flags_of,
+    judge_flags,
+    newer,
+    replace_film,
+    rows_of,
+    server,
+    start,
+    task,
+    world,
+    write_rows,
+)
+
+import chat
+import grpo
+import launch
+import rollout
+import video
+from plumbing import checkpoint, runs
+from tools import pick
+
+
+def changed(path, value):
+    """path: keys and numbers down into a record."""
+    def change(row):
+        row = copy.deepcopy(row)
+        place = row
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value(place[path[-1]]) if callable(value) else value
+        return row
+    return change
+
+
+# ------------------------------------------------------------------------------------------------
+# Changed between two starts
+
+
+def adapters(world):
+    """The run behind --ckpt has saved adapters, whose base then becomes another model."""
+    step = shutil.copytree(world / "run" / "step_000001", world / "run" / "step_000003")
+    base = str(shutil.move(step, world / "base"))
+    codec = chat.load_codec(base)
+    launch.start_process_group()
+    policy = checkpoint.load_sharded(base, codec, torch.device("cpu"), lora=2)
+    checkpoint.save_checkpoint(policy, codec, str(step), {"step": 3})
+    runs.symlink(str(world / "run" / "last"), str(step))
+    weights = {k: w + 0.01 for k, w in load_file(base + "/model.safetensors").items()}
+    save_file(weights, base + "/model.safetensors", {"format": "pt"})
+
+
+def template(world):
+    path = world / "run" / "step_000001" / "chat_template.jinja"
+    path.write_text(path.read_text() + "\n{# edited #}")
+
+
+def lines(name, change):
+    def write(world):
+        (world / name).write_text("".join(change((world / name).read_text().splitlines(True))))
+    return write
+
+
+def film(world):
+    """Each film is replaced by another one."""
+    whole = (world / "videos" / "base-0000.mp4").read_bytes()
+    for path in (world / "videos").glob("*.mp4"):
+        path.write_bytes(whole)
+
+
+def text(name, content):
+    return lambda world: (world / name).write_text(content)
+
+
+def label(rows):
+    row = json.loads(rows[0])
+    if "answer" in row:
+        row["answer"] = "blue"
+    else:
+        row["messages"][-1]["content"] = "<answer>1</answer>"
+    return [json.dumps(row) + "\n", *rows[1:]]
+
+
+DATA = {"appended": lambda rows: [*rows, rows[0].replace('"id": "', '"id": "new-')],
+        "reordered": lambda rows: rows[::-1], "halved": lambda rows: rows[: len(rows) // 2],
+        "label": label}
+CHANGES = {  # (stage, change) -> (function of the world, exit code, words of the line)
+    **{(stage, f"data {name}"): (lines(f"{file}.jsonl", change), 2, f"{file}.jsonl")
+       for stage, file in (("sft", "sft"), ("grpo", "rl")) for name, change in DATA.items()},
+    **{(stage, "checkpoint behind --ckpt"): (newer, 2, "step_000002")
+       for stage in ("sft", "grpo")},
+    **{(stage, "its template"): (template, 2, "step_000001") for stage in ("sft", "grpo")},
+    **{(stage, "base of adapters"): (adapters, 2, "is not the checkpoint that these adapters")
+       for stage in ("sft", "grpo", "eval")},
+    ("sft", "held-out rows"): (lines("val.jsonl", label), 2, "--val"),
+    ("grpo", "held-out rows"): (lines("held.jsonl", label), 2, "--val"),
+    ("grpo", "subtitles"): (text("said.srt", SRT.replace("Red", "Blue")), 2, "subtitles"),
+    **{("rollout", name): (change, 2, words) for name, change, words in (
+        ("data", lines("rl.jsonl", label), "rl.jsonl"), ("template", template, "step_000001"),
+        ("checkpoint behind --ckpt", newer, "step_000002"),
+        ("subtitles", text("said.srt", SRT.replace("Red", "Blue")), "subtitles"))},
+    **{("eval", name): (change, 2, "other settings") for name, change in {
+        "data": lines("rl.jsonl", label), "checkpoint behind --ckpt": newer, "template": template,
+        "subtitles": text("said.srt", SRT.replace("Red", "Blue")),
+        "prompt file": text("prompt.txt", "Answer between <answer> and </answer>.")}.items()},
+    ("eval", "films"): (film, 0, "4 of 4 records are of films that have changed"),
+}
+
+
+@pytest.mark.parametrize("stage, name", CHANGES, ids=lambda value: value.replace(" ", "-"))
+def test_what_is_read_and_is_no_flag_may_not_change_in_silence(ended, start, stage, name):
+    world, flags = ended(stage)
+    change, wanted, words = CHANGES[stage, name]
+    change(world)
+    code, said = start(stage, *flags)
+    assert code == wanted and words in said, said
+    if wanted == 2 and stage in ("sft", "grpo") and "adapters" not in words:
+        code, said = start(stage, *flags, "--resume")
+        assert code == 0 and words in said, said
+
+
+# ------------------------------------------------------------------------------------------------
+# Ids
+
+
+@pytest.fixture(scope="module")
+def recorded(codec, toy):
+    """Rows of a rollout JSONL: two samples of one task, each with one call."""
+    engine = Scripted(codec, [calls((0, 8)), "I saw it.\n</think>\n<answer>0 red</answer>"])
+    source = rollout.Source(str(toy), video.FrameCache())
+    return [e.to_json() for e in play(engine, [task("a")], source, group=2)]
+
+
+@pytest.mark.parametrize("second, words", [
+    (lambda rows: rows, "a"), (lambda rows: rows[:1], "a"),
+    (lambda rows: [{**row, "task": {**row["task"], "answer": "8 blue"}, "group": "1/a"}
+                   for row in rows], "another task"),
+    (lambda rows: [{**rows[0], "sample": 5, "ids": [rows[0]["ids"][0] + 1, *rows[0]["ids"][1:]]}],
+     "prompt")], ids=["twice", "one twice", "another task", "another prompt"])
+def test_rollouts_that_do_not_belong_together_are_refused_by_id(
+        start, recorded, toy, tmp_path, second, words):
+    paths = [write_rows(tmp_path / "1.jsonl", recorded),
+             write_rows(tmp_path / "2.jsonl", second(recorded))]
+    for script, flags in (("pick", ["--best", tmp_path / "best.jsonl", *paths]),
+                          ("replay", ["--ckpt", toy / "init", "--rollouts", *paths])):
+        code, said = start(script, *flags)
+        assert code == 2
+        assert "task a" in said and words in said and "2.jsonl" in said
+
+
+# ------------------------------------------------------------------------------------------------
+# Records that no rollout.py wrote
+
+
+FAULTS = {
+    "mask shorter": changed(["mask"], lambda mask: mask[:-1]),
+    "mask moved": changed(["mask"], lambda mask: [*mask[1:], mask[0]]),
+    "logp is NaN": changed(["logps", -1], float("nan")),
+    "no spans": changed(["spans"], []),
+    "span beyond the end": changed(["spans", -1, 1], lambda end: end + 1),
+    "turns are numbers": changed(["turns"], [1, 2]),
+    "call without status": changed(["calls", 0], {"turn": 0}),
+    "sub without frames": changed(["calls", 0, "sub", "vision"], []),
+    "task of no type": changed(["task", "type"], "mc"),
+    "unknown status": changed(["status"], "fine"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_record_that_no_rollout_wrote_is_refused_with_the_field(recorded, fault):
+    row = FAULTS[fault](recorded[0])
+    line = json.dumps(row)
+    _, why = launch.read_row(line, pick.record_shape(), pick.record_fault)
+    assert why and "\n" not in why
+    assert launch.read_row(json.dumps(recorded[0]), (), pick.record_fault)[1] is None
+
+
+# ------------------------------------------------------------------------------------------------
+# Films
+
+
+def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, codec):
+    source = rollout.Source(str(films), video.FrameCache())
+
+    def main(request):
+        replace_film(films)
+        return calls((0, 8)) if len(engine.requests) == 1 else ANSWER
+
+    engine = Scripted(codec, main)
+    before = list(video.identity(str(films / "rl-0000.mp4")))
+    episode = play_one(engine, [task("a", video="rl-0000.mp4")], source)
+    (record,) = episode.calls
+    assert record["status"] == "video_error" and "changed" in record["summary"]
+    assert str(films) not in record["summary"] and not engine.subs()
+    assert episode.to_json()["film"] == episode.film == before
+    assert before != list(video.identity(str(films / "rl-0000.mp4")))
+
+
+# ------------------------------------------------------------------------------------------------
+# Damaged settings, and a film replaced within a group
+
+
+def test_a_film_replaced_within_a_group_makes_two_groups_with_frames_of_their_own(films, codec):
+    source, real = rollout.Source(str(films), video.FrameCache()), rollout.Source.load_overview
+
+    def load(spec, task):
+        shown = real(source, spec, task)
+        if not os.path.exists(films / "new"):
+            (films / "new").mkdir()
+            replace_film(films)
+        return shown
+
+    source.load_overview = load
+    one = task("a", video="rl-0000.mp4")
+    groups = grpo.group_by_prompt(play(Scripted(codec, ANSWER), [one], source, group=3, threads=1))
+    assert sorted(map(len, groups)) == [1, 2]
+    frames = grpo.frames_of(groups)
+    for group in groups:
+        grpo.group_tree([e for e in group if e.advantage.update(task=0.0, fmt=0.0) is None], "none")
+        (item,), (seen,) = group[0].context.items, group[0].context.frames
+        assert np.array_equal(frames[item.key].images, seen.images)
+    assert len({seen.images.tobytes() for seen in frames.values()}) == 2

@@ -1,0 +1,89 @@
+"""
+More of launch.py: ranks, GPUs, the allocator: python -m pytest tests/slow/test_launch.py -q
+"""
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+import launch
+
+# ------------------------------------------------------------------------------------------------
+# How a script begins and ends
+
+
+@pytest.mark.parametrize("sign", ["nvidia-smi", "cuda build"])
+def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch, capsys, sign):
+    """Nothing is trained on the CPU of a GPU machine by mistake; --cpu asks for that."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert launch.use_gpu() is False  # no sign of a GPU: the CPU is meant
+    if sign == "nvidia-smi":
+        (tmp_path / sign).write_text("#!/bin/sh")
+        (tmp_path / sign).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    else:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(SystemExit) as end:
+        launch.run_main(launch.start_process_group)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and "make venv GPU=1" in said
+    assert "not compiled with CUDA" in said  # torch's own reason
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert launch.use_gpu(cpu=True) is False and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("number, ends", [
+    (signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGHUP, False),
+    (signal.SIGINT, True)])
+def test_a_second_ctrl_c_ends_the_process_at_once(number, ends):
+    """torchrun passes a signal on to ranks that may have got it already. Ctrl-C twice is meant."""
+    script = (f"import launch, os\nasked = launch.stop_on_signal()\nos.kill(os.getpid(), {number})"
+              f"\nassert asked.is_set()\nos.kill(os.getpid(), {number})\nprint('lives')")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == -number * ends and ("lives" in done.stdout) == (not ends)
+
+
+@pytest.mark.parametrize("rank, saves", [({}, False), ({"RANK": "0"}, True)],
+                         ids=["alone", "torchrun"])
+def test_nohup_shields_a_process_alone_and_not_the_ranks_of_a_torchrun_that_ends(rank, saves):
+    """torchrun ends at SIGHUP also under nohup, and passes it on."""
+    script = ("import launch, os, signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+              "asked = launch.stop_on_signal()\nos.kill(os.getpid(), signal.SIGHUP)\n"
+              "print(asked.is_set())")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT,
+                          env={**os.environ, **rank})
+    assert done.stdout == f"{saves}\n", done.stderr
+
+
+TALKS = """
+import sys, time
+import launch
+def main():
+    for number in range({lines}):
+        print(number, flush=number % 100 == 0)
+        if number == {lines} // 2:
+            print("a warning", file=sys.stderr)
+            open({out!r} + "half", "w").close()
+            time.sleep({pause})
+    open({out!r}, "w").close()
+launch.run_main(main)
+"""
+
+
+def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
+    """As `| head` does it: EPIPE, also of what is still in a buffer at the end."""
+    out = tmp_path / "ended"
+    script = TALKS.format(out=str(out), lines=20_000, pause=0)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout.readline() == b"0\n"
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 0 and err == b"a warning\n" and out.exists()
+
+

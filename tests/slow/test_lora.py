@@ -1,0 +1,81 @@
+"""
+More of adapters: damaged ones, bases that move, ranks, vLLM:
+python -m pytest tests/slow/test_lora.py -q
+"""
+from unittest import mock
+
+import pytest
+import torch
+from conftest import run_script
+from test_lora import CPU, RANK, adapted, adapters, moved, pack_of, run, saved  # noqa: F401
+
+import launch
+import model
+from engine import Limits, VllmEngine
+from plumbing import checkpoint
+
+# ------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_a_stage_goes_on_with_the_adapters_it_is_given(saved, adapted, codec, toy, process_group,
+                                                       tmp_path):
+    """The same weights are trained on, and saved again on the same base: no chain."""
+    pack = pack_of(codec)
+    assert checkpoint.adapter_rank(str(saved), 0) == RANK == checkpoint.adapter_rank(
+        str(saved), RANK)
+    with pytest.raises(launch.UserError, match="holds adapters of rank 3"):
+        checkpoint.adapter_rank(str(saved), 2)
+    policy = checkpoint.load_sharded(str(saved), codec, CPU, lora=RANK)
+    with torch.no_grad():
+        assert torch.equal(policy(pack)[0], adapted(pack)[0])
+    for a, b in zip(model.trained_parameters(policy), model.trained_parameters(adapted)):
+        assert torch.equal(a, b)
+    second = tmp_path / "second"
+    checkpoint.save_checkpoint(policy, codec, str(second), {"step": 1})
+    assert checkpoint.base_of(str(second)) == str(toy / "init")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (second / name).read_bytes() == (saved / name).read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------
+# The scripts
+
+
+def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
+    for ranks in (1, 2):
+        done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
+                          toy / "sft.jsonl", "--lora", RANK, "--steps", 2, "--batch-size", 4,
+                          "--lr", 1e-2, "--out", tmp_path / f"ranks{ranks}", ranks=ranks)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (adapters(tmp_path / f"ranks{n}") for n in (1, 2))
+    assert max((one[n] - two[n]).abs().max() for n in one) < 1e-5
+    assert any(one[n].abs().max() > 1e-3 for n in one if ".lora_B." in n)
+
+
+def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_group):
+    """vLLM's own reader of adapters, on our base, against our forward."""
+    vllm = pytest.importorskip("vllm", reason="vllm is not installed")
+    from vllm.lora.request import LoRARequest
+
+    folder = tmp_path / "adapters"
+    checkpoint.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
+    ids = list(range(20, 60))
+    tree = model.Tree(model.Span(ids, [0] + [1] * (len(ids) - 1)))
+    with torch.no_grad():
+        ours = adapted(model.pack_trees(codec, [tree]))[0]
+    real = vllm.LLM
+    with mock.patch.object(vllm, "LLM", lambda *given, **named: real(
+            *given, **named, enable_lora=True, max_lora_rank=8)):
+        engine = VllmEngine(str(toy / "init"), codec, Limits(context=256, max_frames=4, max_seqs=2))
+    asked = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for adapter in (None, LoRARequest("ours", 1, str(folder))):
+        (out,) = engine.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False,
+                                     lora_request=adapter)
+        found.append(torch.tensor([entry[i].logprob for i, entry in
+                                   zip(ids[1:], out.prompt_logprobs[1:])]))
+    engine.close()
+    base, theirs = found
+    # vLLM computes the adapters' part in bf16; the adapters move log-probs by some nats.
+    assert (theirs - ours).abs().max() < 0.1 < (base - ours).abs().max() / 5

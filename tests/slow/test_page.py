@@ -1,0 +1,520 @@
+"""
+Tests of tools/view.py and its page.html: python -m pytest tests/slow/test_page.py -q
+`make test-page` installs the browser that half of them need.
+
+The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and
+hostile records; a headless Chromium opens it.
+
+  PYTHONPATH=. python tests/slow/test_page.py PAGE.html docs   pictures of a demo
+"""
+import base64
+import io
+import json
+import math
+import os
+import re
+import shutil
+import sys
+
+import pytest
+from conftest import ROOT, run_script
+
+sys.path.insert(0, ROOT)
+import launch
+from tools import view
+
+EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+        "\"'><svg onload=window.hacked=1>&lt;\u2028\x00")
+
+
+def start_browser(width=1280, height=900):
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run",
+                 "disable-background-networking", "disable-component-update", "disable-sync",
+                 "disable-dev-shm-usage", "hide-scrollbars", f"window-size={width},{height}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("no chromium and chromedriver: `make test-page` installs them")
+    driver = start_browser()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def visit(browser):
+    """visit(page, tab) opens it; at the end nothing may have been logged as an error."""
+    def visit(page, tab="curves"):
+        browser.get("about:blank")
+        browser.get(f"file://{page}#{tab}")
+        return browser
+
+    yield visit
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    assert not browser.execute_script("return window.hacked")
+
+
+@pytest.fixture(scope="module")
+def small_run(toy, tmp_path_factory):
+    """Folder with a run of grpo.py, of sft.py and an evaluation, all of two steps or tasks."""
+    out = tmp_path_factory.mktemp("runs")
+    start = ("--preset", "toy", "--ckpt", toy / "init")
+    agent = ("--max-new-tokens", 40, "--set", "sub_max_new_tokens=6")
+    sft = ("--data", toy / "sft.jsonl", "--steps", 3, "--batch-size", 4)
+    grpo = ("--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--group", 3,
+            "--show-every", 0, *agent)
+    evaluation = ("--data", toy / "eval.jsonl", "--frames", 4, "--tools", "on", "off",
+                  "--limit", 3, *agent)
+    for name, words in (("sft", sft), ("grpo", grpo), ("eval", evaluation)):
+        done = run_script(f"{name}.py", *start, *words, "--out", out / name, reference=True)
+        assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(small_run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    view.build([str(small_run)], None, str(path), 2000, 20.0, None, 6144)
+    return path
+
+
+def data_of(path):
+    """What a page embeds."""
+    element = r'<script id="data" type="application/json">(.*?)</script>'
+    return json.loads(re.search(element, path.read_text(), re.DOTALL)[1])
+
+
+TURNS = ("I look.\n</think>\n<tool_call>\n{\"name\": \"crop_video\"}\n</tool_call>",
+         "So.\n</think>\n<answer>red</answer>")
+
+
+def episode(task="t0", sample=0, step=0, turns=TURNS, **more):
+    """A record as rollout.py writes it, without ids."""
+    return {
+        "task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None,
+                 "answer": "red", "type": "open"},
+        "group": f"{step}/{task}", "sample": sample, "K": 4, "version": step, "status": "ok",
+        "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "think_open": True,
+        "turns": list(turns), "pieces": [[*turn, ""] for turn in turns],
+        "finish": ["stop"] * len(turns),
+        "calls": [{"turn": 0, "start": 8.0, "end": 16.0, "status": "ok", "summary": "a red square",
+                   "seconds": 0.1, "frames_seen": 8}],
+        "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8},
+        "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 64.0}, **more}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """made(records) -> page of a rollout JSONL that holds them."""
+    def made(records, **options):
+        lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+        (tmp_path / "r.jsonl").write_text("".join(line + "\n" for line in lines))
+        page = tmp_path / "page.html"
+        options = {"episodes": 2000, "max_mb": 20.0, "root": None, "pixels": 6144, **options}
+        view.build([str(tmp_path / "r.jsonl")], None, str(page), **options)
+        return page
+
+    return made
+
+
+# ------------------------------------------------------------------------------------------------
+# What is put on the page
+
+
+def test_a_run_an_evaluation_and_their_frames_are_on_the_page(page, small_run):
+    data = data_of(page)
+    names = [(s["name"], s["kind"]) for s in data["sources"]]
+    assert names == [("grpo", "run"), ("sft", "run"), ("eval", "eval")]
+    titles = {c["title"] for c in data["curves"]}
+    assert {"Reward", "f_tau", "kappa", "Closure of think", "Accuracy by K", "Entropy",
+            "Log-prob gap", "Gradient norm", "Phase times", "Loss"} <= titles
+    log = (small_run / "grpo" / "log.jsonl").read_text().splitlines()
+    reward = next(c for c in data["curves"] if c["title"] == "Reward")
+    drawn = [p[1] for p in reward["series"][0]["points"]]
+    assert drawn == pytest.approx([json.loads(line)["total"] for line in log])
+    assert len(data["episodes"]) == data["found"] == 3 * 6 + 6
+    from PIL import Image
+
+    first = data["episodes"][0]
+    assert len(first["times"]) == int(first["K"]) == 4 or len(first["times"]) > 4
+    jpegs = [base64.b64decode(data["pictures"][i]) for _, i in first["thumbs"]]
+    assert {Image.open(io.BytesIO(jpeg)).size for jpeg in jpegs} == {(32, 32)}
+    assert len(first["thumbs"]) == min(8, len(first["times"]))
+    assert first["evidence"] == []  # the tasks of this world have none
+    assert any(t["title"] == "eval" and len(t["rows"]) == 2 for t in data["tables"])
+    assert not data["troubles"]
+
+
+def test_who_wrote_what_and_its_credit(made):
+    (shown,) = data_of(made([episode()]))["episodes"]
+    first, second = shown["turns"]
+    assert first[0] == ["i", "<think>\n", None]
+    assert first[1] == ["s", "I look.\n", 0.5]  # A_task
+    assert first[2] == ["t", "</think>", 0.75]  # A_task + A_fmt
+    assert [p[0] for p in first][-2:] == ["e", "i"] and "a red square" in first[-1][1]
+    assert second[-1][0] == "e"
+    assert "".join(text for kind, text, _ in second if kind in "st") == episode()["turns"][1]
+    (plain,) = data_of(made([{**episode(), "advantage": {}}]))["episodes"]
+    assert all(credit is None for turn in plain["turns"] for _, _, credit in turn)
+
+
+def test_a_token_has_one_credit_whole(made):
+    """As grpo.py trains it: `>B` is a token of answer and tag, and carries no format credit."""
+    pieces = [["So.", "</think>", "<", "answer", ">B", "</", "answer", ">", ""]]
+    record = {**episode(turns=["".join(pieces[0])]), "pieces": pieces, "calls": []}
+    ((turn,),) = [e["turns"] for e in data_of(made([record]))["episodes"]]
+    assert [tuple(part) for part in turn[1:]] == [
+        ("s", "So.", 0.5), ("t", "</think><answer", 0.75), ("s", ">B", 0.5),
+        ("t", "</answer>", 0.75), ("e", "", 0.75)]
+
+
+def test_whole_groups_are_kept_when_there_are_too_many(made):
+    records = [episode(f"t{n % 5}", sample, n) for n in range(50) for sample in range(4)]
+    data = data_of(made(records, episodes=40))
+    groups = {}
+    for e in data["episodes"]:
+        groups.setdefault((e["step"], e["group"]), []).append(e["sample"])
+    assert len(data["episodes"]) == 40 and data["found"] == 200
+    assert all(sorted(group) == [0, 1, 2, 3] for group in groups.values())
+    assert max(step for step, _ in groups) > 40 and min(step for step, _ in groups) < 10
+
+
+def test_a_video_outside_its_folder_is_not_opened(made, toy, tmp_path):
+    (tmp_path / "root").mkdir()
+    record = episode()
+    record["task"]["video"] = str(toy / "videos" / "rl-0000.mp4")
+    data = data_of(made([record], root=str(tmp_path / "root")))
+    assert not data["pictures"] and "outside" in data["troubles"][0][0]
+
+
+DAMAGED = [
+    "{", "[]", "null", "{}", '{"task": 3}', '{"a":' * 3000 + "1" + "}" * 3000,
+    {**episode(), "turns": None}, {**episode(), "turns": 7}, {**episode(), "vision": [{}]},
+    {**episode(), "calls": [3]}, {**episode(), "calls": [{"turn": "x"}]},
+    {**episode(), "sample": "x"}, {**episode(), "sample": math.inf},
+    {**episode(), "task": {"id": "only"}}]
+
+
+def test_damaged_records_are_counted_and_the_others_shown(made):
+    odd = {**episode(sample=1), "reward": {"total": math.nan, "acc": math.inf, "fmt": 10**400}}
+    data = data_of(made([episode(), *DAMAGED, odd]))
+    assert [e["sample"] for e in data["episodes"]] == [0, 1]
+    assert data["episodes"][1]["reward"] == dict.fromkeys(("total", "acc", "fmt", "tool"))
+    counts = [count for why, count in data["troubles"] if "none.mp4" not in why]
+    assert sum(counts) == len(DAMAGED)
+
+
+@pytest.mark.parametrize("place, steps, why", [
+    (None, [1, 2, 3], None), (5, [2, 3], "the first is line 1"), (75, [1, 2], "cut off"),
+    (45, [1, 3], "the first is line 2")])
+def test_a_bad_byte_costs_its_line_alone_and_the_line_is_named(tmp_path, place, steps, why):
+    """A byte order mark costs none. place: of a byte of 0xFF in the text, None: no such byte."""
+    text = "".join(f'{{"step": {n}, "x": "é", "total": 0.5}}\n' for n in (1, 2, 3)).encode()[:-1]
+    at = len(text) if place is None else place
+    bad = b"" if place is None else b"\xff"
+    (tmp_path / "log.jsonl").write_bytes(b"\xef\xbb\xbf" + text[:at] + bad + text[at:])
+    view.build([str(tmp_path)], ["run"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
+    assert drawn_on(tmp_path / "page.html") == {"Reward": {"run": [[n, 0.5] for n in steps]}}
+    troubles = data_of(tmp_path / "page.html")["troubles"]
+    assert [count for _, count in troubles] == [1] * (why is not None)
+    assert not why or why in troubles[0][0] and "log.jsonl" in troubles[0][0]
+
+
+def page_of_log(folder, *rows, args=None, name="run", **more):
+    """Page of one run that logged these rows; a text stands in the log as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "log.jsonl").write_text("".join(line + "\n" for line in lines))
+    (folder / "args.json").write_text(json.dumps(args or {}))
+    view.build([str(folder)], [name], str(folder / "page.html"), 10, 20.0, None, 6144)
+    return folder / "page.html"
+
+
+def drawn_on(page):
+    """{title: {name of a line: its points}}"""
+    return {curve["title"]: {line["name"]: line["points"] for line in curve["series"]}
+            for curve in data_of(page)["curves"]}
+
+
+HELD_OUT = {"acc": 0.5, "acc_without_tools": 0.25,
+            "by_K": {"4": {"acc": 0.125}, "16": {"acc": 1.0}},
+            "by_type": {"open": {"acc": 0.75, "acc_without_tools": 0.5}}}
+
+
+def test_each_number_of_the_log_has_its_curve(tmp_path):
+    """A null is a missing point and no zero: nothing was ok in step 2."""
+    first = {"step": 1, "acc": 0.5, "cut_turns": 0.25, "not_ok": 0, "gap": 1e-6, "f_released": 0.4,
+             "by_K": {"16": {"acc": 0.5}, "4": {"acc": 0.25}},
+             "by_type": {"mcq": {"acc": 1.0, "n": 2, "chance": 0.25}, "a.b": {"acc": 0.0, "n": 1}}}
+    second = {**dict.fromkeys(first), "step": 2, "not_ok": 6, "by_K": {}, "by_type": {}}
+    third = {**first, "step": 3, "by_type": {"mcq": {"acc": None}}, "val": HELD_OUT}
+    held_out = {"step": 4, "val": {"not_ok": 1}}  # in a row of its own
+    drawn = drawn_on(page_of_log(tmp_path, first, second, third, held_out))
+    assert drawn["Turns cut off"] == {"run": [[1, 0.25], [3, 0.25]]}
+    assert drawn["Rollouts not ok"] == {"run": [[1, 0], [2, 6], [3, 0]], "run held out": [[4, 1]]}
+    assert drawn["Accuracy term"] == {"run": [[1, 0.5], [3, 0.5]]}
+    assert drawn["Log-prob gap"] == {"run mean": [[1, 1e-6], [3, 1e-6]]}
+    assert drawn["Accuracy by type"] == {
+        "run a.b": [[1, 0.0]], "run mcq": [[1, 1.0]], "run mcq by chance": [[1, 0.25]]}
+    assert list(drawn["Accuracy by K"]) == ["run K 4", "run K 16"]
+    assert drawn["Held-out accuracy"] == {"run with tools": [[3, 0.5]], "run without": [[3, 0.25]]}
+    assert drawn["Held-out accuracy by K"] == {"run K 4": [[3, 0.125]], "run K 16": [[3, 1.0]]}
+    assert drawn["Held-out accuracy by type"] == {
+        "run open": [[3, 0.75]], "run open without tools": [[3, 0.5]]}
+    assert not [title for title in drawn if "released" in title]
+
+
+def spent(k, tools, tokens, headline, **more):
+    return {"K": k, "tools": tools, "headline": headline, "tokens": tokens, **more}
+
+
+@pytest.mark.parametrize("flags, why", [
+    (["/no/such"], "no such file"), (["{tmp}"], "neither log.jsonl"),
+    (["{tmp}", "--names", "a", "b"], "--names"), (["{tmp}", "--max-mb", "0"], "--max-mb")])
+def test_bad_input_is_one_line(tmp_path, flags, why):
+    flags = [flag.format(tmp=tmp_path) for flag in flags]
+    done = run_script("tools/view.py", *flags, "--out", tmp_path / "page.html")
+    assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_command_line(small_run, tmp_path):
+    done = run_script("tools/view.py", small_run / "grpo", small_run / "eval", "--names", "a", "b",
+                      "--out", tmp_path / "page.html", "--episodes", 8, "--thumb-pixels", 2048)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"page.html: \d\.\d MiB, \d+ of 24 episodes, \d+ thumbnails", done.stdout)
+    assert {s["name"] for s in data_of(tmp_path / "page.html")["sources"]} == {"a", "b"}
+
+
+# ------------------------------------------------------------------------------------------------
+# In a browser
+
+
+def texts(browser, selector):
+    script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+    return browser.execute_script(script, selector)
+
+
+def press(browser, keys):
+    from selenium.webdriver.common.by import By
+
+    browser.find_element(By.TAG_NAME, "body").send_keys(keys)
+
+
+def choose(browser, name, value):
+    browser.execute_script("""
+        const field = document.getElementById("f-" + arguments[0]);
+        field.value = arguments[1];
+        field.dispatchEvent(new Event("input", {bubbles: true}));
+    """, name, value)
+
+
+def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page):
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+
+    browser = visit(page)
+    assert texts(browser, "#plots h3")[0].startswith("Reward")
+    assert len(texts(browser, "#plots svg")) > 15
+    plot = browser.find_element(By.CSS_SELECTOR, "#plots svg")
+    ActionChains(browser).move_to_element_with_offset(plot, 120, 0).perform()
+    tip = browser.find_element(By.CSS_SELECTOR, "#plots .tip")
+    log = data_of(page)["curves"][0]["series"][0]["points"]
+    assert tip.is_displayed() and "step 3" in tip.text and f"{log[-1][1]:.4g}" in tip.text
+    definition = browser.find_element(By.CSS_SELECTOR, "#plots .definition")
+    assert not definition.is_displayed()
+    browser.find_element(By.CSS_SELECTOR, "#plots h3 button").click()
+    assert definition.is_displayed() and "R_acc" in definition.text
+    line = "return document.querySelector('#plots svg path[stroke-width]').getAttribute('d')"
+    before = browser.execute_script(line)
+    browser.execute_script(
+        "const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
+    assert browser.execute_script(line) != before
+
+
+def test_filters_and_keys_move_through_the_episodes(visit, page):
+    browser, data = visit(page, "episodes"), data_of(page)
+    assert f"{len(data['episodes'])} episodes" in texts(browser, "#matching")[0]
+    assert len(texts(browser, ".row")) == len(data["episodes"])
+    choose(browser, "source", "2")
+    assert texts(browser, "#matching")[0].startswith("6 episodes")
+    choose(browser, "tools", "off")
+    assert texts(browser, "#matching")[0].startswith("3 episodes")
+    for name in ("source", "tools"):
+        choose(browser, name, "")
+    choose(browser, "step", "2")
+    assert texts(browser, "#matching")[0].startswith("6 episodes")
+    choose(browser, "step", "")
+    choose(browser, "text", data["episodes"][-1]["id"])
+    assert all(data["episodes"][-1]["id"] in row for row in texts(browser, ".row"))
+    choose(browser, "text", "")
+    choose(browser, "sort", "total -1")
+    rewards = [e["reward"]["total"] for e in data["episodes"]]
+    assert f"R {max(rewards):.2f}" in texts(browser, ".row")[0]
+    choose(browser, "sort", "")
+
+    def current():
+        return browser.execute_script("return +document.querySelector('.row.on').dataset.n")
+
+    browser.execute_script("document.activeElement.blur()")
+    start = current()
+    press(browser, "j")
+    press(browser, "j")
+    press(browser, "k")
+    assert current() == start + 1
+    press(browser, "w")
+    assert texts(browser, ".row.on")[0].startswith("✗") and current() != start + 1
+    press(browser, "3")
+    assert browser.execute_script("return !document.getElementById('tab-tables').hidden")
+
+
+def test_each_episode_has_a_link_that_opens_it(visit, browser, made):
+    """The same one after the page was made anew from more records."""
+    records = [episode(f"task {n}/é", s, n) for n in range(40) for s in range(2)]
+    page = made(records[20:])
+    links = [e["link"] for e in data_of(page)["episodes"]]
+    assert len(set(links)) == len(links) == 60
+    link = "r.jsonl/step31/task%2030/%C3%A9/K4/1"
+    assert link in links
+    visit(page, link)
+    for _ in range(2):
+        assert texts(browser, "#one h3")[0].startswith("task 30/é")
+        assert "step 31" in texts(browser, "#one h3")[0]
+        assert "sample 1" in texts(browser, "#one h3")[0]
+        assert len(texts(browser, ".row.on")) == 1  # in view, in the list
+        links = browser.execute_script(
+            "return [...document.querySelectorAll('#one h3 a, .row.on a')].map(a => a.hash)")
+        assert links.count("#" + link) == 3 and len(links) == 4  # its own, its row's, its group's
+        visit(made(records), link)
+    address = "return decodeURI(location.hash)"
+    assert browser.execute_script(address) == "#r.jsonl/step31/task 30/é/K4/1"
+    choose(browser, "text", "task 7/")
+    assert browser.execute_script(address) == "#r.jsonl/step8/task 7/é/K4/0"
+    browser.execute_script("location.hash = arguments[0]", link)  # which the filter hides
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert texts(browser, "#matching")[0].startswith("80 episodes")
+    assert "step 31" in texts(browser, "#one h3")[0]
+    press(browser, "k")
+    assert browser.execute_script(address) == "#r.jsonl/step31/task 30/é/K4/0"
+    browser.execute_script("document.querySelectorAll('.group .card a')[1].click()")
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    assert "sample 1" in texts(browser, "#one h3")[0]
+    press(browser, "j")
+    wanted = browser.execute_script("""
+        const link = document.querySelector(".row a");
+        link.click();
+        return link.hash;
+    """)
+    browser.execute_async_script("setTimeout(arguments[0], 50)")
+    opened = browser.execute_script(
+        "return [location.hash, document.querySelector('#one h3 a').hash]")
+    assert opened == [wanted, wanted] and wanted != "#" + link
+
+
+def test_an_episode_shows_its_frames_its_group_and_who_wrote_what(visit, page):
+    browser, data = visit(page, "episodes"), data_of(page)
+    first = data["episodes"][0]
+    loaded = browser.execute_script("""
+        const images = [...document.querySelectorAll("#one .frames img")];
+        return images.slice(0, 4).map(image => image.naturalWidth);
+    """)
+    assert loaded == [32] * min(4, len(first["thumbs"]))
+    assert len(texts(browser, "#one .time i")) == len(first["times"])
+    assert len(texts(browser, ".group .card")) == 3
+    assert texts(browser, "#one .turn .i")[0] == "<think>\n"
+    assert first["question"] in texts(browser, "#one p")[0]
+    browser.execute_script("document.querySelectorAll('.group .card')[2].click()")
+    assert "sample 2" in texts(browser, "#one h3")[0]
+
+
+def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
+    """Every text of a record tries to be markup; names of runs and of K too."""
+    evil = {**episode(EVIL, turns=(EVIL + "</think>" + EVIL, EVIL)),
+            **dict.fromkeys(("K", "status", "error", "group", "tools"), EVIL),
+            "finish": [EVIL, EVIL]}
+    evil["task"] = {**evil["task"], "options": [EVIL] * 30,
+                    **dict.fromkeys(("question", "answer", "type", "video"), EVIL)}
+    evil["calls"] = [
+        {"turn": 0, "start": 1e308, "end": -1e308, "status": EVIL, "summary": EVIL},
+        {"turn": 1, "start": None, "end": None, "status": EVIL, "summary": None}]
+    browser = visit(made([evil, {**evil, "sample": 1}, *DAMAGED, episode()]), "episodes")
+    press(browser, "j")  # it sorts after the good one
+    assert texts(browser, "#one .turn .s")[0].startswith("</script><script>")
+    assert len(texts(browser, ".row")) == 3
+    for key in "jjkw123t":
+        press(browser, key)
+    (tmp_path / "summary.json").write_text(json.dumps({
+        "rows": [{"name": EVIL, "bench": EVIL, "K": EVIL, "n": EVIL, "interval": []}],
+        "results": [{"bench": EVIL, EVIL: EVIL}, EVIL],
+        "costs": [spent(EVIL, EVIL, n, n, name=EVIL, bench=EVIL, cost=EVIL) for n in (1, 2)],
+        "differences": [{"name": EVIL, "minus": EVIL}]}))
+    (tmp_path / "log.jsonl").write_text(
+        json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
+    view.build([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
+    browser = visit(tmp_path / "evil.html", "tables")
+    assert EVIL[:20] in "".join(texts(browser, "td"))
+
+
+def test_thousands_of_episodes_make_few_nodes(visit, made):
+    records = [episode(f"task-{n}", s, n) for n in range(500) for s in range(4)]
+    browser = visit(made(records), "episodes")
+    assert texts(browser, "#matching")[0].startswith("2000 episodes")
+    browser.execute_script("document.getElementById('list').scrollTop = 28 * 1500")
+    browser.execute_async_script(
+        "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    rows = texts(browser, ".row")
+    assert len(rows) < 60 and any("task-375" in row for row in rows)
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(page, browser):
+    # Windows of this browser get no narrower than 500 pixels: a phone is emulated.
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        for tab in ("curves", "episodes", "tables"):
+            browser.get("about:blank")
+            browser.get(f"file://{page}#{tab}")
+            client, scroll = browser.execute_script("""
+                const root = document.documentElement;
+                return [root.clientWidth, root.scrollWidth];
+            """)
+            assert client == 390 and scroll <= client, tab
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def take_pictures(page, folder):
+    """The two pictures in docs/: curves in the light theme, an episode in the dark one."""
+    from PIL import Image
+
+    browser = start_browser(1200, 760)
+    for tab, dark in (("curves", False), ("episodes", True)):
+        browser.get("about:blank")
+        browser.get(f"file://{os.path.abspath(page)}#{tab}")
+        browser.execute_script("theme(arguments[0])", dark)
+        if tab == "episodes":  # the last correct rollout with two calls and some credit
+            for name, value in (("called", "1"), ("right", "1"), ("source", "0"), ("K", "8")):
+                choose(browser, name, value)
+            browser.execute_script("""
+                select(shown.findLastIndex(n => data.episodes[n].calls.length > 1
+                                           && data.episodes[n].advantage.task > 0))""")
+        picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+        # 128 colours keep the file small.
+        picture.quantize(128).save(os.path.join(folder, f"page-{tab}.png"), optimize=True)
+    browser.quit()
+
+
+if __name__ == "__main__":
+    launch.run_main(lambda: take_pictures(*sys.argv[1:]))

@@ -1,0 +1,517 @@
+"""
+Systems of the paper's table, each played by a script:
+python -m pytest tests/slow/test_protocols.py -q
+"""
+import json
+import os
+import random
+import sys
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import run_script
+from scripted import Server
+from test_protocols import (
+    CROP,
+    TASK,
+    crops,
+    play,  # noqa: F401
+    sage,
+    tool,
+)
+
+import chat
+import eval as evaluation
+import launch
+import rollout
+import video
+from engine import Completion
+from evaluation import endpoint, episodes, systems
+from plumbing import data
+
+SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None,
+        "answer": [8, 16], "type": "grounding"}
+
+
+def texts(message):
+    """All text of one message."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(p.get("text", "") for p in content)
+
+
+def kinds(message):
+    return [p["type"] for p in message["content"]]
+
+
+# ------------------------------------------------------------------------------------------------
+# All of them
+
+
+@pytest.mark.parametrize("file, text, wanted", [
+    ("time.py:PROMPT[r1]", "PROMPT = {'r1': 'Question: {}\\n{}'}", "does not hold 'What"),
+    ("t.txt", "Question: {question}", "does not hold"),  # no options
+    ("t.txt", "{question} {options} Answer {type_fix}.", "holds {type_fix}"),
+    ("t.txt", "{question} {options} Put it in \\boxed{answer}, as {\"a\": {}}.", None)])
+def test_a_publishers_text_without_the_question_is_refused(toy, tmp_path, file, text, wanted):
+    """Sent, it would get answers to no question, and a headline."""
+    (tmp_path / file.partition(":")[0]).write_text(text)
+    task = {"id": "q", "video": "videos/" + os.listdir(toy / "videos")[0], "type": "mcq",
+            "question": "What {place} is it?", "options": ["Fire", "Rain"], "answer": "B"}
+    (tmp_path / "d.jsonl").write_text(json.dumps(task) + "\n")
+    with Server("<answer>B</answer>") as server:
+        done = run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "m",
+                          "--data", tmp_path / "d.jsonl", "--video-root", toy, "--frames", 2,
+                          "--protocol", "rewatch-r1", "--prompt-file", tmp_path / file,
+                          "--out", tmp_path / "out")
+    if wanted:
+        assert done.returncode == 2 and wanted in done.stderr and not server.asked
+        assert done.stderr.count("\n") == 1
+    else:
+        assert done.returncode == 0 and "Rain" in json.dumps(server.asked), done.stderr
+
+
+# ------------------------------------------------------------------------------------------------
+# Two loops
+
+
+class Babble:
+    """Draws its answers from the names and seeds of its requests: calls of every kind, thoughts
+    that stay open, answers, failures."""
+
+    max_seqs = 8
+
+    def __init__(self, codec):
+        self.codec, self.waiting = codec, []
+
+    def submit(self, request):
+        self.waiting.append(request)
+
+    def poll(self):
+        done, self.waiting = self.waiting, []
+        return [self.complete(request) for request in done]
+
+    def complete(self, request):
+        draw = random.Random(f"{request.id} {request.seed} {len(request.expanded)}")
+        if draw.random() < 0.05:
+            return Completion(request.id, error="down")
+        if request.id.count("/") == 4:
+            text = draw.choice(["a red square", "", "<think>open", "so</think> blue"])
+        else:
+            text = draw.choice(["x</think>", "x", "y</think> z"])
+            for _ in range(draw.randrange(4)):
+                start = draw.randrange(70)
+                text += CROP % (start, start + draw.randrange(-1, 9))
+            text += draw.choice(["", "<answer>red</answer>"])
+        ids = [*chat.encode(self.codec, text), self.codec.eos][: request.max_tokens]
+        logps = [-draw.random() for _ in ids]
+        return Completion(request.id, ids, logps, chat.decode(self.codec, ids),
+                          ids[-1] == self.codec.eos)
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"max_turns": 1, "think_prefix": False}, {"tools": False},
+    {"context": 200, "max_new_tokens": 24},
+    {"max_parallel": 1, "dispatch": "sequential", "open_thought": "drop", "sub_question": False}])
+def test_both_loops_leave_the_same_records(more, toy, codec, source):
+    """48 episodes of each kind. ParaVT as it is trained, by training's own loop and as a protocol:
+    ids, masks, log-probs, calls, summaries, rewards and what went wrong."""
+    tasks = data.read_tasks(str(toy / "rl.jsonl"))
+    agent = rollout.Agent(**{"context": 1024, "max_new_tokens": 128, "sub_max_new_tokens": 24,
+                             "max_turns": 2, **more})
+
+    def records(sampler, **how):
+        found = []
+        for frames in (4, 8):
+            for episode in rollout.run(sampler, tasks, frames, 4, 3, **how):
+                row = {**episode.to_json(), "timing": sorted(episode.timing)}
+                row["calls"] = [{**call, "seconds": "seconds" in call} for call in row["calls"]]
+                found.append((row, episode.notes["opening"]))
+        return sorted(found, key=lambda pair: (pair[0]["K"], pair[0]["group"], pair[0]["sample"]))
+
+    sampler = rollout.Sampler(Babble(codec), codec, source, agent)
+    trained = records(sampler)
+    played = records(replace(sampler, open_context=episodes.open_chat),
+                     play=partial(episodes.play, protocol=episodes.Protocol()))
+    assert len(trained) == 48 and trained == played
+    found = set()  # all of it came up
+    for row, _ in trained:
+        found |= {row["status"], *row["finish"], *(call["status"] for call in row["calls"])}
+    if not more:
+        assert found >= {"ok", "engine_error", "error", "not_run", "stop"}
+    if "context" in more:
+        assert found >= {"context", "length"}
+
+
+def test_one_call_a_turn_cuts_a_turn_after_its_first_call(play, codec):
+    """--set dispatch=turns: the same policy as a sequential agent. Its second call is not seen; it
+    may ask again in its next turn."""
+    calls = ['<tool_call>{"name": "crop_video", "arguments": '
+             f'{{"start_time": {a}, "end_time": {a + 8}}}}}</tool_call>' for a in (8, 32)]
+    script = ["two</think>" + "\n".join(calls), "more</think>" + calls[1] + " and prose",
+              "ok</think><answer>red</answer>"]
+    e, _, _ = play("--frames 4 --set dispatch=turns", *script, ids=True)
+    assert e.turns == ["two</think>" + calls[0], "more</think>" + calls[1], script[2]]
+    assert [(c["turn"], c["start"], c["status"]) for c in e.calls] == [
+        (0, 8.0, "ok"), (1, 32.0, "ok")]
+    assert e.finish == ["call", "call", "stop"]  # cut by the rule, not by --max-new-tokens
+    for (start, end), text in zip(e.spans, e.turns):
+        said = chat.decode(codec, e.context.ids[start:end], keep_special=True)
+        assert said.removesuffix("<|im_end|>") == text
+        assert all(e.context.mask[start:end])
+    whole = chat.decode(codec, e.context.ids, keep_special=True)
+    assert whole.count("<tool_response>") == 2
+    assert whole.count("</tool_call><|im_end|>\n") == 2
+    text = Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
+    assert episodes.cut_after(codec, text, ("</tool_call>",),
+                             "</think>").text == "é</think>" + calls[0]
+    assert episodes.cut_after(codec, replace(text, text="no call"),
+                             ("</tool_call>",)).text == "no call"
+    script = ["all at once</think>" + "\n".join(calls), "ok</think><answer>red</answer>"]
+    assert [c["turn"] for c in play("--frames 4", *script, ids=True)[0].calls] == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------------
+# One generation
+
+
+@pytest.mark.parametrize("name, system, said", [
+    ("direct", "final answer between <answer>", "<answer>B</answer>"), ("direct", "", "B"),
+    ("reasoning", "Reason between <think>", "<think>A? no.</think><answer>B</answer>"),
+    ("video-r1", None, "<think>A?</think><answer>B</answer>"),
+    ("videorft", None, "<think>A?</think><answer>B</answer>"), ("qwen3-vl", None, "B"),
+    ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
+    ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
+    ("rewatch-r1", None,
+     "<think>x</think><action>look at A</action><observation>A (A)</observation>"
+     "<answer>B</answer>"),
+    ("rewatch-r1", None, "<think>x</think><action>A</action><observation>A</observation>B")])
+def test_systems_of_one_generation(play, name, system, said):
+    episode, asked, record = play(f"--protocol {name} --frames 4", said)
+    assert record["score"] == 1.0 and episode.calls == [] and len(asked) == 1
+    assert asked[0].tools is None
+    messages = asked[0].messages
+    assert (system is None) == (messages[0]["role"] == "user")
+    assert (not system or system in messages[0]["content"])
+    text = texts(messages[-1])
+    assert "Which {colour} is first?" in text
+    brackets = name in ("time-r1", "videochat-r1")
+    assert ("(A) red\n(B) blue" if brackets else "A. red\nB. blue") in text
+    assert kinds(messages[-1])[0] == ("text" if name == "videochat-r1" else "video")
+    assert ("00:00 to 01:04" in text) == (name == "rewatch-r1")  # the toy video has 64 seconds
+
+
+@pytest.mark.parametrize("name, seconds, wanted", [
+    # VideoZoomer: range(0, n, round(fps / 0.5)), beyond 64 np.linspace(0, n - 1, 64, dtype=int)
+    ("videozoomer", 7.0, [0, 2, 4, 6]), ("videozoomer", 0.5, [0]),
+    ("videozoomer", 400.0, list(np.linspace(0, 3999, 64, dtype=int) / 10)),
+    # Qwen3-VL: linspace(0, n - 1, 2 a second).round()
+    ("qwen3-vl", 2.0, list(np.linspace(0, 19, 4).round() / 10))])
+def test_frames_lie_where_the_publishers_code_takes_them(name, seconds, wanted, source,
+                                                         monkeypatch):
+    """By the publishers' own expressions, on a video of 10 frames a second."""
+    monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
+    args = evaluation.parse_args()
+    paced = timed(systems.source_of(source, args), seconds, monkeypatch)
+    assert paced.load({"video": "v", "frames": args.frames[0]}).seconds == pytest.approx(wanted)
+
+
+def timed(paced, seconds, monkeypatch):
+    """A Source -> the same on a video of so many seconds, 10 frames a second, without pictures."""
+    starts = np.arange(round(seconds * 10)) / 10
+    info = SimpleNamespace(duration=seconds, fps=len(starts) / seconds, height=360, width=640)
+
+    def frames(path, places, *_):
+        places = np.array(places, int)
+        images = np.zeros((len(places), 32, 32, 3), np.uint8)
+        return video.Frames(images, starts[places], "k", ["k"] * len(places))
+
+    monkeypatch.setattr(paced, "cache", SimpleNamespace(index=lambda path: (starts, info),
+                                                        frames=frames))
+    monkeypatch.setattr(rollout.video, "resolve", lambda *_: "v")
+    monkeypatch.setattr(rollout.video, "probe", lambda *_: info)
+    return paced
+
+
+def test_publishers_question_templates_wrap_the_question(play, tmp_path):
+    """As they stand in the publishers' files: their own places, a dictionary of endings, a text for
+    questions and another for times. No system message."""
+    (tmp_path / "bench.py").write_text(
+        "Q = ('{Question}\\n' 'Think.')\n"
+        "T = {'multiple choice': ' A letter.', 'free-form': ' Say.'}")
+    (tmp_path / "chat.py").write_text(
+        'QA = """Answer "[QUESTION]" from :[OPTION]."""\nG = """Find "[EVENT]"."""')
+    open_task = {**TASK, "type": "open", "options": None, "answer": "blue"}
+    for name, task, meant in (
+            ("video-r1", TASK, "Which {colour} is first?Options:\nA. red\nB. blue\n\nThink. A"),
+            ("videorft", TASK, "Which {colour} is first?\nA. red\nB. blue\n\nThink. A letter."),
+            ("videorft", open_task, "Which {colour} is first?\nThink. Say."),
+            ("videochat-r1", TASK, 'Answer "Which {colour} is first?" from '
+             ":['(A) red', '(B) blue']."),
+            ("videochat-r1", {**SPAN, "event": "it is red"}, 'Find "it is red".'),
+            ("videochat-r1", SPAN, 'Find "When is it red?".')):
+        files = [f"{tmp_path}/chat.py:QA", f"{tmp_path}/chat.py:G"]
+        if name != "videochat-r1":
+            files = [f"{tmp_path}/bench.py:{place}"
+                     for place in ("Q", "T[multiple choice]", "T[free-form]")]
+        _, asked, _ = play(f"--protocol {name} --frames 2", "B", task=task, files=files)
+        (message,) = asked[0].messages
+        assert message["role"] == "user" and texts(message).strip().startswith(meant), name
+    with pytest.raises(launch.UserError, match="sets no string T.regression"):
+        systems.read_prompts([f"{tmp_path}/bench.py:T[regression]"])
+
+
+# ------------------------------------------------------------------------------------------------
+# crop_video agents
+
+
+def test_longvt_cuts_a_window_at_the_end_of_the_video(play):
+    """A tool message each: frames and a sentence, or the reason."""
+    first = "x</think>" + "\n".join(CROP % w for w in ((0, 4), (-1, 4), (60, 70), (90, 99)))
+    episode, asked, record = play("--protocol longvt --frames 4", "<think>" + first,
+                                  "<think>so</think><answer>B</answer>")
+    assert record["score"] == 1.0
+    assert [c["status"] for c in episode.calls] == ["ok", "error", "ok", "error"]
+    replies = asked[1].messages[1:]
+    assert [m["role"] for m in replies] == ["assistant"] + ["tool"] * 4
+    assert kinds(replies[1]) == ["video", "text"]
+    assert "below 0" in replies[2]["content"] and kinds(replies[3]) == ["video", "text"]
+    assert replies[4]["content"].startswith("error: ")
+    assert asked[0].messages[0]["role"] == "user"
+    assert "Video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
+    (schema,) = asked[0].tools
+    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
+    assert "Returns frames" in schema["function"]["description"]
+
+
+def test_an_endpoint_may_get_the_overview_as_one_video(play):
+    """vLLM's own reader makes of it the frames that we sent, at their times; windows and times in a
+    protocol's own form stay images."""
+    engine = endpoint.OpenAIEngine("http://127.0.0.1:9", "m", video_item=True, image_cap=1)
+    _, asked, _ = play("--protocol longvt --frames 40", CROP % (0, 2), "<answer>B</answer>")
+    body = engine.body(asked[1])
+    url, *rest = [part[part["type"]]["url"] for m in body["messages"] for part in m["content"]
+                  if isinstance(part, dict) and part["type"].endswith("_url")]
+    assert url.startswith("data:video/jpeg;base64,") and len(rest) == 1  # capped
+    told = body["media_io_kwargs"]["video"]
+    seconds = asked[1].frames[0].seconds
+    assert told["frames_indices"] == [round(1000 * second) for second in seconds]
+    assert 63 < told["duration"] < 65
+    io = pytest.importorskip("vllm.multimodal.media")
+    reader = io.VideoMediaIO(io.ImageMediaIO(), **told)
+    frames, meta = reader.load_base64(*read_url(url)).media
+    assert frames.shape == asked[1].frames[0].images.shape and meta["fps"] == 1000.0
+    for flags in ("videozoomer --frames 4", "sage --frames 1"):
+        _, asked, _ = play(f"--protocol {flags}", "<answer>B</answer>")
+        assert "media_io_kwargs" not in engine.body(asked[0])
+        assert engine.body(asked[0])["messages"] == endpoint.OpenAIEngine(
+            "http://127.0.0.1:9", "m", image_cap=1).wire(asked[0])
+
+
+def read_url(url):
+    """data:TYPE;base64,DATA -> (TYPE, DATA), as vLLM splits it."""
+    head, _, data = url.partition(",")
+    return head.removeprefix("data:").partition(";")[0], data
+
+
+# ------------------------------------------------------------------------------------------------
+# Conan, VideoZoomer, SAGE
+
+
+def test_conan_gets_eight_new_frames_a_round(play):
+    """16 s and 47 s of clips: two frames and six; seen frames never come again; the question is
+    there in every round, and the third is told that it is the last."""
+    script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip>"
+              "<answer></answer>",
+              "<score>3</score><think>x</think><clip>00:00:05-00:00:10</clip><answer>A</answer>",
+              "<think>now</think><answer>B</answer>"]
+    episode, asked, record = play("--protocol conan --frames 4", *script)
+    assert record["score"] == 1.0 and len(asked) == 3
+    assert [m["content"][0].get("stamp") for m in asked[0].messages] == ["clock"]
+    assert asked[0].messages[0]["role"] == "user"
+    shown = [[float(t) for t in f.seconds] for f in asked[2].frames]
+    assert len(shown[1]) == len(shown[2]) == 8
+    assert len({t for some in shown for t in some}) == 4 + 8 + 8
+    assert sum(t < 16 for t in shown[1]) == 2 and episode.calls[0]["summary"] == "2 frames"
+    assert "last frames" in texts(asked[2].messages[-1])
+    assert "clips you asked for" in texts(asked[1].messages[-1])
+    assert all("Which {colour} is first?" in texts(m) for m in asked[2].messages[::2])
+    # empty, or not in its form: done
+    for clip in ("<clip></clip>", "<clip>5-10</clip>", "<clip>nonsense</clip>", "",
+                 "<clip>00:00:10-00:00:05</clip>", "<clip>00:00:05-00:00:10"):
+        _, asked, record = play("--protocol conan --frames 4", f"{clip}<answer>B</answer>")
+        assert len(asked) == 1 and record["score"] == 1.0
+
+
+@pytest.mark.parametrize("said, status, why", [
+    ('<video_zoom> {"segment": [8, 16], "fps": 2} </video_zoom>', "ok",
+     ""), ('<video_zoom>{"segment": [8, 16], "fps": 3}</video_zoom>', "error", "24 frames"),
+    ('<video_zoom>{"segment": [16, 8], "fps": 1}</video_zoom>', "error",
+     "start < end"), ("<video_zoom>what</video_zoom>", "error", "expected"),
+    ('<video_zoom>{"segment": [1, 1e999], "fps": 1}</video_zoom>', "error",
+     ""), ('<video_zoom>{"segment": [100, 105], "fps": 1}</video_zoom>', "error",
+     "begins after the end"),
+    ('<video_zoom>{"segment": ["00:08", "00:12"], "fps": 0.1}</video_zoom>', "error",
+     "no frame"), ('<video_zoom>[]</video_zoom>', "error", "expected")])
+@pytest.mark.parametrize("ids", [False, True])
+def test_videozoomer_zooms_once_a_turn(play, codec, said, status, why, ids):
+    script = ["<think>see</think>" + said + " and <answer>\\boxed{A}</answer>",
+              "<think>ok</think><answer> \\boxed{B} </answer>"]
+    episode, asked, record = play("--protocol videozoomer --frames 4 --max-turns 1", *script,
+                                  ids=ids)
+    assert record["score"] == 1.0 and [c["status"] for c in episode.calls] == [status]
+    assert why in episode.calls[0]["summary"]
+    # what follows the call was never said
+    assert episode.turns[0].endswith("</video_zoom>") and asked[0].stop == ("</video_zoom>",)
+    reply = texts(asked[1].messages[-1])
+    assert reply.count("<tool_response>") == reply.count("</tool_response>") == 1
+    assert reply.endswith("Do not zoom again: answer now.")
+    assert ("video" in kinds(asked[1].messages[-1])) == (status == "ok")
+    assert (status == "ok" or "went wrong" in reply)
+    if ids:
+        text = chat.decode(codec, asked[0].ids, keep_special=True)
+        assert "<frame0_time" in text and "<frame3_time63.00s>" in text
+
+
+def test_sage_goes_step_by_step_in_text(play):
+    """Only the first call of a step runs; every step is a new conversation that holds the latest
+    results; frames are shown once."""
+    script = [tool("identify_timestamps_visually", event="a red square", timestamp_start="00:00:00",
+                   timestamp_end="00:00:30"),
+              tool("extract_parts_from_timestamp", timestamp_start="00:00:08",
+                   timestamp_end="00:00:16", extract_type="frames"),
+              tool("perform_reasoning", query="which colour?", media_paths=["part1"]),
+              tool("unified_web_search", query="x"),
+              "```json\n" + json.dumps({"final_answer": "(B) blue", "x": [1]})[:-1] + ",}\n```"]
+    episode, asked, record = play("--protocol sage --frames 4", *script)
+    assert record["score"] == 1.0 and record["said"] == "(B) blue"
+    main = [r for r in asked if r.id.count("/") == 3]
+    assert len(main) == 5 and [len(r.frames) for r in main] == [1, 0, 0, 0, 0]
+    assert all(len(r.messages) == 2 for r in main)
+    assert "Video Path: eval-0000.mp4 of duration 00:01:04." in texts(main[0].messages[1])
+    assert "(A) red\n(B) blue" in texts(main[0].messages[1])
+    assert [c["status"] for c in episode.calls] == ["ok", "ok", "ok", "unavailable"]
+    last = main[-1].messages[1]["content"]
+    assert "identify_timestamps_visually_#1: seen at 00:00:10" in last
+    assert "extract_parts_from_timestamp_#2: media_paths: [part1]" in last
+    assert "perform_reasoning_#3: seen at" in last
+    assert "unified_web_search_#4: error: this tool is not available" in last
+    assert "Video context: a square" in last
+    assert "Video Path: eval-0000.mp4 of duration 00:01:04." in last
+    assert 'Last tool: unified_web_search with arguments {"query": "x"}' in last
+    for request in main:  # the tools are named, as the publisher's place for them asks
+        lines = request.messages[0]["content"].split("<tools>\n")[1].split("\n</tools>")[0]
+        named = [json.loads(line)["function"]["name"] for line in lines.splitlines()]
+        assert len(named) == 6 and "perform_reasoning" in named
+    subs = [r for r in asked if r.id.count("/") == 4]
+    assert [f.seconds[0] >= 8 for r in subs for f in r.frames] == [False, True]
+    assert "a red square" in texts(subs[0].messages[1])
+
+
+def test_sage_gets_its_publishers_texts_filled(play, tmp_path):
+    """Places of the form <<<name>>>; what a tool returned is never taken for one."""
+    (tmp_path / "one.txt").write_text("First.\n<<<tools>>>")
+    (tmp_path / "two.txt").write_text("Further.\n<<<tools>>>")
+    (tmp_path / "msg.txt").write_text(
+        "<<<previous_tool_call>>>|<<<visual_context>>>|<<<query>>>|<<<video_info>>>|"
+        "<<<tools_so_far>>>|<<<other>>>")
+    odd = tool("unified_web_search", query="<<<query>>>")
+    _, asked, _ = play("--protocol sage --frames 4", odd, sage(final_answer="B"),
+                       files=[f"{tmp_path}/{name}.txt" for name in ("one", "two", "msg")])
+    assert [r.messages[0]["content"].split("\n{")[0] for r in asked] == [
+        "First.\n<tools>", "Further.\n<tools>"]
+    parts = asked[1].messages[1]["content"].split("|")
+    assert parts[0] == 'unified_web_search with arguments {"query": "<<<query>>>"}'
+    assert parts[1] == "a square" and parts[2].startswith("Which {colour}")
+    assert parts[3:] == ["Video Path: eval-0000.mp4 of duration 00:01:04.",
+                         "unified_web_search_#1: error: this tool is not available", "<<<other>>>"]
+
+
+@pytest.mark.parametrize("text, final", [
+    ('<json>{"final_answer": "B"}</json>', "B"), ('so\n```json\n{"final_answer": "B",}\n```', "B"),
+    ('```\n{"final_answer": "B"}', "B"), ('{"final_answer": "B"} ok', "B"),
+    ('<json>\n{"final_answer": "A"}</json> no: <json>{"final_answer": "B"}</json>', "B"),
+    ('<json>{"final_answer": "B"', None), ('{"a": {"final_answer": "B"}}', None),
+    ('{"final_answer": null}', None), ('{"final_answer": ["B"]}', '["B"]'), ("[1]", None),
+    ("", None)])
+def test_sage_replies_are_read_in_every_wrapping(text, final):
+    assert systems.sage_final([text]) == final
+
+
+@pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips, systems.parse_sage])
+@pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>",
+                                  "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>",
+                                  "\0",
+                                  '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}'
+                                  "</video_zoom>", "<clip>99999999999:1-2,-,--</clip>",
+                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, '
+                                  '"arguments": {"timestamp_start": {}}}]}}</json>'])
+def test_no_text_makes_a_parser_raise_or_hang(parse, text):
+    for call in parse(text):
+        assert call.error or call.name
+
+
+# ------------------------------------------------------------------------------------------------
+# Prompts of publishers
+
+
+def test_a_publishers_template_is_filled_as_its_code_would(play, tmp_path):
+    """ParaVT's own text holds the schema and an example with doubled braces; a schema in the text
+    is not declared once more."""
+    agent = ("Tools:\n<tools>\n{tool_schema}\n</tools>\n"
+             '{{"name": "crop_video", "arguments": {{"end_time": 10}}}}')
+    plain = 'Say {"answer": {"x": 1}} or {{}}'
+    (tmp_path / "driver.py").write_text(f"AGENT = {agent!r}\nPLAIN = {plain!r}\n")
+    given = f"--frames 4 --set crop_reply=frames --prompt-file {tmp_path}/driver.py:AGENT"
+    _, asked, _ = play(given, crops((0, 8)), "x</think>B")
+    lines = asked[0].messages[0]["content"].splitlines()
+    assert json.loads(lines[2])["function"]["parameters"]["required"][0] == "video_path"
+    assert json.loads(lines[4]) == {"name": "crop_video", "arguments": {"end_time": 10}}
+    assert asked[0].tools is None and len(asked) == 2
+    assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[1])
+    _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:PLAIN", "x</think>B")
+    assert asked[0].messages[0]["content"] == plain
+    assert asked[0].tools
+
+
+def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monkeypatch):
+    (tmp_path / "driver.py").write_text(
+        "import os\nos.abort()\nSYSTEM = ('You are a ' \n 'watcher {x}.')\n"
+        "OTHER = SYSTEM + 'x'\n")
+    (tmp_path / "user.txt").write_text("Q: {question} O: {options} {unknown} {\"a\": 1}")
+    _, asked, _ = play(f"--protocol direct --frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM",
+                       "B")
+    assert asked[0].messages[0]["content"] == "You are a watcher {x}."
+    _, asked, _ = play(f"--protocol rewatch-r1 --frames 4 --prompt-file {tmp_path}/user.txt", "B")
+    filled = 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
+    assert texts(asked[0].messages[0]).strip() == filled
+    _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM", "x</think>B")
+    assert asked[0].messages[0]["content"] == "You are a watcher {x}." and asked[0].tools
+    hashes = []
+    for flags in ([], ["--prompt-file", f"{tmp_path}/driver.py:SYSTEM"]):
+        monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])
+        hashes.append(systems.make_protocol(evaluation.parse_args())[1])
+    assert len(set(hashes)) == 2
+    for flags, why in (("driver.py:NONE", "sets no string NONE"),
+                       ("driver.py:OTHER", "driver.py:OTHER"), ("none.txt", "No such file")):
+        with pytest.raises(launch.UserError, match=why):
+            systems.read_prompts([f"{tmp_path}/{flags}"])
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage",
+                                      "--prompt-file", f"{tmp_path}/user.txt"])
+    with pytest.raises(launch.UserError, match="takes 3: context_vlm"):
+        systems.make_protocol(evaluation.parse_args())
+
+
+@pytest.mark.parametrize("name, call", [("conan", "<clip>00:00:01-00:00:05</clip>"),
+                                        ("videozoomer",
+                                         '<video_zoom>{"segment": [1, 3], "fps": 1}</video_zoom>'),
+                                        ("sage", tool("unified_web_search", query="x")),
+                                        ("longvt", "<think>x</think>" + CROP % (0, 2)),
+                                        ("paravt", crops((0, 2)))])
+def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, call):
+    episode, asked, record = play(f"--protocol {name} --frames 4", call)
+    rounds = systems.protocols()[name].native.get("max_turns", 3)
+    assert len([r for r in asked if r.id.count("/") == 3]) == rounds + 1 and record["score"] == 0.0
+    assert episode.calls[-1]["status"] == "not_run"

@@ -1,0 +1,315 @@
+"""
+Tests of stopping and going on: python -m pytest tests/test_survival.py -q
+
+Runs that are asked to stop, runs that are killed where it hurts most, gradients that are not
+finite. Torn checkpoints are in test_checkpoint.py.
+"""
+import json
+import math
+import os
+import random
+import signal
+import sys
+import textwrap
+import time
+import types
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+from reference import ReferenceEngine, make_engine
+
+import grpo
+import launch
+import rollout
+import sft
+from plumbing import metrics, runs
+
+# ------------------------------------------------------------------------------------------------
+# Asked to stop
+
+
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
+        "--temperature", 1.0)
+
+
+@pytest.fixture
+def run(monkeypatch, toy, tmp_path):
+    """run("grpo" | "sft", *flags) -> run folder."""
+    monkeypatch.setattr(rollout, "make_engine", make_engine)
+
+    def run(script, *flags, out="run"):
+        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--show-every", 0, *LIVE),
+                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
+        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out", tmp_path / out,
+                 "--video-root", toy, *common[script], *flags]
+        monkeypatch.setattr(sys, "argv", [str(w) for w in words])
+        {"grpo": grpo, "sft": sft}[script].main()
+        return tmp_path / out
+
+    return run
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "last" / "model.safetensors")
+
+
+def same(a, b):
+    return max((a[n] - b[n]).abs().max().item() for n in a)
+
+
+def steps_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()
+            if "loss" in line]
+
+
+def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
+    """SIGTERM in the middle of the second step's rollouts: the step is finished and saved."""
+    straight = run("grpo", "--steps", 3, out="straight")
+    real, times = rollout.load_overview, []
+
+    async def asked_to_stop(episode, sampler):
+        if episode.version == 1 and not times:
+            times.append(time.time())
+            os.kill(os.getpid(), signal.SIGTERM)
+        return await real(episode, sampler)
+
+    monkeypatch.setattr(rollout, "load_overview", asked_to_stop)
+    parts = run("grpo", "--steps", 3, out="parts")
+    assert times and "stopped after step 2 of 3" in capsys.readouterr().out
+    assert steps_of(parts) == [1, 2] and os.readlink(parts / "last") == "step_000002"
+    run("grpo", "--steps", 3, out="parts")  # the same command
+    assert steps_of(parts) == [1, 2, 3] and "done: 1 steps" in capsys.readouterr().out
+    assert same(weights(straight), weights(parts)) == 0.0
+    a, b = ([[json.loads(x)["ids"] for x in p.read_text().splitlines()]
+             for p in sorted((f / "rollouts").iterdir())] for f in (straight, parts))
+    assert a == b
+    run("grpo", "--steps", 3, out="parts")
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
+    straight = run("sft", "--steps", 4, out="straight")
+    real, calls = sft.backward, []
+
+    def asked_to_stop(*given):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given)
+
+    monkeypatch.setattr(sft, "backward", asked_to_stop)
+    parts = run("sft", "--steps", 4, out="parts")
+    assert "stopped after step 2 of 4" in capsys.readouterr().out
+    assert steps_of(parts) == [1, 2]
+    run("sft", "--steps", 4, out="parts")
+    assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0
+    run("sft", "--steps", 4, out="parts")
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(launch.UserError, match="other settings: --lr"):
+        run("sft", "--steps", 4, "--lr", 1e-9, out="parts")
+    run("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
+    assert steps_of(parts) == [1]
+    assert sorted(n for n in os.listdir(parts) if n.startswith("step")) == ["step_000001"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Where the numbers go
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_the_same_numbers_go_to_a_tracker(run, monkeypatch, script):
+    """The package is stood in for: what it is given is what log.jsonl holds."""
+    sent, started = [], []
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(
+        init=lambda **given: started.append(given), __spec__=types.SimpleNamespace(origin="here"),
+        log=lambda numbers, step: sent.append((step, numbers)), finish=lambda: sent.append("end")))
+    for steps in (1, 2):
+        folder = run(script, "--steps", steps, "--track", "trackio", "--project", "mine")
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    numbers = [metrics.flat({**row, "step": None}) for row in rows]
+    assert sent == [(1, numbers[0]), "end", (2, numbers[1]), "end"] and len(numbers[0]) > 4
+    assert {s["project"] for s in started} == {"mine"} and len({s["name"] for s in started}) == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Gradients that are not finite
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeypatch, script, toy):
+    """One bad update of three: the weights are those of the other two; bad ones in a row stop the
+    run, which leaves its checkpoint."""
+    spoilt, seen = {1}, []
+    real = torch.nn.utils.clip_grad_norm_
+
+    def clip(parameters, limit):
+        parameters = list(parameters)
+        if len(seen) in spoilt:
+            parameters[0].grad.fill_(math.nan) if parameters[0].grad is not None else None
+        seen.append(1)
+        return real(parameters, limit)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    if script == "grpo":  # a random checkpoint earns nothing: let the reward vary
+        real_score = grpo.rewards.score
+        monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
+            **real_score(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
+    folder = run(script, "--steps", 3)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()
+           if "loss" in line]
+    key = "bad_updates" if script == "grpo" else "bad_steps"
+    assert [row[key] for row in log] == [0, 1, 0] and not math.isfinite(log[1]["grad_norm"])
+    assert all(torch.isfinite(w).all() for w in weights(folder).values())
+    spoilt.update(range(99))
+    with pytest.raises(launch.RunError,
+                       match="no finite gradient for 3 steps in a row.*step_000003"):
+        run(script, "--steps", 9, "--resume")
+    assert runs.newest_checkpoint(str(folder)).endswith("step_000003")
+
+
+# ------------------------------------------------------------------------------------------------
+# The engine samples from other weights than the trainer trains
+
+
+def stale(engine, weights, real):
+    list(weights)
+
+
+def swapped(engine, weights, real):
+    """Two layers in each other's place, as a wrong name mapping would put them."""
+    other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    real(engine, ((next((name.replace(a, b) for a, b in other.items() if a in name
+                         and "visual" not in name), name), w) for name, w in weights))
+
+
+@pytest.mark.parametrize("sync", [None, stale, swapped])
+def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
+    real, real_score = ReferenceEngine.sync, grpo.rewards.score
+    monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
+        **real_score(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
+    words = ("--steps", 2, "--lr", 1e-2)
+    if sync is None:  # in order: the gap stays within the tolerance
+        assert steps_of(run("grpo", *words)) == [1, 2]
+        return
+    monkeypatch.setattr(ReferenceEngine, "sync",
+                        lambda engine, weights: sync(engine, weights, real))
+    with pytest.raises(launch.RunError,
+                       match="step 1: mean .log-prob gap. between engine and trainer is"):
+        run("grpo", *words)
+
+
+# ------------------------------------------------------------------------------------------------
+# Killed
+
+
+RUNNER = """
+    import os, random, signal, sys, time
+    import model, launch, sft, grpo, video, rollout, reference
+    from plumbing import checkpoint
+    if "--vllm" in sys.argv:
+        sys.argv.remove("--vllm")
+    else:
+        rollout.make_engine = reference.make_engine
+
+    kills, log, words = int(sys.argv[1]), os.path.join(sys.argv[-1], "log.jsonl"), sys.argv[2:]
+    rng = random.Random(7)
+
+    def lines():
+        return open(log).read().count("\\n") if os.path.exists(log) else 0
+
+    for attempt in range(kills + 1):
+        before, child = lines(), os.fork()
+        if child == 0:  # imports are shared: an attempt costs a second; the parent has no threads
+            sys.argv = words
+            try:
+                launch.run_main({"sft.py": sft, "grpo.py": grpo}[words[0]].main)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        if attempt == kills:
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        grown = rng.choice((0, 1, 2))  # while it starts; or so many steps further on
+        while grown and lines() < before + grown:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.3 if grown else 2.0))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, "it ended before it was killed"
+"""
+
+
+@pytest.fixture
+def go(tmp_path):
+    """go(kills, words, out) -> run folder of a run that was killed so many times."""
+    path = f"import sys\nsys.path[:0] = [{ROOT!r}, {ROOT + '/tests'!r}]\n"
+    (tmp_path / "runner.py").write_text(path + textwrap.dedent(RUNNER))
+
+    def go(kills, words, out):
+        done = run_script(tmp_path / "runner.py", kills, *words, "--preset", "toy",
+                          "--save-every", 1, "--out", tmp_path / out, timeout=900)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return tmp_path / out
+
+    return go
+
+
+def check_killed(straight, killed, steps):
+    """Nothing was trained twice, nothing torn was loaded, nothing is left over."""
+    assert steps_of(killed) == list(range(1, steps + 1))
+    assert same(weights(straight), weights(killed)) == 0.0
+    left = [n for n in os.listdir(killed) if n.startswith((".", "step_")) and n != ".lock"]
+    assert sorted(left) == [f"step_{n:06d}" for n in (steps - 1, steps)], left
+    losses = [[json.loads(line)["loss"] for line in (f / "log.jsonl").read_text().splitlines()]
+              for f in (straight, killed)]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def kills(request):
+    """How often a run is killed; it has to be long enough for all of them."""
+    return request.config.getoption("--kills")
+
+
+def test_a_run_killed_many_times_ends_with_the_weights_of_one_that_was_not(toy, go, kills):
+    """SIGKILL at random moments, a save after every step."""
+    steps = 2 * kills + 5
+    words = ["sft.py", "--ckpt", toy / "init", "--data", toy / "sft.jsonl", "--batch-size", 4,
+             "--steps", steps]
+    check_killed(go(0, words, "straight"), go(kills, words, "killed"), steps)
+
+
+# ------------------------------------------------------------------------------------------------
+# Killed
+
+
+def drawn(folder):
+    """What was sampled from what: of every step the tasks, K, samples and ids."""
+    return [[(row["group"], row["sample"], row["K"], row["ids"])
+             for row in map(json.loads, path.read_text().splitlines())]
+            for path in sorted((folder / "rollouts").iterdir())]
+
+
+def test_reinforcement_learning_killed_draws_the_same_and_learns_the_same(toy, go, kills):
+    """The same with rollouts, from the reference engine, which is deterministic to the bit."""
+    steps = 2 * kills + 5
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", steps,
+             "--frames", "gated", "--show-every", 0, *LIVE]
+    straight, killed = go(0, words, "straight"), go(kills, words, "killed")
+    check_killed(straight, killed, steps)
+    assert drawn(straight) == drawn(killed) and len(drawn(killed)) == steps
+
+
+def test_killed_runs_with_vllm_draw_the_same_tasks_budgets_and_seeds(toy, go):
+    """vLLM's batches depend on time, so its log-probs differ in their last bits, and with them what
+    is sampled now and then; what is asked for does not."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 4,
+             "--frames", "gated", "--show-every", 0, *LIVE, "--vllm"]
+    straight, killed = go(0, words, "straight"), go(1, words, "killed")
+    assert steps_of(killed) == list(range(1, 5))
+    a, b = ([[row[:3] for row in step] for step in drawn(folder)] for folder in (straight, killed))
+    assert a == b
+    # of 24 rollouts, ids and all
+    assert sum(x == y for s, t in zip(drawn(straight), drawn(killed)) for x, y in zip(s, t)) > 16

@@ -1,0 +1,553 @@
+"""
+Rare files and the corners of the caches of video.py:
+python -m pytest tests/slow/test_video.py -q
+"""
+import math
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_video import (  # noqa: F401
+    BITS,
+    COLUMNS,
+    NATIVE,
+    av,
+    ffmpeg,
+    grainy,
+    images,
+    long_gop,
+    minute,
+    paint,
+    patched,
+    same,
+    seen,
+    shown_by,
+    sizes,
+    with_matrix,
+    write,
+)
+
+import video
+from video import FrameCache, VideoError
+
+
+def table_bytes(path):
+    """How much of a cache the times of a file take."""
+    cache = FrameCache()
+    cache.index(path)
+    return cache.memory.bytes
+
+
+def assert_as_shown_by(ffmpeg, path, exact=True):
+    """Every frame and every time, in one go and each of some alone. exact: else the conversion to
+    RGB differs, of fields and of more than 8 bits: it is the frame that ffmpeg's is nearest to."""
+    times, pictures = shown_by(ffmpeg, path)
+    starts, info = FrameCache(0).index(path)
+    assert len(starts) == info.num_frames == len(times)
+    np.testing.assert_allclose(starts, times, atol=1.1e-3)  # Matroska's and FLV's unit is 1 ms
+    assert (info.height, info.width) == pictures.shape[1:3]
+    got = images(path, range(len(times))).astype(int)
+    for i, image in enumerate(got):
+        gaps = {j: np.abs(image - pictures[j]).mean()
+                for j in ([i] if exact else range(max(0, i - 3), min(len(times), i + 4)))}
+        assert gaps[i] < 0.5 if exact else min(gaps, key=gaps.get) == i, (i, gaps)
+    for i in np.random.default_rng(0).choice(len(times), min(6, len(times)), replace=False):
+        assert np.array_equal(images(path, [i])[0], got[i])
+
+
+# ---- which frames
+
+
+# ---- how large
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    height=st.integers(1, 5000),
+    width=st.integers(1, 5000),
+    low=st.integers(1, 60000),
+    spread=st.integers(0, 200000),
+    multiple=st.sampled_from([1, 2, 28, 32]),
+)
+def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, multiple):
+    if multiple < 28:
+        low, spread = low // 100 + 1, spread // 100  # keeps the exhaustive check below small
+    high = low + spread
+    h, w = video.smart_size(height, width, low, high, multiple)
+    assert h % multiple == 0 and w % multiple == 0 and min(h, w) >= multiple
+    cells = [n for n in range(1, high // multiple**2 + 1) if n * multiple**2 >= low]
+    if cells:  # any number of cells is at least 1 x n
+        assert low <= h * w <= high
+    else:
+        assert h * w <= max(high, multiple**2)
+    if low <= height * width <= high and height % multiple == width % multiple == 0:
+        assert (h, w) == (height, width)  # already right: untouched
+    # On its side, it is as near to the exact rescaling: ties may fall differently (174 x 348 into
+    # 154 pixels: 7 x 22 or 11 x 14).
+    turned_w, turned_h = video.smart_size(width, height, low, high, multiple)
+    area = min(max(height * width, low), high)
+
+    def cost(a, b):
+        return (abs(math.log(a / math.sqrt(area * height / width)))
+                + abs(math.log(b / math.sqrt(area * width / height))))
+
+    assert cost(turned_h, turned_w) == pytest.approx(cost(h, w), abs=1e-8)
+
+
+# ---- the right frames come out of real files
+
+
+@pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0),
+                                    (-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)])
+def test_files_turned_and_mirrored_are_displayed_as_ffmpeg_does(tmp_path, ffmpeg, matrix):
+    upright = write(tmp_path / "v.mp4", 4, draw=grainy)
+    assert_as_shown_by(ffmpeg, with_matrix(upright, tmp_path / "turned.mp4", *matrix))
+
+
+def test_a_photo_with_side_data_that_pyav_does_not_know(tmp_path, ffmpeg):
+    """A photo of a phone, which says by EXIF how it was held."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: to be turned by 90 degrees
+    Image.fromarray(paint(5, 64, 32)).save(tmp_path / "a.jpg", exif=exif)
+    assert_as_shown_by(ffmpeg, tmp_path / "a.jpg")
+
+
+def h264(params):
+    """With B-frames, which noise alone would not be worth; a key frame every 20."""
+    return {"x264_params": "keyint=20:scenecut=0:b-adapt=0:bframes=3:" + params}
+
+
+def hevc(params):
+    return {"codec": "libx265",
+            "x265_params": "keyint=20:scenecut=0:b-adapt=0:log-level=none:" + params}
+
+
+GAPS = np.random.default_rng(5).integers(1, 300, 48)  # milliseconds
+CODINGS = {
+    "plain.mp4": h264(""),
+    "pyramid.mp4": h264("b-pyramid=normal:bframes=8:ref=6"),
+    "strict.mkv": h264("b-pyramid=strict:bframes=5"),
+    "open.mp4": h264("open-gop=1"),
+    "refresh.mp4": h264("intra-refresh=1"),  # no whole key frames: late seeks
+    "fields.mp4": h264("tff=1:interlaced=1"),
+    "ten.mp4": {"pixels": "yuv420p10le", **h264("")},
+    "varying.mp4": {"milliseconds": (3000 + np.cumsum(GAPS)).tolist(), **h264("")},
+    "transport.ts": h264(""),
+    "hevc.mp4": hevc("bframes=8"),  # open GOPs, with leading pictures
+    "radl.mkv": hevc("no-open-gop=1:radl=2:bframes=3"),
+    "layers.mp4": hevc("temporal-layers=3:bframes=7"),
+    "vp8.webm": {"codec": "libvpx", "auto_alt_ref": 1, "lag_in_frames": 16, "g": 20},
+    "vp9.webm": {"codec": "libvpx-vp9", "auto_alt_ref": 1, "lag_in_frames": 16, "g": 20,
+                 "deadline": "realtime", "cpu_used": 8},
+    "av1.mp4": {"codec": "libsvtav1", "preset": "10", "g": 20},
+    "mpeg4.avi": {"codec": "mpeg4", "bf": 2, "g": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory):
+    """Name of a coding -> 48 pictures written in it, once."""
+    folder, paths = tmp_path_factory.mktemp("coded"), {}
+
+    def path(name):
+        if CODINGS[name].get("codec", "libx264") not in av.codecs_available:
+            pytest.skip("this PyAV cannot write it")
+        if name not in paths:
+            paths[name] = write(folder / name, 48, size=(128, 64), draw=grainy, **CODINGS[name])
+        return paths[name]
+
+    return path
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_every_frame_is_that_of_ffmpeg(coded, ffmpeg, name):
+    assert_as_shown_by(ffmpeg, coded(name), exact=name not in ("ten.mp4", "fields.mp4"))
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "ts", "flv"])
+def test_times_of_a_varying_rate_are_those_of_ffmpeg(tmp_path, ffmpeg, ending):
+    times = (700 + np.cumsum(np.random.default_rng(0).integers(4, 900, 30))).tolist()
+    assert_as_shown_by(ffmpeg, write(tmp_path / f"v.{ending}", 30, milliseconds=times, bf=2,
+                                     draw=grainy))
+
+
+# ---- files that were cut, joined and edited
+
+
+FILMS = {  # none has a key frame every second
+    "long": {"bf": 3},
+    "open": {"x264_params": "keyint=48:open-gop=1:scenecut=0:b-adapt=0:bframes=3"},
+    "plain": {"x264_params": "keyint=60:scenecut=0:bframes=0"},
+    "hevc": {"codec": "libx265", "x265_params": "keyint=60:scenecut=0:log-level=none"},
+    "mpeg4": {"codec": "mpeg4", "bf": 2, "g": 60},
+    "av1": {"codec": "libsvtav1", "preset": "10", "g": 60},
+    "vp9": {"codec": "libvpx-vp9", "g": 60, "deadline": "realtime", "cpu_used": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    """Name of FILMS -> 300 frames at 25 fps, written once."""
+    folder, paths = tmp_path_factory.mktemp("films"), {}
+
+    def path(name):
+        if FILMS[name].get("codec", "libx264") not in av.codecs_available:
+            pytest.skip("this PyAV cannot write it")
+        if name not in paths:
+            paths[name] = write(folder / f"{name}.mp4", 300, draw=grainy, **FILMS[name])
+        return paths[name]
+
+    return path
+
+
+CUTS = [(0.5, 6, "mp4"), (0, 3.3, "mp4"), (7.3, 2, "mov"), (11.5, 9, "mp4"), (4.77, 0.1, "mp4")]
+
+
+@pytest.mark.parametrize("name", FILMS)
+@pytest.mark.parametrize("start, length, ending", CUTS)
+def test_a_clip_cut_without_decoding_is_that_of_ffmpeg(tmp_path, film, ffmpeg, name, start, length,
+                                                       ending):
+    """Its edit list hides what lies between the key frame before the cut and the cut."""
+    clip = tmp_path / f"clip.{'mp4' if name in ('av1', 'vp9') else ending}"  # not in QuickTime's
+    ffmpeg("-ss", start, "-i", film(name), "-t", length, "-c", "copy", clip)
+    assert_as_shown_by(ffmpeg, clip)
+
+
+def with_edits(source, path, *edits):
+    """Copy of an mp4 with another edit list: (milliseconds, first second of the film or None)."""
+    data = bytearray(Path(source).read_bytes())
+    at = data.index(b"elst") - 4
+    (old, begin), scale = struct.unpack_from(">I16xi", data, at), data.index(b"mdhd") + 16
+    (scale,) = struct.unpack_from(">I", data, scale)  # ticks per second
+    rows = [struct.pack(">IiI", length, -1 if first is None else begin + round(first * scale),
+                        0x10000) for length, first in edits]
+    box = struct.pack(">I4sII", 16 + 12 * len(rows), b"elst", 0, len(rows)) + b"".join(rows)
+    data[at : at + old] = box
+    for name in (b"edts", b"trak", b"moov"):  # the boxes around it
+        size = data.rindex(name, 0, at) - 4
+        struct.pack_into(">I", data, size, struct.unpack_from(">I", data, size)[0] + len(box) - old)
+    Path(path).write_bytes(data)
+    return str(path)
+
+
+@pytest.mark.parametrize("edits", [
+    [(3000, 5.3)], [(700, None), (3000, 5.3)], [(3000, 5.333)], [(2010, 0)],
+    [(2000, 1.3), (4000, 6.3)], [(2000, 1.3), (500, None), (2000, 6.3)],
+    [(3000, 6.3), (3000, 1.3)], [(2000, 4.3), (2000, 4.3)]])
+def test_edit_lists_of_several_parts_are_read_as_by_ffmpeg(tmp_path, film, ffmpeg, edits):
+    assert_as_shown_by(ffmpeg, with_edits(film("long"), tmp_path / "v.mp4", *edits))
+
+
+def joined(path, *parts):
+    Path(path).write_bytes(b"".join(Path(part).read_bytes() for part in parts))
+    return str(path)
+
+
+@pytest.mark.parametrize("ending, options", [("ts", ""), ("mpg", ""), ("webm", ""), ("mkv", ""),
+                                             ("webm", "-live 1"), ("mkv", "-live 1")])
+@pytest.mark.parametrize("offset", [0, 3600, -3600])
+def test_files_joined_with_cat_are_refused(tmp_path, film, ffmpeg, ending, options, offset):
+    """150 frames of 300 would vanish, or 12 s would become an hour, or a day."""
+    name = {"webm": "vp9", "mpg": "program"}.get(ending, "long")
+    whole = (write(tmp_path / "program.mpg", 150, codec="mpeg2video", bf=2) if ending == "mpg"
+             else film(name))
+    parts = [tmp_path / f"{n}.{ending}" for n in range(2)]
+    for part, begin in zip(parts, (max(0, -offset), max(0, offset))):
+        ffmpeg("-i", whole, "-t", 6, "-c", "copy", "-output_ts_offset", begin, *options.split(),
+               part)
+    assert video.probe(parts[0]).duration == pytest.approx(6, abs=0.1)
+    with pytest.raises(VideoError, match=r"the clock jumps at (5\.9|6)\S* s: remux it"):
+        video.probe(joined(tmp_path / f"both.{ending}", *parts))
+
+
+@pytest.mark.parametrize("ending, codec", [("mp4", "libx264"), ("mkv", "libx264"),
+                                           ("webm", "libvpx"), ("flv", "libx264")])
+def test_a_slide_show_is_no_jump(tmp_path, ffmpeg, ending, codec):
+    """With B-frames and sound, for which PyAV makes up times of decoding in Matroska."""
+    silent, path = tmp_path / f"silent.{ending}", tmp_path / f"slides.{ending}"
+    write(silent, 10, milliseconds=[20000 * i for i in range(10)], codec=codec, draw=grainy)
+    assert_as_shown_by(ffmpeg, silent)
+    sound = {"webm": "libopus"}.get(ending, "aac")
+    ffmpeg("-i", silent, "-f", "lavfi", "-i", "sine=d=200", "-c:v", "copy", "-c:a", sound, path)
+    assert_as_shown_by(ffmpeg, path)
+
+
+XVID = "-c:v libxvid -bf 2 -g 50 xvid.avi"
+DVD = "-c:v mpeg2video -bf 2 -f vob dvd.vob"
+AVI = "-c:v mpeg4 -bf 2 -g 50 old.avi"
+H264 = "-c:v libx264 -bf 3 -pix_fmt yuv420p h264.mp4"
+COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of the file
+    XVID, f"{XVID} | -i xvid.avi -c copy -bsf:v mpeg4_unpack_bframes v.avi",
+    f"{XVID} | -fflags +genpts -i xvid.avi -c copy v.mp4",
+    DVD, f"{DVD} | -i dvd.vob -c copy v.mp4", f"{DVD} | -ss 2.5 -i dvd.vob -c copy v.mp4",
+    f"{DVD} | -i dvd.vob -f lavfi -i sine=d=6 -c:v copy -c:a mp2 sound.vob"
+    " | -ss 2.5 -i sound.vob -c copy v.mp4",
+    AVI, f"{AVI} | -i old.avi -c copy v.mp4",
+    f"{H264} | -i h264.mp4 -c copy v.avi", f"{H264} | -i h264.mp4 -c copy v.asf",
+    f"{H264} | -i h264.mp4 -c copy v.avi | -i v.avi -c copy v.mp4",
+    "-c:v libx264 -bf 0 -pix_fmt yuv420p new.mp4 | -i new.mp4 -c copy v.avi",
+]
+
+
+@pytest.mark.parametrize("steps", COPIES)
+def test_copies_that_lost_their_times_of_display_are_read_as_by_ffmpeg(tmp_path, ffmpeg, steps,
+                                                                       monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make, *copies = steps.split(" | ")
+    for step in [f"-f lavfi -i testsrc2=s=160x96:r=25:d=6 {make}", *copies]:
+        ffmpeg(*step.split())
+    path = tmp_path / steps.split()[-1]
+    assert_as_shown_by(ffmpeg, path)
+    whole = images(path, range(60))  # two groups of pictures and a part of the next
+    for i in range(48, 58):
+        assert np.array_equal(images(path, [i])[0], whole[i])
+
+
+@pytest.mark.parametrize("ending", ["mp4", "ts"])
+def test_clips_joined_by_times_that_overlap_are_read_as_by_ffmpeg(tmp_path, film, ffmpeg, ending):
+    """By ffmpeg's concat: the second clip begins before the last frame of the first is shown."""
+    for n, cut in enumerate(("-ss 1.3 -t 2", "-ss 0.7 -t 2.1", "-t 3")):
+        ffmpeg(*cut.split(), "-i", film("long"), "-c", "copy", tmp_path / f"{n}.mp4")
+    (tmp_path / "list").write_text("".join(f"file {n}.mp4\n" for n in range(3)))
+    path = tmp_path / f"v.{ending}"
+    ffmpeg("-f", "concat", "-i", tmp_path / "list", "-c", "copy", path)
+    assert_as_shown_by(ffmpeg, path)
+
+
+def test_where_the_size_changes_frames_are_scaled_to_the_first(tmp_path, ffmpeg):
+    parts = [write(tmp_path / f"{n}.ts", 50, size=size) for n, size in enumerate([(64, 32),
+                                                                                (128, 96)])]
+    ffmpeg("-i", parts[1], "-c", "copy", "-output_ts_offset", 0.68, tmp_path / "later.ts")
+    both = joined(tmp_path / "both.ts", parts[0], tmp_path / "later.ts")
+    frames = video.overview(both, 100, **NATIVE)
+    _, pictures = shown_by(ffmpeg, both, size="64:32")
+    assert frames.images.shape == pictures.shape == (100, 32, 64, 3)
+    assert seen(frames.images) == seen(pictures) == [*range(50), *range(50)]
+
+
+# ---- cache
+
+
+def test_decoded_once_by_eight_threads(long_gop, opened):
+    cache, gate, got = FrameCache(), threading.Barrier(8), []
+
+    def look():
+        gate.wait()
+        got.append(video.overview(long_gop, 32, cache=cache))
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(got) == 8 and all(frames is got[0] for frames in got)
+    assert len(opened) == 2
+
+
+def test_an_error_reaches_every_waiter_and_is_then_forgotten(tmp_path, minute, opened, monkeypatch):
+    path, cache, gate, errors = tmp_path / "v.mp4", FrameCache(), threading.Barrier(8), []
+    path.write_bytes(b"not a video " * 50)
+    real = av.open
+
+    def slow(*given, **named):
+        threading.Event().wait(0.3)  # all eight are waiting by then
+        return real(*given, **named)
+
+    monkeypatch.setattr(av, "open", slow)
+
+    def look():
+        gate.wait()
+        try:
+            video.overview(path, 8, cache=cache)
+        except VideoError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(errors) == 8 and len(set(errors)) == 1 and len(opened) == 1
+    with pytest.raises(VideoError):
+        video.overview(path, 8, cache=cache)
+    assert len(opened) == 2  # asked again
+    path.write_bytes(Path(minute).read_bytes())
+    assert len(video.overview(path, 8, cache=cache).seconds) == 8
+
+
+# ---- frames on disk
+
+
+def damage(path, kind, rng):
+    data = bytearray(path.read_bytes())
+    if kind == "flipped":
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+    kept = {"empty": 0, "cut": int(rng.integers(1, len(data))), "four": 4}.get(kind, len(data))
+    path.write_bytes(b"\0" * 4 if kind == "zeros" else data[:kept])
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "empty", "four", "zeros"])
+def test_damaged_files_are_decoded_again_and_replaced(minute, tmp_path, opened, kind):
+    whole = video.overview(minute, 8, cache=FrameCache(folder=tmp_path))
+    good = {path: path.read_bytes() for path in sizes(tmp_path)}
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        [damage(path, kind, rng) for path in good]
+        opened.clear()
+        assert same(video.overview(minute, 8, cache=FrameCache(folder=tmp_path)), whole)
+        assert len(opened) == 2  # for its times, for its frames
+        assert {path: path.read_bytes() for path in sizes(tmp_path)} == good
+    [damage(path, kind, rng) for path in good]
+    full = FrameCache(folder=tmp_path, folder_bytes=0)  # it cannot be replaced, but it goes
+    assert same(video.overview(minute, 8, cache=full), whole) and sizes(tmp_path) == {}
+
+
+def test_the_folder_keeps_its_bound_and_what_was_used_last(minute, tmp_path, opened):
+    (tmp_path / "notes.txt").write_text("not a cache's")
+    (tmp_path / "mine.frames").write_text("nor this")
+    one = FrameCache(folder=tmp_path)
+    video.crop(minute, 0, 1, cache=one)
+    crop_bytes = max(sizes(tmp_path).values())
+    bound = 6 * crop_bytes  # of which 7/8 are used: four crops and their table
+    for start in (1, 2, 0, 3, 0, 4, 5, 0, 6):
+        cache = FrameCache(folder=tmp_path, folder_bytes=bound)
+        opened.clear()
+        video.crop(minute, start, start + 1, cache=cache)
+        assert len(opened) == (start != 0)  # used again and again, so it stays
+        assert sum(sizes(tmp_path).values()) <= bound
+        time.sleep(0.02)  # file systems count time in some milliseconds
+    for start, there in ((6, True), (0, True), (5, True), (4, True), (3, False)):
+        cache = FrameCache(folder=tmp_path, folder_bytes=bound)
+        opened.clear()
+        video.crop(minute, start, start + 1, cache=cache)
+        assert len(opened) == (not there)
+    cache = FrameCache(folder=tmp_path, folder_bytes=bound)
+    before = sizes(tmp_path)
+    video.overview(minute, 64, cache=cache)  # larger than all of it: pushes nothing out
+    assert sizes(tmp_path) == before
+    assert {"notes.txt", "mine.frames"} <= {path.name for path in before}
+
+
+HAMMER = """
+import sys
+import numpy as np
+import video
+path, folder, bound, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+plain, rng = video.FrameCache(), np.random.default_rng(seed)
+for _ in range(150):
+    start = int(rng.integers(8))
+    cache = video.FrameCache(0, folder=folder, folder_bytes=bound)
+    got = video.crop(path, start, start + 1, cache=cache)
+    assert np.array_equal(got.images, video.crop(path, start, start + 1, cache=plain).images)
+    assert cache.folder.most == bound  # no write failed
+"""
+
+
+@pytest.mark.parametrize("crops", [0.5, 4, 100])
+def test_processes_that_write_and_delete_at_once(minute, tmp_path, crops):
+    """In a folder for less than one crop, for some of the eight, for all."""
+    video.crop(minute, 0, 1, cache=FrameCache(folder=tmp_path / "one"))
+    bound = int(crops * sum(sizes(tmp_path / "one").values()))
+    folder = tmp_path / "kept"
+    command = [sys.executable, "-c", HAMMER, minute, str(folder), str(bound)]
+    started = [subprocess.Popen([*command, str(seed)], cwd=Path(video.__file__).parent,
+                                stderr=subprocess.PIPE, text=True) for seed in range(3)]
+    assert [(p.communicate()[1], p.returncode) for p in started] == [("", 0)] * 3
+    found = sizes(folder) if folder.exists() else {}
+    assert sum(found.values()) <= bound
+    if crops == 100:
+        assert len(found) == 9  # eight crops and their table; nothing half-written is left
+
+
+@pytest.mark.parametrize("kind", ["a file", "read-only", "full"])
+def test_where_nothing_can_be_written_it_goes_on_and_says_so_once(
+        minute, tmp_path, monkeypatch, capfd, opened, kind):
+    folder, plain = tmp_path / "kept", video.overview(minute, 8)
+    if kind == "a file":
+        folder.write_text("")
+    else:
+        video.crop(minute, 1, 2, cache=FrameCache(folder=folder))
+    if kind == "read-only":  # for root as well, which no mode of a folder stops
+        monkeypatch.setattr(os, "utime", raises(PermissionError(13, "Permission denied")))
+        monkeypatch.setattr(os, "makedirs", raises(PermissionError(13, "Permission denied")))
+    real = open
+
+    def full(name, mode="r", **options):
+        if "x" in mode:
+            real(name, mode).close()  # its name fits, its bytes do not
+            raise OSError(28, "No space left on device")
+        return real(name, mode, **options)
+
+    if kind == "full":
+        monkeypatch.setattr("builtins.open", full)
+    before = {} if kind == "a file" else sizes(folder)
+    cache = FrameCache(0, folder=str(folder))
+    for _ in range(3):
+        assert same(video.overview(minute, 8, cache=cache), plain)
+        opened.clear()
+        video.crop(minute, 1, 2, cache=cache)
+        assert bool(opened) == (kind == "a file")  # what is there is still read
+    error = capfd.readouterr().err
+    assert error.startswith("frames are no longer kept on disk: [Errno ")
+    assert error.count("\n") == 1
+    assert kind == "a file" or sizes(folder) == before
+
+
+def raises(error):
+    def call(*given, **named):
+        raise error
+    return call
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout, decoders):
+    """The same pictures in the same order, from as many decoders as there are parts; a broken file
+    is one error."""
+    alone, shared = FrameCache(), FrameCache(workers=3, timeout=timeout)
+    for look in (lambda cache: video.overview(long_gop, 40, cache=cache, **NATIVE),
+                 lambda cache: video.overview(long_gop, 9, cache=cache, **NATIVE)):
+        one, many = look(alone), look(shared)
+        assert np.array_equal(one.images, many.images) and one.key == many.key
+        assert one.seconds.tolist() == many.seconds.tolist()
+    # on a busy machine one may be done before the last is asked
+    assert len(decoders) in ((2, 3) if timeout else (0,))
+    shared.close()
+    (tmp_path / "x.mp4").write_bytes(b"no video" * 100)
+    with pytest.raises(VideoError):
+        video.overview(tmp_path / "x.mp4", 40, cache=shared)
+
+
+def test_least_recently_used_goes_first(minute, opened):
+    one = 64 * 32 * 3
+    cache = FrameCache(max_bytes=2 * one + table_bytes(minute))
+    for start in (0, 1, 0, 2):  # 0 was used again, so 2 pushes 1 out
+        video.crop(minute, start, start + 1, cache=cache)
+    assert len(opened) == 1 + 1 + 3 and cache.memory.bytes <= cache.memory.most
+    video.crop(minute, 0, 1, cache=cache)
+    assert len(opened) == 5
+    video.crop(minute, 1, 2, cache=cache)
+    assert len(opened) == 6
+    big = video.overview(minute, 64, cache=cache)  # larger than the cache: served all the same
+    assert len(big.seconds) == 64 and cache.memory.bytes <= cache.memory.most
+
+
+def test_a_decoder_ends_with_its_killed_parent(tmp_path):
+    """Also while it waits in C for a file, here a pipe without a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    script = ("import os, sys, threading, time, video\n"
+              "child = video.ChildDecoder(60)\n"
+              "threading.Thread(target=child.ask, args=[(sys.argv[1],)], daemon=True).start()\n"
+              "while child.process is None:\n    time.sleep(0.01)\n"
+              "time.sleep(2)\nprint(child.process.pid, flush=True)\nos.kill(os.getpid(), 9)")
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "pipe"], capture_output=True,
+                          text=True, cwd=os.path.dirname(video.__file__))
+    pid, until = int(done.stdout), time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
