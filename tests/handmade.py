@@ -3,13 +3,13 @@ handmade.py: episodes by hand, as rollout.py leaves them, and log-probs by plain
 forwards: for the tests of grpo.py, tools/replay.py and plumbing/metrics.py.
 """
 import torch
+from scripted import calls
 
 import chat
 import rollout
 from plumbing import data
 
-CALL = ('I need a closer look.\n</think>\n<tool_call>\n'
-        '{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>')
+CALLING = calls((8, 16))
 
 
 def sub_record(codec, source, task, text):
@@ -60,7 +60,7 @@ def make_group(codec, source, task, step=0, frames=4):
     closes, a turn cut off."""
     some = task["answer"].split(",")[0]
     group = [make_episode(codec, source, task, 0,
-                          [CALL, f"I saw {some}.\n</think>\n<answer>{some}</answer>"],
+                          [CALLING, f"I saw {some}.\n</think>\n<answer>{some}</answer>"],
                           ["a red square"], step, frames),
              make_episode(codec, source, task, 1,
                           [f"It was {some} I think.\n</think>\n<answer>{some}</answer>"], (), step,

@@ -15,6 +15,11 @@ from evaluation.endpoint import call_messages
 from plumbing.judge import probe_messages
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
+CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
+        "</tool_call>")
+# flags of short runs of grpo.py
+LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
+        "--temperature", 1.0, "--frames", 4, "--show-every", 0)
 AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
 
 
@@ -43,14 +48,18 @@ def window_of(request):
 
 
 class Scripted:
-    """An engine that speaks from a script, one answer a poll. main: texts by turn, or a function of
-    the request; sub: one text or a function. A function may return a Completion to answer with as
-    it is. hold(request): not to be answered yet."""
+    """An engine that speaks from a script. main: texts by turn, or a function of the request; sub:
+    one text or a function. A function may return a Completion to answer with as it is, or None: the
+    request failed. hold(request): not to be answered yet. at_once: a poll answers all that wait,
+    and comes only after all frames are there, so that batches do not depend on the machine. codec
+    None: an endpoint, which has no ids."""
 
     max_seqs = 8
 
-    def __init__(self, codec, main, sub="a red square", hold=None, newest_first=False):
-        self.codec, self.newest_first = codec, newest_first
+    def __init__(self, codec, main, sub="a red square", hold=None, newest_first=False,
+                 at_once=False):
+        self.codec, self.newest_first, self.at_once = codec, newest_first, at_once
+        self.patient, self.closed = at_once, False
         self.hold = hold or (lambda request: False)
         self.main = main if callable(main) else (
             lambda request: main[min(turn_of(request), len(main) - 1)])
@@ -68,6 +77,9 @@ class Scripted:
 
     def poll(self):
         ready = [r for r in self.waiting if not self.hold(r)]
+        if self.at_once:
+            self.waiting = []
+            return [self.answer(request) for request in ready]
         if not ready:
             self.idle += 1
             assert self.idle < 20_000, "stalled: " + ", ".join(r.id for r in self.waiting)
@@ -75,10 +87,20 @@ class Scripted:
             return []
         request = ready[-1 if self.newest_first else 0]
         self.waiting.remove(request)
+        return [self.answer(request)]
+
+    def answer(self, request):
         self.answered.add(request.id)
         self.log.append(("answer", request.id))
         said = (self.sub if is_sub(request) else self.main)(request)
-        return [said if isinstance(said, Completion) else self.complete(request, said)]
+        if said is None:
+            return Completion(request.id, error="HTTP 500")
+        if self.codec is None and isinstance(said, str):
+            return Completion(request.id, text=said, ended=True)
+        return said if isinstance(said, Completion) else self.complete(request, said)
+
+    def close(self):
+        self.closed = True
 
     def complete(self, request, text):
         """Text as a model would have sampled it: never a banned id, nothing after the end of the

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 
+import pytest
 from conftest import run_script
 from scripted import AGENT, Scripted, calls
 
@@ -72,6 +73,7 @@ def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
     assert first.ids != second.ids and first.seed != second.seed
 
 
+@pytest.mark.process
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     out = tmp_path / "asked.jsonl"
     film = toy / "videos" / "rl-0000.mp4"

@@ -62,6 +62,7 @@ def data(tmp_path):
     return tmp_path / "d.jsonl"
 
 
+@pytest.mark.process
 def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     """A server that reads the question alone answers as well blind; it follows letters, so moved
     options cost it what they should."""

@@ -139,6 +139,7 @@ SHARDS = """
 """
 
 
+@pytest.mark.process
 def test_every_rank_reads_its_own_part_of_the_checkpoint(toy, tmp_path):
     """Four ranks, parts that are not of one size, one group and two that each hold all: what is
     gathered is what from_pretrained loads."""

@@ -121,6 +121,7 @@ def test_rl_rows_become_tasks(tmp_path):
     assert read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
+@pytest.mark.process
 def test_parquet_is_converted_from_the_command_line(tmp_path):
     pyarrow = pytest.importorskip(
         "pyarrow", reason="pyarrow is not installed (requirements-dev.txt brings it)")

@@ -103,6 +103,7 @@ def test_aligned_lines_are_those_spoken_at_a_frame():
     assert data.subtitle_text([], None) == ""
 
 
+@pytest.mark.process
 def test_webvtt_says_what_ffmpeg_reads(tmp_path):
     ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
     (tmp_path / "a.vtt").write_text(

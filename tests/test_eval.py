@@ -12,51 +12,14 @@ from types import SimpleNamespace
 import pytest
 import reference  # noqa: F401  waits for engines with `patient`
 from conftest import run_script
+from scripted import CALL, Scripted
 
 import chat
 import eval as evaluation
 import launch
 import rewards
 import rollout
-from engine import Completion
 from evaluation import folders
-
-CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
-        "</tool_call>")
-
-
-class Scripted:
-    """Says what the test wants of each task; counts what it was asked."""
-
-    # all frames are waited for: what meets in it does not depend on the machine
-    max_seqs, patient = 4, True
-
-    def __init__(self, codec, say):
-        self.codec, self.say, self.asked, self.waiting = codec, say, [], []
-        self.closed, self.most = False, 0
-
-    def submit(self, request):
-        self.asked.append(request)
-        self.waiting.append(request)
-
-    def poll(self):
-        out, self.most = [], max(self.most, len({task_of(r) for r in self.waiting}))
-        for request in self.waiting:
-            text = self.say(request)
-            if text is None:
-                out.append(Completion(request.id, error="HTTP 500"))
-                continue
-            if isinstance(text, Completion):
-                out.append(text)
-                continue
-            ids = (chat.encode(self.codec, text) + [self.codec.eos])[: request.max_tokens]
-            out.append(Completion(request.id, ids, [-1.0] * len(ids),
-                                          chat.decode(self.codec, ids), ids[-1] == self.codec.eos))
-        self.waiting = []
-        return out
-
-    def close(self):
-        self.closed = True
 
 
 def task_of(request):
@@ -93,7 +56,7 @@ def world(toy, tmp_path, codec, monkeypatch, capsys):
         made = []
 
         def make_engine(ckpt, codec_, args, *more, **kw):
-            made.append(SimpleNamespace(engine=Scripted(codec_, say), args=args))
+            made.append(SimpleNamespace(engine=Scripted(codec_, say, say, at_once=True), args=args))
             return made[-1].engine
 
         monkeypatch.setattr(rollout, "make_engine", make_engine)
@@ -162,7 +125,7 @@ def test_kappa_counts_executed_calls_and_f_tau_is_the_format_reward(world):
         if request.id.count("/") == 4:
             return "a red square"
         if request.id.endswith("/0") and task_of(request) == "red":
-            return "Look.\n</think>\n" + CALL * 2 + CALL.replace("8", "-8")
+            return "Look.\n</think>\n" + CALL * 2 + CALL.replace("16", "-8")
         return answer("red")
 
     done = world(rows=ROWS[:2], say=say)
@@ -241,8 +204,8 @@ def test_an_answer_carries_what_it_cost(world, codec):
 
     done = world("--max-seqs", 2, rows=ROWS[:1], say=say)
     (kept,) = records(done.folder)
-    main = [r for r in done.engine.asked if r.id.count("/") == 3]
-    subs = [r for r in done.engine.asked if r.id.count("/") == 4]
+    main = [r for r in done.engine.requests if r.id.count("/") == 3]
+    subs = [r for r in done.engine.requests if r.id.count("/") == 4]
     cost = kept["cost"]
     texts = ["Look.\n</think>\n" + CALL * 2, answer("red")]
     sampled = [len(chat.encode(codec, text)) + 1 for text in texts]  # and the end of the turn
@@ -312,7 +275,7 @@ def test_only_what_is_missing_is_run_again(world):
     missing = {(r["task"]["id"], r["budget"]) for r in map(json.loads, lines[1::2])}
     again = world("--frames", 4, 8)
     assert again.code == 0, again.err
-    asked = {(task_of(r), str(r.items[0].frames)) for r in again.engine.asked}
+    asked = {(task_of(r), str(r.items[0].frames)) for r in again.engine.requests}
     # What failed is asked again, its old record stays. A broken video asks the engine nothing.
     failed = {(r["task"]["id"], r["budget"]) for r in map(json.loads, kept)
               if r["status"] in ("engine_error", "video_error")}
@@ -339,7 +302,7 @@ def test_videos_that_were_away_are_asked_about_by_the_next_start(world, toy):
     assert first.code == 2 and "4 of 5" in first.err, first.err
     again = world("--live", 1, rows=rows, say=lambda request: answer("red"), allow=False)
     assert again.code == 0 and [r["n"] for r in again.results] == [5], again.err
-    assert {task_of(r) for r in again.engine.asked} == {f"task {n}" for n in range(1, 5)}
+    assert {task_of(r) for r in again.engine.requests} == {f"task {n}" for n in range(1, 5)}
     assert again.results[0]["acc"] == 1.0
     assert world("--live", 1, rows=rows, allow=False).engine is None
 
@@ -389,7 +352,7 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert done.results[0]["by"]["duration"] == {
         "short": {"n": 1, "acc": 1.0}, "long": {"n": 3, "acc": pytest.approx(1 / 3)}}
     assert "4 items, 2700 published, 1 no video, 1 no subtitles" in done.out
-    texts = [chat.decode(done.engine.codec, r.ids, keep_special=True) for r in done.engine.asked]
+    texts = [chat.decode(done.engine.codec, r.ids, keep_special=True) for r in done.engine.requests]
     # aligned, in the split with subtitles
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)
@@ -435,7 +398,7 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     (kept,) = records(world(rows=ROWS[:1], say=say).folder)
     assert kept["turns"] == ["Look.\n</think>\n" + CALL, answer("red")]
     assert kept["finish"] == ["stop", "stop"]
-    assert kept["calls"][0]["summary"] and kept["calls"][0]["end"] == 8
+    assert kept["calls"][0]["summary"] and kept["calls"][0]["end"] == 16
     assert "sub" not in kept["calls"][0] and "ids" not in kept
     assert len(kept["frame_times"]) == 4 and len(kept["prompt_hash"]) == 16
     assert (kept["said"], kept["extracted"], kept["score"], kept["budget"], kept["tools"],
@@ -469,6 +432,7 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
     assert done.err.count("\n") == 1 or done.err.startswith("usage:")
 
 
+@pytest.mark.process
 def test_command_line_runs_on_the_toy_world(toy, tmp_path):
     done = run_script("eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
                       toy / "eval.jsonl", "--frames", 4,

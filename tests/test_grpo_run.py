@@ -247,6 +247,7 @@ def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp
 # Processes
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
 def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     """What the README shows first: torchrun, two engines, two steps, weights synced between them, a

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from reference import make_engine
 from safetensors.torch import load_file, save_file
-from scripted import ANSWER, Server
-from test_eval import Scripted as EvalEngine
+from scripted import ANSWER, Scripted, Server
 
 import eval as evaluation
 import grpo
@@ -51,7 +50,7 @@ def start(monkeypatch, capsys, codec):
     scripted one in eval.py."""
     def engine(ckpt, codec_, args, *more, **named):
         if sys.argv[0].startswith("eval"):
-            return EvalEngine(codec, lambda request: ANSWER)
+            return Scripted(codec, [ANSWER], at_once=True)
         return make_engine(ckpt, codec_, args)
 
     monkeypatch.setattr(rollout, "make_engine", engine)

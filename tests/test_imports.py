@@ -59,6 +59,7 @@ HELP = ("import runpy, sys, contextlib, io; sys.argv = [{0!r}, '--help']\n"
         "assert '(default: ' in said.getvalue(), said.getvalue()")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("code", [
     "import launch", "import chat", "import engine", "import rollout", "from tools import view",
     HELP.format("rollout.py"), HELP.format("eval.py"), HELP.format("tools/view.py")],
@@ -73,6 +74,7 @@ def test_quick_ones_load_no_torch(code):
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
+@pytest.mark.process
 def test_a_bad_row_is_named_before_torch_is_loaded(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"id": 1}\n')

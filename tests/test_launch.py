@@ -114,6 +114,7 @@ def test_every_epoch_covers_every_row_once(rows, batch, seed):
         assert sorted(stream[epoch * rows:(epoch + 1) * rows]) == list(range(rows))
 
 
+@pytest.mark.process
 def test_the_order_is_a_function_of_step_and_seed_alone():
     """A resumed run and another rank are other processes, with other hash seeds."""
     code = "import launch; print([launch.batch_indices(s, 6, 40, 3) for s in (9, 0, 5)])"

@@ -285,6 +285,7 @@ def one_pack(toy):
     return one_update(toy, 10**6)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path, replicas):
     """Ranks with unequal numbers of packs, in FSDP's shards or each with the whole model, gradient
@@ -301,6 +302,7 @@ def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path
         same_step(part["moved"], one_pack["moved"])
 
 
+@pytest.mark.process
 def test_ranks_that_hold_the_whole_model_go_the_way_of_shards(toy, tmp_path):
     """Six steps on two ranks, with and without FSDP, to rounding; both ranks to the bit."""
     ends = {}

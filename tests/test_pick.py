@@ -72,6 +72,7 @@ def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
     assert pick.best(c) is c[3]
 
 
+@pytest.mark.process
 def test_the_band_takes_tasks_whose_rollouts_disagree(recorded, tmp_path):
     for band, wanted in (((0.2, 0.8), ["a"]), ((0, 0), ["b"]), ((0.5, 1), ["a", "c"])):
         out = tmp_path / "tasks.jsonl"
@@ -82,6 +83,7 @@ def test_the_band_takes_tasks_whose_rollouts_disagree(recorded, tmp_path):
         assert rows == [task for task in TASKS if task["id"] in wanted]
 
 
+@pytest.mark.process
 def test_the_command_and_its_flags(recorded, tmp_path):
     out = tmp_path / "chats.jsonl"
     done = run_script("tools/pick.py", recorded, "--best", out)

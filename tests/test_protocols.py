@@ -11,46 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripted import Server
+from scripted import Scripted, Server
 
-import chat
 import eval as evaluation
 import rollout
-from engine import Completion
 from evaluation import endpoint, episodes, folders, systems
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
         "options": ["red", "blue"], "answer": "B", "type": "mcq"}
-
-
-class Chat:
-    """Answers from a script, one text a turn; keeps what it was asked. codec None: an endpoint that
-    returns text."""
-
-    max_seqs = 4
-
-    def __init__(self, codec, *script):
-        self.codec, self.script, self.asked, self.waiting, self.turn = codec, script, [], [], 0
-
-    def submit(self, request):
-        self.asked.append(request)
-        self.waiting.append(request)
-
-    def poll(self):
-        done, self.waiting = self.waiting, []
-        return [self.complete(request) for request in done]
-
-    def complete(self, request):
-        if request.id.count("/") == 4:  # a sub-agent
-            text = "seen at 00:00:10"
-        else:
-            text, self.turn = self.script[min(self.turn, len(self.script) - 1)], self.turn + 1
-        if self.codec is None:
-            return Completion(request.id, text=text, ended=True)
-        ids = chat.encode(self.codec, text) + [self.codec.eos]
-        return Completion(request.id, ids, [-1.0] * len(ids), chat.decode(self.codec, ids),
-                                  True)
 
 
 @pytest.fixture
@@ -67,11 +36,12 @@ def play(toy, source, codec, monkeypatch):
         agent.tools = modes == ["on"]
         source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
         protocol, digest = systems.make_protocol(args)
-        engine = Chat(codec if ids else None, *script)
+        engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10",
+                          at_once=True)
         sampler = rollout.Sampler(engine, engine.codec, systems.source_of(source, args), agent)
         (episode,) = episodes.run(sampler, [task], protocol, args.frames[0])
         record = folders.record_of(episode, "d", args.frames[0], "on", args)
-        return episode, engine.asked, record
+        return episode, engine.requests, record
 
     return play
 

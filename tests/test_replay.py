@@ -136,6 +136,7 @@ def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, 
     assert capsys.readouterr().err.strip() == f"replay.py: {path}:3: missing '{word}'"
 
 
+@pytest.mark.process
 def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
     """Three groups on two ranks: unequal packs, unequal token counts, one spare pack, one global
     normaliser."""

@@ -426,6 +426,7 @@ def test_a_call_in_a_thought_that_never_closes_is_run_or_dropped(
     assert closed.executed() == 1 and len(open_.calls) == executed
 
 
+@pytest.mark.process
 def test_gated_frames_is_the_same_in_every_process():
     """Python's own hash of a string is salted per process: ranks would disagree about K."""
     code = ("import rollout; print([rollout.gated_frames(7, s, f'task-{i}') "
@@ -589,6 +590,7 @@ def test_the_reward_knows_what_was_really_executed(codec, tasks, frames_of):
 # The command line
 
 
+@pytest.mark.process
 def test_command_line_writes_records_that_train(toy, tmp_path, codec):
     out = tmp_path / "r.jsonl"
     done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data",

@@ -150,6 +150,7 @@ def test_good_chats_pass(messages):
     assert data.chat_fault(messages) is None
 
 
+@pytest.mark.process
 def test_a_bad_chat_stops_the_run_with_code_2_and_its_line(toy, tmp_path):
     rows = small_rows(toy, count=1)
     data = write_rows(tmp_path / "bad.jsonl",
@@ -300,6 +301,7 @@ def test_the_last_checkpoint_loads_in_transformers(training):
     assert checkpoint.resolve_checkpoint(str(out)) == os.path.realpath(out / "last")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("ranks, tolerance", [(2, 1e-6), (1, 1e-3)])
 def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path, ranks, tolerance):
     """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of

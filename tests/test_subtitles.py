@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import run_script
-from scripted import AGENT, Scripted, is_sub
+from scripted import AGENT, ANSWER, Scripted, is_sub
 
 import chat
 import eval as evaluation
@@ -16,7 +16,6 @@ import launch
 import rollout
 from plumbing import data as data_py
 
-ANSWER = "I saw it.\n</think>\n<answer>red</answer>"
 # The frames of an overview of 4 stand at 8, 24, 40 and 56 s.
 SRT = ("1\n00:00:07,000 --> 00:00:09,500\nHello <i>there</i>\n\n"
        "2\n00:00:20,000 --> 00:00:22,000\nGoodbye\n\n3\n00:00:39,000 --> 00:00:41,000\nAgain\n")
@@ -112,6 +111,7 @@ def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     assert data_py.subtitle_text(data_py.read_subtitles(str(tmp_path / "a.srt"))) == wanted
 
 
+@pytest.mark.process
 def test_a_run_ends_with_one_line(toy, data, tmp_path):
     (tmp_path / "words.srt").unlink()
     done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data)

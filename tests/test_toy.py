@@ -40,6 +40,7 @@ def videos_of(row):
 # The same bytes from the same seed
 
 
+@pytest.mark.process
 def test_one_seed_gives_one_world_to_the_byte(toy_as_made, tmp_path):
     """Videos and weights too: a number measured on one machine can then be checked on another. The
     second one is started apart, so that its strings hash differently."""

@@ -632,6 +632,7 @@ def test_load_message_items(minute):
         video.load(item, root)
 
 
+@pytest.mark.process
 def test_command_line(minute, long_gop, tmp_path):
     command = [sys.executable, video.__file__]
     ran = subprocess.run([*command, minute, "--frames", "4"], capture_output=True, text=True,

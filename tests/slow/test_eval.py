@@ -7,12 +7,10 @@ import sys
 
 import pytest
 from conftest import ROOT, Overheard, run_script
-from scripted import Server
+from scripted import CALL, Server
 from test_eval import (  # noqa: F401
-    CALL,
     ROWS,
     SAID,
-    Scripted,
     answer,
     record,
     records,
@@ -80,7 +78,7 @@ SLOW_RANK = """
 import os, sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import torch.distributed as dist
-import chat, eval as evaluation, launch, rollout, test_eval
+import chat, eval as evaluation, launch, rollout, scripted, test_eval
 chat.load_codec({ckpt!r})  # slow imports are no part of the run
 deadlines, join = [], dist.init_process_group
 def init(*args, timeout=None, **more):
@@ -90,7 +88,8 @@ dist.init_process_group = init
 def say(request):
     time.sleep(1.5 if os.environ["RANK"] == "1" else 0)
     return test_eval.answer("red")
-rollout.make_engine = lambda ckpt, codec, args, *more, **kw: test_eval.Scripted(codec, say)
+rollout.make_engine = lambda ckpt, codec, args, *more, **kw: scripted.Scripted(
+    codec, say, say, at_once=True)
 launch.run_main(evaluation.main)
 assert deadlines[0].days >= 1, deadlines
 """
@@ -128,9 +127,9 @@ def test_samples_give_a_mean_and_the_best_of_n(world):
     (result,) = done.results
     assert result["n"] == 6 and result["acc"] == pytest.approx(2 / 6) and result["pass@n"] == 0.5
     assert result["samples"] == 3
-    assert len({r.seed for r in done.engine.asked}) == 6 and "pass@n 0.500" in done.out
+    assert len({r.seed for r in done.engine.requests}) == 6 and "pass@n 0.500" in done.out
     more = world("--samples", 4, "--temperature", 1, rows=ROWS[:2], say=lambda r: answer("no"))
-    assert len(more.engine.asked) == 8 and more.results[0]["n"] == 8  # a group is asked as a whole
+    assert len(more.engine.requests) == 8 and more.results[0]["n"] == 8  # a whole group
 
 
 def test_the_judge_decides_open_answers_and_never_in_silence(world):
@@ -213,7 +212,7 @@ def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, 
     An engine made for the larger of both would refuse them."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     real, made = rollout.make_engine, []
-    both = CALL + CALL.replace("8}", "16}").replace("0,", "8,")
+    both = CALL + CALL.replace("8,", "0,").replace("16", "8")
 
     def make_engine(*args, **more):
         made.append(Overheard(real(*args, **more), lambda sample, turn: f"hm</think>{both}"

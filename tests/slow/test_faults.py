@@ -17,6 +17,7 @@ import time
 
 import pytest
 from conftest import ROOT, run_script
+from scripted import LIVE
 
 from plumbing import runs
 
@@ -29,8 +30,6 @@ HEAD = """
     rollout.make_engine = reference.make_engine
     rank = int(os.environ.get("RANK", 0))
 """
-LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
-        "--temperature", 1.0, "--frames", 4, "--show-every", 0)
 
 
 @pytest.fixture

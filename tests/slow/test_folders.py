@@ -18,6 +18,7 @@ import tempfile
 import pytest
 from conftest import ROOT, run_script
 from reference import make_engine
+from scripted import LIVE
 
 import eval as evaluation
 import grpo
@@ -26,9 +27,6 @@ import rollout
 import sft
 from plumbing import runs
 from tools import view
-
-LIVE = ("--prompts", 2, "--group", 2, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
-        "--frames", 4, "--show-every", 0)
 
 
 def command(script, toy, ckpt, out, *flags):

@@ -18,18 +18,16 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from PIL import Image
+from scripted import CALL, Scripted
 from test_video import write
 
 import chat
 import eval as evaluation
 import rollout
 import video
-from engine import Completion
 from evaluation import episodes, folders, systems
 from plumbing import data as data_py
 
-CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
-        '</tool_call>')
 REAL = ["I need a closer look.\n</think>\n" + CALL,
         "Two parts.\n</think>\n" + CALL + "\n" + CALL.replace("8,", "24,").replace("16", "32"),
         "I saw it.\n</think>\n<answer>red</answer>",
@@ -69,20 +67,11 @@ def mutated(rng):
     return text[:20_000]
 
 
-class Talker:
+def talker(say):
     """An endpoint that says whatever `say` draws; no ids."""
-
-    codec, max_seqs = None, 32
-
-    def __init__(self, say):
-        self.say, self.waiting = say, []
-
-    def submit(self, request):
-        self.waiting.append(request)
-
-    def poll(self):
-        done, self.waiting = self.waiting, []
-        return [Completion(r.id, text=self.say(), ended=True) for r in done]
+    engine = Scripted(None, lambda request: say(), lambda request: say(), at_once=True)
+    engine.max_seqs = 32
+    return engine
 
 
 def check(episode, agent):
@@ -123,7 +112,7 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
                           open_thought=("run", "drop")[seed // 2])
     step = 0
     while said["texts"] < 2500:
-        sampler = rollout.Sampler(Talker(say), None, source, replace(agent, seed=step))
+        sampler = rollout.Sampler(talker(say), None, source, replace(agent, seed=step))
         for episode in episodes.run(sampler, tasks, episodes.Protocol(), 4, group=40):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
@@ -156,7 +145,7 @@ def test_no_text_breaks_another_systems_protocol(protocol, toy, source, monkeypa
         return "".join(rng.choice((mutated(rng)[:300], rng.choice(pieces)))
                        for _ in range(rng.randrange(4)))
 
-    sampler = rollout.Sampler(Talker(say), None, source, agent)
+    sampler = rollout.Sampler(talker(say), None, source, agent)
     for episode in episodes.run(sampler, [task], systems.make_protocol(args)[0], 4, group=300):
         assert episode.status == "ok" and len(episode.turns) <= 3
         folders.record_of(episode, "d", 4, "on", args)

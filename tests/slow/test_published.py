@@ -27,6 +27,7 @@ from conftest import ROOT, Overheard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import ReferenceEngine, forward
+from scripted import AGENT, Scripted
 from slow import published as layout
 
 import chat
@@ -38,7 +39,6 @@ import rollout
 import sft
 import toy
 import video
-from engine import Completion
 from plumbing import checkpoint, data
 from tools import replay
 
@@ -164,31 +164,6 @@ def tasks(world):
     return data.read_tasks(str(world / "rl.jsonl"))
 
 
-class Speaker:
-    """An engine that says what it is told: main(sample, turn) and sub() -> text, as ids of the
-    checkpoint."""
-
-    max_seqs = 8
-
-    def __init__(self, codec, main, sub="a red square"):
-        self.codec, self.main, self.sub, self.requests, self.waiting = codec, main, sub, [], []
-
-    def submit(self, request):
-        self.requests.append(request)
-        self.waiting.append(request)
-
-    def poll(self):
-        out = []
-        for request in self.waiting:
-            sample, turn, *call = map(int, request.id.split("/")[2:])
-            text = self.sub if call else self.main(sample, turn)
-            ids = chat.encode(self.codec, text) + [self.codec.eos]
-            out.append(Completion(request.id, ids, [-1.0] * len(ids),
-                                          chat.decode(self.codec, ids), True))
-        self.waiting = []
-        return out
-
-
 def said(sample, turn):
     """Sample 0 calls and is right, the others are wrong in ways of their own: every group has
     something to learn."""
@@ -197,11 +172,9 @@ def said(sample, turn):
     return "hm</think>" * (sample % 2) + "<answer>A</answer>"
 
 
-AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
-
-
-def played(codec, tasks, source, engine=None, agent=AGENT):
-    sampler = rollout.Sampler(engine or Speaker(codec, said), codec, source, agent)
+def played(codec, tasks, source, main=said, agent=AGENT):
+    engine = Scripted(codec, lambda request: main(*map(int, request.id.split("/")[2:])))
+    sampler = rollout.Sampler(engine, codec, source, agent)
     return next(iter(rollout.run(sampler, tasks[:1], 4)))
 
 
@@ -358,7 +331,7 @@ def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, so
     assert talk.ids.count(IM_START) == prompt.count(IM_START) + 2
     if first.startswith("<think>"):  # the same through the agent loop
         bare = [text.removeprefix("<think>").removeprefix("\n") for text in (LOOK, RIGHT)]
-        episode = played(codec, tasks, source, Speaker(codec, lambda sample, turn: bare[turn]))
+        episode = played(codec, tasks, source, lambda sample, turn: bare[turn])
         assert episode.executed() == 2 and episode.context.ids[:len(prompt)] == prompt
         start, stop = episode.spans[1]
         assert episode.context.ids[start - 2:stop] == talk.ids[-(stop - start) - 2:]

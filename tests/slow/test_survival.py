@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 from reference import ReferenceEngine, make_engine
+from scripted import LIVE
 
 import grpo
 import launch
@@ -29,17 +30,13 @@ from plumbing import metrics, runs
 # Asked to stop
 
 
-LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--set", "sub_max_new_tokens=4",
-        "--temperature", 1.0)
-
-
 @pytest.fixture
 def run(monkeypatch, toy, tmp_path):
     """run("grpo" | "sft", *flags) -> run folder."""
     monkeypatch.setattr(rollout, "make_engine", make_engine)
 
     def run(script, *flags, out="run"):
-        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--show-every", 0, *LIVE),
+        common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
                   "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
         words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out", tmp_path / out,
                  "--video-root", toy, *common[script], *flags]
@@ -295,7 +292,7 @@ def test_reinforcement_learning_killed_draws_the_same_and_learns_the_same(toy, g
     """The same with rollouts, from the reference engine, which is deterministic to the bit."""
     steps = 2 * kills + 5
     words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", steps,
-             "--frames", "gated", "--show-every", 0, *LIVE]
+             *LIVE, "--frames", "gated"]
     straight, killed = go(0, words, "straight"), go(kills, words, "killed")
     check_killed(straight, killed, steps)
     assert drawn(straight) == drawn(killed) and len(drawn(killed)) == steps
@@ -306,7 +303,7 @@ def test_killed_runs_with_vllm_draw_the_same_tasks_budgets_and_seeds(toy, go):
     is sampled now and then; what is asked for does not."""
     pytest.importorskip("vllm", reason="vllm is not installed")
     words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 4,
-             "--frames", "gated", "--show-every", 0, *LIVE, "--vllm"]
+             *LIVE, "--frames", "gated", "--vllm"]
     straight, killed = go(0, words, "straight"), go(1, words, "killed")
     assert steps_of(killed) == list(range(1, 5))
     a, b = ([[row[:3] for row in step] for step in drawn(folder)] for folder in (straight, killed))
