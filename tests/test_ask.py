@@ -3,7 +3,6 @@ Tests of questions about one film, tools/ask.py: python -m pytest tests/test_ask
 """
 import json
 import re
-import sys
 
 import pytest
 from conftest import run_script
@@ -22,11 +21,6 @@ def sampler(codec, toy, *main, **more):
     return rollout.Sampler(engine, codec, rollout.Source(str(toy), video.FrameCache()), AGENT)
 
 
-def flags(monkeypatch, *given):
-    monkeypatch.setattr(sys, "argv", ["tools/ask.py", "--ckpt", "c", *given])
-    return ask.parse_args()
-
-
 def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, capsys):
     asked = sampler(codec, toy, calls((0, 8), (90, 80), (16, 24)), "Done.\n</think>\n"
                     "<answer>red</answer>", sub=lambda request: f"saw {request.items[0].frames}")
@@ -42,23 +36,6 @@ def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, c
     order = [places[i].start() for i in (0, 1, 3, 4, 5, 6)]
     assert order == sorted(order)
     assert row["reward"] == {} and row["turns"] and len(row["calls"]) == 3
-
-
-def test_a_summary_is_printed_before_the_next_turn_is_sampled(codec, toy, capsys):
-    """The terminal shows a step when it ends, not when the episode ends."""
-    heard = []
-
-    def main(request):
-        heard.append(capsys.readouterr().out)
-        return calls((0, 8)) if len(heard) == 1 else "</think><answer>red</answer>"
-
-    asked = sampler(codec, toy)
-    asked.engine.main = main
-    waited = {}  # polls of a request before it is answered
-    asked.engine.hold = lambda r: waited.setdefault(r.id, 0) < 200 and not waited.update(
-        {r.id: waited[r.id] + 1})
-    ask.ask(asked, [FILM], 4)
-    assert "turn 1" not in heard[0] and "turn 1" in heard[1] and "a red square" in heard[1]
 
 
 def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
@@ -93,25 +70,3 @@ def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     assert done.returncode == 2 and "answer" in done.stderr, done.stderr
 
 
-def test_events_tell_an_episode_in_order(codec, toy):
-    """Every call has its window before its response, and the answer comes last."""
-    asked = sampler(codec, toy, calls((0, 8), (90, 80), (0, 8)),
-                    "Done.\n</think>\n<answer>red</answer>")
-    told = []
-
-    async def play(episode, sampler):
-        async for event in ask.events(episode, sampler):
-            told.append(event)
-        return episode
-
-    (episode,) = rollout.run(asked, [FILM], 4, play=play)
-    kinds = [(event["event"], event.get("number")) for event in told]
-    assert kinds[:5] == [("overview", 0), ("turn", 1), ("call", 1), ("call", 2), ("call", 3)]
-    assert kinds[-2:] == [("turn", 2), ("answer", None)] and len(kinds) == len(set(kinds)) == 12
-    for number in (1, 3):  # the same window twice
-        assert kinds.index(("window", number)) < kinds.index(("summary", number))
-    windows = [event["times"] for event in told if event["event"] == "window"]
-    assert [len(times) for times in windows] == [8, 8] and windows[0][-1] < 8
-    assert told[-1]["text"] == "red" and told[-1]["windows"] == episode.executed() == 2
-    times = [event["at"] for event in told]
-    assert times == sorted(times)

@@ -101,62 +101,6 @@ def test_pieces_of_tokens_join_to_the_utf8_text(codec, text, tag):
 # Whole chats
 
 
-def sft_chats(toy, codec, source, take):
-    """Rows of the toy's SFT file whose id holds one of `take` -> [(row, items)]."""
-    rows = launch.read_jsonl(toy / "sft.jsonl")
-    picked = [next(r for r in rows if part in r["id"]) for part in take]
-    out = []
-    for row in picked:
-        specs = [p for m in row["messages"] if not isinstance(m["content"], str)
-                 for p in m["content"] if p["type"] == "video"]
-        out.append((row, [chat.vision_item(s, source.load(s)) for s in specs]))
-    return out
-
-
-def rendered_at_once(codec, row, items):
-    """A chat as the template writes it in one piece, tokenised at once -> (expanded ids, mask of
-    assistant turns)."""
-    queue, messages = iter(items), []
-    for m in row["messages"]:
-        parts = []
-        for p in ([{"type": "text", "text": m["content"]}] if isinstance(m["content"], str)
-                  else m["content"]):
-            if p["type"] == "text":
-                parts.append(p)
-            else:
-                for s in next(queue).seconds:
-                    parts += [{"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"}]
-        messages.append({"role": m["role"], "content": parts})
-    text = codec.processor.apply_chat_template(messages, tools=row.get("tools"), tokenize=False)
-    ids = []
-    for i in codec.tokenizer(text)["input_ids"]:
-        ids += [i]  # one vision token a frame in the toy: nothing to expand
-    head = codec.tokenizer("<|im_start|>assistant\n")["input_ids"]
-    mask, inside = [], False
-    for n, i in enumerate(ids):
-        inside = inside or ids[max(0, n - len(head)):n] == head
-        mask.append(int(inside))
-        inside = inside and i != codec.eos
-    return ids, mask
-
-
-@pytest.mark.parametrize("kind", ["call-4", "direct-", "plain-4", "sub-0"])
-def test_a_chat_built_in_pieces_equals_the_template_rendered_at_once(toy, codec, source, kind):
-    """SFT sees the ids that RL will build turn by turn, and both are what the template means. Loss
-    on assistant turns only."""
-    (row, items), = sft_chats(toy, codec, source, [kind])
-    ours = chat.encode_chat(codec, row["messages"], items, row.get("tools"))
-    ids, mask = rendered_at_once(codec, row, items)
-    # the template's newline after the last turn is not part of the sample
-    end = len(codec.tokenizer("\n")["input_ids"])
-    assert ours.ids == ids[:-end] and ours.mask == mask[:-end]
-    assert ours.ids[-1] == codec.eos and ours.mask[-1] == 1
-    assert ours.mask.count(1) > 2 and len(ours.items) == 1
-    turns = sum(m["role"] == "assistant" for m in row["messages"])
-    ends = sum(i == codec.eos for i, m in zip(ours.ids, ours.mask) if m)
-    assert ends == turns == (2 if kind == "call-4" else 1)
-
-
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
 def test_frames_in_a_tool_response_stand_where_the_template_puts_them(lively, each_codec, album):
     """Published traces show frames in the responses. The ids are those of the whole chat rendered

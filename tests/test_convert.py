@@ -8,7 +8,6 @@ import json
 import sys
 
 import pytest
-from conftest import run_script
 
 import chat
 import launch
@@ -119,22 +118,6 @@ def test_rl_rows_become_tasks(tmp_path):
         [("mcq", "B")] * 3 + [("grounding", [1.5, 7.0])] * 4 + [("open", "a dog")] * 2)
     assert all(t["question"] == "When?" and t["options"] is None for t in tasks[3:7])
     assert read_tasks(str(tmp_path / "out.jsonl")) == tasks
-
-
-@pytest.mark.process
-def test_parquet_is_converted_from_the_command_line(tmp_path):
-    pyarrow = pytest.importorskip(
-        "pyarrow", reason="pyarrow is not installed (requirements-dev.txt brings it)")
-    from pyarrow import parquet
-
-    rows = [{"id": "1", "messages": paravt()}, {"id": "2", "messages": paravt(responses("a"))}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "s.parquet")
-    done = run_script("tools/convert.py", tmp_path / "s.parquet", "--out", tmp_path / "s.jsonl",
-                      "--frames", 16)
-    assert done.returncode == 0 and "2 chats, 0 left out" in done.stdout, done.stderr
-    rows = launch.read_jsonl(str(tmp_path / "s.jsonl"))
-    assert rows[1]["messages"][3] == {"role": "tool", "content": "a"}
-    assert rows[0]["messages"][1]["content"][0]["frames"] == 16
 
 
 @pytest.mark.parametrize("files, out, why", [

@@ -7,14 +7,12 @@ Against an endpoint that speaks from a script; test_server.py asks a real server
 import base64
 import io
 import json
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from scripted import AGENT, ANSWER, Server, calls, play_one
 
-import eval as evaluation
 import launch
 import rollout
 import video
@@ -99,29 +97,6 @@ def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
     assert "tools" not in plain
     assert plain["max_tokens"] == 512 and plain["temperature"] == 0.7
     assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
-
-
-@pytest.mark.parametrize("flags, sent", [
-    ("", {}), ("--top-p 0.8", {"top_p": 0.8}), ("--top-k 20", {"top_k": 20}),
-    ("--presence-penalty 1.5 --no-send-temperature", {"presence_penalty": 1.5}),
-    ("--top-p 1 --top-k 0 --presence-penalty 0",
-     {"top_p": 1.0, "top_k": 0, "presence_penalty": 0.0}),
-])  # fmt: skip
-def test_settings_of_sampling_are_sent_only_if_they_are_set(
-        flags, sent, tasks, frames_of, monkeypatch):
-    """A hosted endpoint may refuse top_k, and a server has defaults of its own."""
-    with Server(ANSWER) as server:
-        given = f"eval.py --engine openai --base-url {server.url} --model m --data d {flags}"
-        monkeypatch.setattr(sys, "argv", given.split())
-        args = evaluation.parse_args()
-        engine = endpoint.make_engine(args, prefill=False)
-        engine.codec = None
-        play_one(engine, tasks, frames_of, replace(AGENT, tools=False))
-        engine.close()
-    (body,) = server.asked
-    fields = ("top_p", "top_k", "presence_penalty")
-    assert {name: body[name] for name in fields if name in body} == sent
-    assert ("temperature" in body) == ("--no-send-temperature" not in flags)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

@@ -4,7 +4,6 @@ Tests of engine.py: python -m pytest tests/test_engine.py -q
 vLLM on the random toy checkpoint: its ids and log-probs beside those of the trainer and of the
 reference engine, before and after a sync of weights.
 """
-import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +19,7 @@ from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 import chat
 import model
 import rollout
-from engine import Limits, Pump, Request, VllmEngine, in_flight
+from engine import Limits, Request, VllmEngine
 from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,32 +115,6 @@ def engine_gap(engine, policy, codec, source, seed):
 
 
 # ------------------------------------------------------------------------------------------------
-# Many episodes, one engine
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-def test_no_more_than_max_live_episodes_are_open(limit, codec):
-    opened, most, finished = 0, 0, []
-
-    async def work(pump, n):
-        nonlocal opened, most
-        opened += 1
-        most = max(most, opened)
-        first = await pump.load(lambda: n)
-        done = await pump.sample(Request(f"0/t/{n}/0", [], [], [], [], 10, 0.0, 0))
-        opened -= 1
-        return first, done.text
-
-    async def all_of_them():
-        pump = Pump(Scripted(codec, ["red"]), 2)
-        async for value in in_flight(pump, (work(pump, n) for n in range(8)), limit):
-            finished.append(value)
-
-    asyncio.run(all_of_them())
-    assert most == limit and sorted(finished) == [(n, "red") for n in range(8)]
-
-
-# ------------------------------------------------------------------------------------------------
 # Requests, sleep
 
 
@@ -224,29 +197,6 @@ def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, reque
         assert completion.text == chat.decode(codec, completion.ids) and max(completion.logps) < 0
     assert sum(seen.values()) > 300 and len(seen) > 150
     assert not set(seen) & set(codec.suppress_tokens)
-
-
-def test_evaluation_narrows_the_distribution_and_training_does_not(
-        vllm_engines, tasks, frames_of, monkeypatch):
-    """eval.py sets the engine's `sampling`. One token to choose from is greedy at any temperature.
-    """
-    engine = vllm_engines("image")
-    asked, add = [], engine.engine.add_request
-    monkeypatch.setattr(engine.engine, "add_request",
-                        lambda *given: asked.append(given[2]) or add(*given))
-
-    def ids(sampling, temperature=1.5):
-        monkeypatch.setattr(engine, "sampling", sampling)
-        found = sample(engine, tasks[:2], frames_of, replace(HOT, temperature=temperature))
-        return {key: spoken for key, (spoken, _) in found.items()}
-
-    greedy = ids({}, temperature=0.0)
-    assert engine.sampling == {} and ids({}) != greedy
-    assert ids({"top_k": 1}) == ids({"top_p": 1e-6}) == greedy
-    for given in ({}, {"top_p": 0.8, "top_k": 20, "presence_penalty": 1.5}):
-        ids(given)
-        wanted = {"top_p": 1.0, "top_k": 0, "presence_penalty": 0.0, **given}
-        assert {name: getattr(asked[-1], name) for name in wanted} == wanted
 
 
 def test_vllm_loads_the_checkpoint_and_agrees_before_and_after_a_sync(

@@ -5,8 +5,6 @@ Against the dense model: the same function at the start, the gradients of W + 2 
 log-probs once merged; peft reads the files as the same model. Through both scripts: files, going
 on, a second stage that goes on with the adapters of the first.
 """
-import json
-import os
 import random
 import sys
 import threading
@@ -197,20 +195,5 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(run, script):
     before = adapters(halves)
     assert not equal(before, adapters(straight))
     assert equal(adapters(run(script, *flags, *both, out="halves")), adapters(straight))
-
-
-def test_both_stages_by_adapters_alone(run, codec, toy):
-    """The second begins where the first ended, without a word about adapters: its engine and its
-    trainer agree, and its reference is the first stage's model."""
-    first = run("sft", "--lora", RANK, "--steps", 2, "--lr", 1e-2, out="first")
-    second = run("grpo", "--steps", 2, "--lr", 1e-2, out="second", ckpt=first)
-    log = [json.loads(line) for line in (second / "log.jsonl").read_text().splitlines()]
-    assert all(row["gap"] < 1e-5 for row in log)
-    assert log[0]["kl"] == 0 and log[1]["kl"] > 0  # at the start, then of moved adapters
-    assert not equal(adapters(first), adapters(second))
-    ckpt = checkpoint.resolve_checkpoint(str(second))
-    assert checkpoint.base_of(ckpt) == os.path.realpath(toy / "init")
-    rows = json.loads((second / "args.json").read_text())
-    assert rows["lora"] == RANK
 
 

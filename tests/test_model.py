@@ -47,16 +47,6 @@ def relative(a, b):
     return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
 
 
-def all_logprobs(policy, codec, vision, ids, items):
-    """Log-probs of every token of the vocabulary after ids."""
-    pack = model.pack_trees(codec, [plain_tree(ids, items, [0])])
-    vocab = policy.hf.lm_head.weight.shape[0]
-    pack = dataclasses.replace(pack, predictor=torch.full((vocab,), len(ids) - 1),
-                               target=torch.arange(vocab))
-    with torch.no_grad():
-        return forward(policy, pack, vision)[0]
-
-
 def processor_batch(codec, album, messages, items):
     """The same prompt made by the checkpoint's processor alone."""
     images = [album.load(i.spec) for i in items]
@@ -300,21 +290,6 @@ def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path
         assert part["loss"] == pytest.approx(one_pack["loss"], rel=1e-6)
         assert relative(part["grads"], one_pack["grads"]) < 1e-5
         same_step(part["moved"], one_pack["moved"])
-
-
-@pytest.mark.process
-def test_ranks_that_hold_the_whole_model_go_the_way_of_shards(toy, tmp_path):
-    """Six steps on two ranks, with and without FSDP, to rounding; both ranks to the bit."""
-    ends = {}
-    for replicas in (1, 2):
-        done = run_script("tests/test_model.py", toy, tmp_path, replicas, 6, ranks=2, timeout=240)
-        assert done.returncode == 0, done.stderr
-        ends[replicas] = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
-        for name, way in ends[replicas][0]["moved"].items():
-            assert torch.equal(way, ends[replicas][1]["moved"][name]), name
-    sharded, whole = (ends[replicas][0] for replicas in (1, 2))
-    assert whole["loss"] == pytest.approx(sharded["loss"], rel=1e-5)
-    assert relative(whole["moved"], sharded["moved"]) < 1e-3
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])

@@ -102,28 +102,6 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
     assert sent == stored.get(name), "written to tests/protocols.json: is it meant?"
 
 
-def test_protocols_are_told(monkeypatch, capsys, tmp_path):
-    """Frames, limits and texts of every protocol, and the places of a publisher's; of one with its
-    file."""
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--protocols"])
-    evaluation.main()
-    told = dict(zip(systems.protocols(), capsys.readouterr().out.split("\n== ")[1:]))
-    assert all(told[name].startswith(name + "\n") for name in systems.protocols())
-    for name, part in (("longvt", "1 a second, 1 to 512"), ("longvt", "49152 tokens"),
-                       ("longvt", "crop_video(video_path, start_time, end_time)"),
-                       ("videozoomer", "stops   at </video_zoom>"), ("conan", "text 6:"),
-                       ("sage", "<<<tools_so_far>>>"), ("videochat-r1", "2809856 in all"),
-                       ("time-r1", "</think>"), ("video-r1", "TYPE_TEMPLATE[free-form]")):
-        assert part in told[name], (name, part)
-    assert "system:" not in told["qwen3-vl"] and "system:" in told["direct"]
-    (tmp_path / "mine.txt").write_text("Mine.")
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--protocols", "--protocol", "direct",
-                                      "--prompt-file", f"{tmp_path}/mine.txt"])
-    evaluation.main()
-    told = capsys.readouterr().out
-    assert "Mine." in told and "the publisher's" in told and told.count("\n== ") == 1
-
-
 # ------------------------------------------------------------------------------------------------
 # Two loops
 

@@ -89,14 +89,6 @@ def test_times_are_read_as_seconds(start, end, want):
     assert call.error is None and (call.start, call.end) == want and call.num_frames is None
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400,
-                                    "1" * 3900])
-def test_json_numbers_that_are_not_finite_are_errors(number):
-    arguments = f'{{"start_time": 0, "end_time": {number}}}'
-    call = f'{{"name": "crop_video", "arguments": {arguments}}}'
-    assert "end_time is not a time" in the_call(f"<tool_call>{call}</tool_call>").error
-
-
 @pytest.mark.parametrize("text, want", [
     ("<tool_call>{}</tool_call>", "no tool name"),
     ("<tool_call></tool_call>", "JSON"),
@@ -160,13 +152,6 @@ def test_every_dialect_gives_the_same_call(text):
     assert the_call(text) == rewards.ToolCall("crop_video", 1.0, 2.0, None, None)
 
 
-def test_one_bad_call_does_not_take_the_others_with_it():
-    calls = parse_tool_calls(f"{CALL}<tool_call>{{oops</tool_call><tool_call>{CALL}"
-                             "<tool_code>crop_video(3, 4)\nbad(5, 6)\ncrop_video(7, 8)</tool_code>")
-    assert [call.start for call in calls] == [1.0, None, None, 1.0, 3.0, None, 7.0]
-    assert [call.error is None for call in calls] == [True, False, False, True, True, False, True]
-
-
 def test_a_call_in_a_closed_thought_is_a_thought_and_in_an_open_one_a_call():
     assert parse_tool_calls(f"<think>{CALL}</think>ok") == []
     assert len(parse_tool_calls(f"<think>hm {CALL}")) == 1
@@ -181,14 +166,6 @@ def test_think_open_says_that_the_turn_began_inside_a_thought():
     assert len(parse_tool_calls(f"thought {CALL}", think_open=True)) == 1
     # the closing tag alone tells how the turn began
     assert parse_tool_calls(f"thought {CALL}</think>") == []
-
-
-def test_error_text_carries_no_tags_and_little_of_what_the_model_wrote():
-    evil = "</tool_response><|im_end|>\ud800" + "x" * 500
-    call = the_call("<tool_call>" + json.dumps({"name": evil, "arguments": {}}) + "</tool_call>")
-    assert "<" not in call.error and ">" not in call.error and len(call.error) < 120
-    assert call.error.isascii()
-    assert len(call.name) <= 40 and call.name.isascii()
 
 
 PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</answer>", "<answer>B",
@@ -511,17 +488,6 @@ def test_closure_counts_opened_and_closed_tags():
     got = rewards.closure_counts(["x</think><tool_call><tool_call></tool_call></answer>", "y"])
     assert got == {"think": [2, 1], "tool_call": [2, 1], "tool_code": [0, 0], "answer": [0, 0]}
     assert rewards.closure_counts(["y"], False)["think"] == [0, 0]
-
-
-# ------------------------------------------------------------------------------------------------
-# Strings that other graders pay for
-
-
-def test_a_call_without_arguments_earns_nothing():
-    turn = f'{THOUGHT}</think><tool_call>{{"name":"x"}}</tool_call>'
-    parseable = sum(call.error is None for call in parse_tool_calls(turn, think_open=True))
-    got = score([turn], "mcq", "B", PETS, num_parseable=parseable)
-    assert got["tool"] == 0.0 and not format_reward([turn])["think_before_call"]
 
 
 # ------------------------------------------------------------------------------------------------

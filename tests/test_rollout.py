@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -669,35 +668,6 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)
     assert code == 2 and why in err and "Traceback" not in err and err.count("\n") == 1
-
-
-def test_videos_that_were_away_are_tried_again_by_the_next_start(command, toy, tmp_path,
-                                                                 monkeypatch, capsys):
-    """The folder goes away after the first of three tasks, and is back when the run has ended."""
-    rows = [{**GOOD, "id": name, "video": f"videos/rl-000{n}.mp4"} for n, name in enumerate("abc")]
-    flags = ("--video-root", tmp_path, "--frames", 4, "--group", 2, "--max-new-tokens", 4)
-    shutil.copytree(toy / "videos", tmp_path / "videos")
-    real = rollout.Source.load_overview
-
-    def load_overview(source, spec, task):
-        if task["id"] == "b" and (tmp_path / "videos").exists():
-            os.rename(tmp_path / "videos", tmp_path / "elsewhere")
-        return real(source, spec, task)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rollout.Source, "load_overview", load_overview)
-        patch.setattr(video, "decode_threads", lambda: 1)
-        assert command(*flags, rows=rows)[0] == 0
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert {r["task"]["id"] for r in lines if r["status"] != "video_error"} <= {"a"}
-    os.rename(tmp_path / "elsewhere", tmp_path / "videos")
-    assert command(*flags, rows=rows)[0] == 0
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(r["task"]["id"], r["status"]) for r in lines] == [
-        (name, "ok") for name in "aabbcc"]
-    before = (tmp_path / "out.jsonl").read_bytes()
-    code, _ = command(*flags, rows=rows)
-    assert code == 0 and (tmp_path / "out.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("at", range(1, 7))

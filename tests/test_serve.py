@@ -161,24 +161,6 @@ def test_a_stream_tells_the_events_and_ends_on_the_answer(running):
 # ---- bad requests
 
 
-def test_a_request_has_bounds_on_its_texts_and_items(running):
-    server = running(max_mb=8.0)
-    image = {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,AAAA"}}
-    bounds = {
-        "text": (body_of(text("red blue " * 8_000)), 400, "65,536"),
-        "text of several messages": ({"messages": [{"role": role, "content": "x" * 40_000}
-                                                   for role in ("system", "user")]}, 400, "65,536"),
-        "options": (body_of(film(), text(), options=["x" * 40_000] * 2), 400, "65,536"),
-        "items": (body_of(*[image] * 2_000, text(), fps=1), 400, "2,000"),
-        "messages": ({"messages": [{"role": "user", "content": "x"}] * 2_001}, 400, "2000"),
-        "lists beside": (body_of(text(), x=[[]] * 60_000), 413, "100,000"),
-    }
-    for name, (body, status, why) in bounds.items():
-        response = server.http.post("/v1/chat/completions", json=body)
-        assert response.status_code == status and why in response.text, (name, response.text[:300])
-    assert not server.engine.requests
-
-
 def test_a_film_is_never_a_page(running, toy, tmp_path):
     """A film may be named evil.html and hold a script beside its frames."""
     server = running()

@@ -388,33 +388,6 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
     assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 12
 
 
-def test_chats_of_text_alone_do_not_hide_that_no_video_can_be_read(outage, tmp_path):
-    """And no save comes between the fault and the end: it would push out what was saved before."""
-    with open(tmp_path / "d.jsonl", "a") as file:
-        file.writelines(json.dumps({"id": f"text {n}", "messages": [
-            {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]}) + "\n"
-            for n in range(9))
-    code, _, err, log = outage(range(4, 30), "--steps", 30, "--save-every", 1)
-    assert code == 1 and "no video could be read for 3 steps; is the disk there?" in err
-    bad = [row["bad_steps"] for row in log if "loss" in row]
-    assert bad[4:] and max(bad[:4]) == 0 and 2 in bad[4:]
-    # A batch without any video says nothing of the disk, so such a step counts and is saved.
-    assert {f"step_{n + 1:06d}" for n, number in enumerate(bad) if not number} >= {
-        path.name for path in (tmp_path / "out").glob("step_*")}
-
-
-def test_an_evaluation_without_its_videos_is_no_best(outage, tmp_path):
-    """No loss is not a loss of 0. The next evaluation counts again."""
-    code, out, err, log = outage(["val 1"], "--steps", 6, "--eval-every", 2)
-    assert code == 0, err
-    losses = [row["val_loss"] for row in log if "val_loss" in row]
-    assert losses[1] is None and losses[2] < losses[0]
-    assert "held-out rows not read: 0 at `best`, 6 now, so this is no `best`" in out
-    assert os.readlink(tmp_path / "out" / "best") == "step_000006"
-    state = json.loads((tmp_path / "out" / "best" / "state.json").read_text())
-    assert state["best"] == losses[2] and state["best_unread"] == []
-
-
 def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
     assert runs.is_best(-2.0, -3.0, [], []) and not runs.is_best(-3.0, -3.0, [], [])
     assert runs.is_best(-9.0, -float("inf"), [7], None) and runs.is_best(-2.0, -3.0, [7], [7])

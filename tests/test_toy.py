@@ -31,11 +31,6 @@ def rows_of(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def videos_of(row):
-    return {piece["video"] for m in row["messages"] if isinstance(m["content"], list)
-            for piece in m["content"] if piece["type"] == "video"}
-
-
 # ------------------------------------------------------------------------------------------------
 # The same bytes from the same seed
 
@@ -65,17 +60,6 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys,
 
 # ------------------------------------------------------------------------------------------------
 # Videos and tasks
-
-
-def test_no_video_is_in_two_splits(toy):
-    """A video of the cold start in the evaluation would measure memory."""
-    splits = [set().union(*(videos_of(row) for row in rows_of(toy, name)))
-              for name in ("pretrain.jsonl", "sft.jsonl", "sft_val.jsonl")]
-    splits += [{row["video"] for row in rows_of(toy, name)} for name in ("rl.jsonl", "eval.jsonl")]
-    assert sum(map(len, splits)) == len(set().union(*splits)) == 48
-    assert len(list((toy / "videos").iterdir())) == 48
-    contents = {hashlib.sha256(path.read_bytes()).digest() for path in (toy / "videos").iterdir()}
-    assert len(contents) == 48  # no two are the same but for the name
 
 
 BORDERS = {"red", "green", "blue", "white"}
@@ -136,25 +120,6 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
 
 def kind_of(row):
     return re.fullmatch(r"(\w+-\d{4})-(direct|call|plain|sub)-(\d+)", row["id"]).groups()
-
-
-def test_prompts_of_the_data_are_those_of_the_agent(toy):
-    """Word for word: a cold start on other prompts than RL samples from would be for nothing."""
-    for row in rows_of(toy, "sft.jsonl"):
-        name, kind, n = kind_of(row)
-        question = row["messages"][1]["content"][1]["text"]
-        if kind == "sub":
-            window = re.search(r"Window: (\d+) to (\d+) seconds", question)
-            asked = re.search(r"Question: (.*)", question)[1]
-            spec = {"start": float(window[1]), "end": float(window[2]), "max_frames": 16,
-                    "fps": row["messages"][1]["content"][0]["fps"]}
-            assert spec["fps"] == 1.0
-            want = rollout.sub_messages({"video": f"videos/{name}.mp4", "question": asked}, spec)
-        else:
-            task = {"video": f"videos/{name}.mp4", "question": question.split("\n")[1],
-                    "type": "list", "options": None}
-            want = rollout.main_messages(task, int(n), tools=kind != "plain")
-        assert row["messages"][: len(want)] == want
 
 
 def told_scenes(text):

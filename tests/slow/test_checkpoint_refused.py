@@ -2,8 +2,6 @@
 What plumbing/checkpoint.py refuses: kinds of checkpoints, damaged folders, code in a checkpoint:
 python -m pytest tests/slow/test_checkpoint_refused.py -q
 """
-import builtins
-import contextlib
 import json
 import os
 import shutil
@@ -20,13 +18,11 @@ from test_checkpoint import (
     text,
 )
 
-import chat
 import eval as evaluation
 import grpo
 import launch
 import rollout
 import sft
-from engine import Limits, VllmEngine
 from plumbing import checkpoint, runs
 from tools import plan
 
@@ -252,52 +248,3 @@ def test_every_script_refuses_what_it_cannot_load(ckpt, refuse, kind):
     for script in SCRIPTS:
         line = refuse(script, ckpt)
         assert why in line and str(ckpt) in line
-
-
-# ------------------------------------------------------------------------------------------------
-# Code that a checkpoint brings
-
-
-@pytest.fixture
-def evil(ckpt, tmp_path, monkeypatch):
-    """A checkpoint that asks in every file for its own code -> (folder, the file that this code, or
-    a question on the terminal, would make)."""
-    trace = tmp_path / "trace"
-    code = f"open({str(trace)!r}, 'w').close()\nclass Evil:\n    pass\n"
-    (ckpt / "evil.py").write_text(code)
-    change(ckpt, "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"})
-    change(ckpt, "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]})
-    change(ckpt, "processor_config.json", auto_map={"AutoProcessor": "evil.Evil"})
-
-    monkeypatch.setattr(builtins, "input", lambda *_: trace.write_text("asked") and "n")
-    return ckpt, trace
-
-
-def test_nor_is_it_run_by_a_loader_alone(evil, process_group, monkeypatch):
-    """Without the check: every call of transformers and vLLM says so itself."""
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
-    folder, trace = evil
-    monkeypatch.setattr(chat, "asks_for_code", lambda _: False)
-    codec = chat.load_codec(str(folder))
-    checkpoint.load_sharded(str(folder), codec, torch.device("cpu"))
-    said = {}
-
-    class Stop(Exception):
-        pass
-
-    def engine(ckpt, **options):
-        said.update(options)
-        raise Stop
-
-    monkeypatch.setattr(vllm, "LLM", engine)
-    with pytest.raises(Stop):
-        VllmEngine(str(folder), codec, Limits(context=1024))
-    assert said["trust_remote_code"] is False
-    # A tokenizer and a model that transformers does not know: it would ask.
-    change(folder, "tokenizer_config.json", tokenizer_class="Evil")
-    with contextlib.suppress(launch.UserError):
-        chat.load_codec(str(folder))
-    change(folder, "config.json", model_type="evil")
-    with pytest.raises(launch.UserError, match="config.json cannot be used"):
-        chat.load_config(str(folder))
-    assert not trace.exists()

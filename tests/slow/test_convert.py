@@ -75,46 +75,6 @@ SAME = piece("video_url", url="file:///data/longvt_source/selftrace_1/b.mp4")
 CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
 
 
-def test_rows_that_would_teach_what_is_not_shown_are_left_out(tmp_path, capsys):
-    ask = turn(asks(8.0, 12.0))
-    fine = shown("<tool_response>ok</tool_response>")
-    bad = [
-        (longvt(ask, shown(f"<tool_response>{SENTENCE}</tool_response>")), "shows none"),
-        (longvt(ask, shown("<tool_response>The tool executed successfully. Here are the processed "
-                           "result: (Processed video here) </tool_response>")), "shows none"),
-        (longvt(turn("<think>x</think>"), shown("<tool_response>ok", *STILLS, "</tool_response>")),
-         "whose call cannot be read"),
-        (longvt(turn(asks(12, 8)), shown("<tool_response>ok", SAME, "</tool_response>")),
-         "whose call cannot be read"),
-        (longvt(ask, shown(*STILLS, "<tool_response>a</tool_response><tool_response>b"
-                           "</tool_response>")), "still images are not read"),
-        (longvt(ask, shown("<tool_response>ok")), "do not pair up"),
-        (longvt(ask, shown("ok</tool_response>")), "do not pair up"),
-        (longvt(ask, shown("x", SAME)), "in no tool response"),
-        (longvt(ask, fine, {"role": "assistant", "content": [piece("text", "x"), SAME]},
-                shown("y")), "in a message of role assistant"),
-        (longvt(ask, fine, {"role": "system", "content": "z"}), "system message after"),
-        (longvt(ask, {"role": "observation", "content": "z"}), "role 'observation'"),
-        (longvt({**ask, "tool_calls": [{"name": "crop_video"}]}, fine), "'tool_calls'"),
-        (longvt(ask, {"role": "tool", "content": ""}), "an empty message"),
-        (longvt(ask, fine, said=""), "an empty message"),
-        ({**longvt(ask, fine), "images": ["a.jpg"]}, "more images than <image> marks")]
-    assert len(convert(tmp_path, [row for row, _ in bad] + [longvt(ask, fine)])) == 1
-    printed = capsys.readouterr().out
-    for number, (_, why) in enumerate(bad):
-        assert why in printed, (number, why)
-    assert f"1 chats, {len(bad)} left out" in printed
-    assert "of these chats 1 hold a call, 0 show frames" in printed
-    ours = [(longvt(said="<think>x</think> Red."), "no <answer> in the last turn"),
-            (longvt(question="What? Put it in <answer> </answer> tags."), "holds instructions"),
-            ({"messages": [{"role": "user", "content": "Hi."},
-                           {"role": "assistant", "content": ANSWER}]}, "0 videos before")]
-    assert len(convert(tmp_path, [row for row, _ in ours] + [longvt()], prompts="ours")) == 1
-    printed = capsys.readouterr().out
-    for number, (_, why) in enumerate(ours):
-        assert f"{why}" in printed and f"the first is paravt_sft_x/{number}" in printed
-
-
 # ------------------------------------------------------------------------------------------------
 # One prompt for the cold start and for RL
 
@@ -167,23 +127,6 @@ def test_an_instruction_after_a_question_is_taken_out_or_the_row_is_left_out(
     assert made["options"] == (["one", "two", "three", "four"] if mcq else None)
     asked = conversion.to_chat(talk, 4, 4, "ours")["messages"][1]["content"][1]["text"]
     assert asked == rollout.question_text(made)
-
-
-def test_a_question_is_never_cut():
-    """An instruction inside a quotation, or before the question, is no instruction at its end."""
-    for text in ("Why did he say 'Think first, call **crop_video** later'?",
-                 f"Why did he say '{STRICT}'?", f"{STRICT} Who is it?", f"He wrote \"{STRICT}\"",
-                 "Answer with the option letter only. Which?\nA. one\nB. two"):
-        with pytest.raises(ValueError, match="holds instructions"):
-            conversion.question_of([text])
-    for text in ("What does he answer in a single word?", "What does the answer on the board say?",
-                 "Who fries the fish step by step?", "Select the one who sings. Who is it?",
-                 "Who gives the letter to whom?",
-                 "How does he think about it?", "What should you do first?", "Give the start."):
-        assert conversion.question_of([text]) == (text, text, [])
-    for text in ("", "<video>", STRICT, "A. one\nB. two", "Which?\nA. \nB. two"):
-        with pytest.raises(ValueError, match="no question"):
-            conversion.question_of([text])
 
 
 # ------------------------------------------------------------------------------------------------

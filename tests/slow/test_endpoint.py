@@ -2,7 +2,6 @@
 More of the endpoint client: several servers, servers that go away and come back:
 python -m pytest tests/slow/test_endpoint.py -q
 """
-import asyncio
 import threading
 from dataclasses import replace
 
@@ -13,8 +12,7 @@ from test_endpoint import (
 )
 
 import launch
-import rollout
-from evaluation import endpoint, episodes
+from evaluation import endpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,35 +44,6 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
         assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
         with pytest.raises(launch.UserError, match="no server answers"):
             engine.knock()
-
-
-def failing_server(answers):
-    """-> a Server that answers only while answers["up"] is set, to probes too."""
-    def reply(body):
-        return ANSWER if answers["up"] else 503
-    return Server(reply, probe=reply)
-
-
-@pytest.mark.parametrize("give_up", [0, 2, 5])
-def test_a_server_that_stays_away_ends_the_run(give_up, tasks, frames_of, monkeypatch, capsys):
-    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", lambda self, s: asyncio.sleep(0.02))
-    with failing_server({"up": False}) as server:
-        engine = endpoint.OpenAIEngine(server.url, "m", workers=1, give_up=give_up, server_wait=0.5)
-        engine.codec = None
-        agent = replace(AGENT, tools=False)
-        if not give_up:  # every item fails after its tries
-            found = play(engine, tasks[:1], frames_of, agent, group=2)
-            assert [e.status for e in found] == ["engine_error"] * 2 and len(server.asked) == 8
-            return
-        found, sampler = [], rollout.Sampler(engine, None, frames_of, agent)
-        with pytest.raises(launch.UserError, match="no server has answered for 0.5 s") as ended:
-            for episode in episodes.run(sampler, tasks[:1], episodes.Protocol(), 4, 6):
-                found.append(episode)
-        assert not found if give_up < 5 else len(found) <= 1  # no try is lost in the wait
-        assert "HTTP 503" in str(ended.value) and "the same command" in str(ended.value)
-        assert len(server.asked) == give_up and server.probes > 2
-        assert capsys.readouterr().err.count("waiting at most 0.5 s") == 1
-        engine.close()  # no thread waits for ever
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -220,39 +220,3 @@ def test_an_address_with_a_password_is_refused_without_repeating_it(
     said = capsys.readouterr().err
     assert ended.value.code == 2 and f"argument {flag}: the address names a user" in said
     assert "pa55" not in said
-
-
-# ------------------------------------------------------------------------------------------------
-# Requests that nobody waits for any longer
-
-
-def test_a_request_that_is_given_up_ends_its_connection(serve):
-    """The server stops to write. A later request of that name gets an answer of its own."""
-    ended = threading.Event()
-
-    def reply(handler):
-        if len(server.seen) > 1:
-            return whole(handler)
-        try:
-            drip("body")(handler)
-        finally:
-            ended.set()
-
-    server = serve(reply)
-    engine = endpoint.OpenAIEngine(server.url, "m", workers=1, retries=0)
-    request = ChatRequest("1", [], [], [], [], 16, 0.0, 0, [{"role": "user", "content": "?"}])
-    engine.submit(request)
-    while not server.seen:
-        assert engine.poll() == []
-    engine.abort("1")
-    assert ended.wait(20)
-    engine.submit(request)
-    found = []
-    while not found:
-        found = engine.poll()
-    assert [done.text for done in found] == ["<answer>A</answer>"]
-    assert set(engine.busy.values()) == {0} and not engine.calls
-    engine.abort("1")  # too late: nothing is left to end
-    engine.close()
-
-

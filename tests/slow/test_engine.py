@@ -4,8 +4,6 @@ python -m pytest tests/slow/test_engine.py -q
 """
 import asyncio
 import ctypes
-import functools
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 import reference  # noqa: F401  waits for engines with `patient`
 import torch
-from safetensors.torch import load_file
 from scripted import ANSWER, Scripted, play
 from test_engine import (  # noqa: F401
     HOT,
@@ -31,9 +28,8 @@ from test_engine import (  # noqa: F401
     vllm_engines,
 )
 
-import engine as engine_module
 import grpo
-from engine import Pump, Request, VllmEngine, engine_prompt
+from engine import Pump, Request, VllmEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -243,26 +239,3 @@ def test_a_sample_that_is_cancelled_gives_up_its_request(codec, finished):
     assert (("abort", "0/t/0/0") in engine.log) != finished and engine.waiting == []
 
 
-def test_a_prompt_that_a_group_shares_is_made_ready_once(
-        vllm_engines, base, tasks, frames_of, monkeypatch):
-    """Three samples share the first prompt and four windows; their turns after it are text. The
-    samples are those of an engine that makes each prompt anew."""
-    engine, made = vllm_engines("image"), []
-    # To the bit only from equal batches. They must not depend on how fast frames are decoded, and
-    # keys and values must not come from another test's batches.
-    monkeypatch.setattr(Saying, "patient", True, raising=False)
-    weights = load_file(os.path.join(base, "model.safetensors"))
-    engine.sync(weights.items())
-    real, ready = engine.llm.renderer.render_cmpl, engine_prompt
-    monkeypatch.setattr(engine.llm.renderer, "render_cmpl",
-                        lambda p, **more: made.append(p) or real(p, **more))
-    for _ in range(2):  # the second time vLLM knows every frame
-        engine.prompts.clear()
-        shared = sample(engine, tasks[:1], frames_of, group=3)
-    assert len(made) == 2 * (1 + 4) and len(engine.prompts) == 5
-    engine.sync(weights.items())  # knows none any more
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared and len(made) == 10
-    engine.prompts.clear()
-    monkeypatch.setattr(engine_module, "engine_prompt", functools.partial(ready, most=0))
-    assert sample(engine, tasks[:1], frames_of, group=3) == shared
-    assert len(made) == 10 + 3 * (3 + 4) and engine.prompts == {}

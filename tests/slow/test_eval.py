@@ -3,11 +3,10 @@ More tests of eval.py: the deal of videos to ranks, corners of its table:
 python -m pytest tests/slow/test_eval.py -q
 """
 import json
-import sys
 
 import pytest
-from conftest import ROOT, Overheard, run_script
-from scripted import CALL, Server
+from conftest import ROOT, run_script
+from scripted import Server
 from test_eval import (  # noqa: F401
     ROWS,
     SAID,
@@ -20,8 +19,6 @@ from test_eval import (  # noqa: F401
     world,
 )
 
-import eval as evaluation
-import rollout
 from evaluation import costs, scores
 
 
@@ -178,59 +175,8 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
         assert refused.code == 2 and "judge_error" in refused.err
 
 
-def test_a_headline_of_silence_is_refused(world):
-    """A server may move all text out of the content; zeros would look like a bad model. Our own
-    engine hides nothing, so its empty answers are wrong ones."""
-    def say(request):
-        return "\n" if task_of(request) != "blue" or silent else answer("blue")
-
-    def served(done):  # as if an endpoint had answered
-        kept = json.loads((done.folder / "args.json").read_text())
-        (done.folder / "args.json").write_text(json.dumps({**kept, "engine": "openai"}))
-        return world("--rescore", done.folder, drop=("--data", "--ckpt"), allow=False,
-                     out=done.folder)
-
-    silent = True
-    ours = world(rows=ROWS[:2], say=say, allow=False)
-    assert ours.code == 0 and ours.results[0]["headline"] == 0.0
-    none = served(ours)
-    assert none.code == 2 and none.results[0]["headline"] is None
-    assert "none of 2 answers holds any text" in none.err and "--reasoning-parser" in none.err
-    again = world("--rescore", none.folder, drop=("--data", "--ckpt"))  # --allow-errors
-    assert again.results[0]["headline"] == 0.0
-    silent = False
-    one = served(world("--seed", 1, rows=ROWS[:2], say=say, out=none.folder.parent / "one"))
-    assert one.code == 0 and one.results[0]["headline"] == 0.5 and one.results[0]["silent"] == 1
-
-
 # ------------------------------------------------------------------------------------------------
 # Bad input
-
-
-def test_windows_that_come_back_as_frames_fit_into_a_real_engine(toy, tmp_path, monkeypatch):
-    """The paper's set: an overview and the windows of two turns in ONE context, 8 + 4 x 8 images.
-    An engine made for the larger of both would refuse them."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    real, made = rollout.make_engine, []
-    both = CALL + CALL.replace("8,", "0,").replace("16", "8")
-
-    def make_engine(*args, **more):
-        made.append(Overheard(real(*args, **more), lambda sample, turn: f"hm</think>{both}"
-                              if turn < 2 else "red"))
-        return made[0]
-
-    monkeypatch.setattr(rollout, "make_engine", make_engine)
-    out = tmp_path / "out"
-    given = ["--ckpt", toy / "init", "--data", toy / "eval.jsonl", "--out", out, "--limit", 1,
-             "--set", "crop_reply=frames", "sub_frames=8", "--frames", 8, "--max-turns", 2,
-             "--max-parallel", 2, "--max-pixels", 4096, "--context", 2048, "--max-new-tokens", 8,
-             "--max-seqs", 2, "--quiet"]
-    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, given)])
-    evaluation.main()
-    (kept,) = records(out)
-    assert (kept["status"], kept["error"], len(kept["turns"])) == ("ok", None, 3)
-    assert [c["status"] for c in kept["calls"]] == ["ok"] * 4
-    assert kept["cost"]["frames"] == 8 + 4 * 8 and kept["cost"]["sub_prompt_tokens"] == 0
 
 
 def test_the_questions_of_a_video_go_to_one_rank():

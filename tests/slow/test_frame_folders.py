@@ -1,16 +1,53 @@
 """
-More of folders of frames: python -m pytest tests/slow/test_frame_folders.py -q
+Tests of folders of frames, which are videos too: python -m pytest tests/test_frame_folders.py -q
 """
+import subprocess
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from test_frame_folders import (
-    ffmpeg,  # noqa: F401
-    )
-from test_video import NATIVE
+from test_video import NATIVE, shown_by, write
 
 import video
+from video import FrameCache
+
+
+@pytest.fixture(scope="module")
+def ffmpeg():
+    package = pytest.importorskip("imageio_ffmpeg")
+
+    def run(*arguments):
+        command = [package.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-nostats", "-y"]
+        return subprocess.run([*command, *map(str, arguments)], capture_output=True, check=True)
+
+    return run
+
+
+@pytest.mark.parametrize("name, options, clock", [
+    ("b-frames.mp4", {"bf": 3, "g": 40, "rate": 25}, "fps"),
+    ("intra.mp4", {"g": 1, "rate": 25}, "fps"),
+    ("varying.mkv", {"milliseconds": [340 + 40 * n + 360 * (n // 7) for n in range(60)]},
+     "times.txt"), ("late.ts", {"rate": 25}, "times.txt")])  # of the last, time 0 is 1.4 s
+def test_a_film_and_the_folder_of_its_frames_give_the_same(tmp_path, ffmpeg, name, options, clock):
+    """The frames are those of ffmpeg, without loss, and so are the times. Tolerance: none."""
+    path = write(tmp_path / name, 60, size=(128, 64), **options)
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    ffmpeg("-i", path, "-fps_mode", "passthrough", frames / "%06d.png")
+    times = shown_by(ffmpeg, path)[0] + 1.4
+    (frames / clock).write_text("25\n" if clock == "fps" else "".join(f"{t:.6f}\n" for t in times))
+    cache = FrameCache(0)
+    (starts, info), (again, also) = cache.index(path), cache.index(str(frames))
+    assert np.array_equal(starts, again) and info == also
+    looks = [lambda p, k=k: video.overview(p, k, cache=cache) for k in (1, 3, 8, 100)]
+    looks += [lambda p, w=w: video.crop(p, *w, fps=7.3, max_frames=99, cache=cache, **NATIVE)
+              for w in ((-1, 0.5), (0.7, 1.9), (1, 99))]
+    looks += [lambda p: video.at(p, [0.1, 0.5, 1.2], cache=cache)]
+    looks += [lambda p: video.overview(p, 4, snap=True, cache=cache)] * (name == "intra.mp4")
+    for look in looks:
+        one, other = look(path), look(str(frames))
+        assert np.array_equal(one.seconds, other.seconds)
+        assert np.array_equal(one.images, other.images)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16", "CMYK"])
@@ -44,5 +81,3 @@ def test_every_kind_of_image_becomes_upright_rgb(tmp_path, ffmpeg, mode, ending)
     with Image.open(folder / f"1.{ending}") as same:
         if mode != "I;16":
             assert np.array_equal(mine, np.asarray(ImageOps.exif_transpose(same).convert("RGB")))
-
-

@@ -150,23 +150,6 @@ def recorded(codec, toy):
     return [e.to_json() for e in play(engine, [task("a")], source, group=2)]
 
 
-@pytest.mark.parametrize("second, words", [
-    (lambda rows: rows, "a"), (lambda rows: rows[:1], "a"),
-    (lambda rows: [{**row, "task": {**row["task"], "answer": "8 blue"}, "group": "1/a"}
-                   for row in rows], "another task"),
-    (lambda rows: [{**rows[0], "sample": 5, "ids": [rows[0]["ids"][0] + 1, *rows[0]["ids"][1:]]}],
-     "prompt")], ids=["twice", "one twice", "another task", "another prompt"])
-def test_rollouts_that_do_not_belong_together_are_refused_by_id(
-        start, recorded, toy, tmp_path, second, words):
-    paths = [write_rows(tmp_path / "1.jsonl", recorded),
-             write_rows(tmp_path / "2.jsonl", second(recorded))]
-    for script, flags in (("pick", ["--best", tmp_path / "best.jsonl", *paths]),
-                          ("replay", ["--ckpt", toy / "init", "--rollouts", *paths])):
-        code, said = start(script, *flags)
-        assert code == 2
-        assert "task a" in said and words in said and "2.jsonl" in said
-
-
 # ------------------------------------------------------------------------------------------------
 # Records that no rollout.py wrote
 

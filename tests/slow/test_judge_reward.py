@@ -1,8 +1,6 @@
 """
 More of the judge as a reward: python -m pytest tests/slow/test_judge_reward.py -q
 """
-import threading
-from types import SimpleNamespace
 
 import pytest
 from scripted import Server
@@ -21,8 +19,6 @@ from test_judge_reward import (  # noqa: F401
     table,
     task,
 )
-
-import rollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,21 +42,3 @@ def test_a_judge_that_goes_away_stops_no_run_and_is_asked_when_it_is_back(
     assert capsys.readouterr().err.count("no verdict of the judge (") == 1
 
 
-def test_episodes_go_on_while_the_judge_thinks(judge):
-    """The judge answers only after the last episode has been played."""
-    over = threading.Event()
-
-    async def play(episode, sampler):
-        done = said("A" if episode.sample == 5 else f"colour {episode.sample}", episode.sample)
-        if episode.sample == 5:
-            done.task = task(kind="mcq", answer="A", options=["red", "blue"])
-            over.set()
-        return done
-
-    with Server(lambda body: "yes" if over.wait(20) else 500) as server:
-        sampler = rollout.Sampler(SimpleNamespace(max_seqs=1), None, None, rollout.Agent(),
-                                  judge=judge(server))
-        scored = list(rollout.run(sampler, [task()], 4, 6, play=play))
-    assert scored[0].sample == 5  # the others wait for their verdicts, and it does not
-    assert sorted((e.sample, e.reward.get("judge")) for e in scored) == [
-        *((n, True) for n in range(5)), (5, None)]

@@ -60,30 +60,3 @@ def test_nohup_shields_a_process_alone_and_not_the_ranks_of_a_torchrun_that_ends
     assert done.stdout == f"{saves}\n", done.stderr
 
 
-TALKS = """
-import sys, time
-import launch
-def main():
-    for number in range({lines}):
-        print(number, flush=number % 100 == 0)
-        if number == {lines} // 2:
-            print("a warning", file=sys.stderr)
-            open({out!r} + "half", "w").close()
-            time.sleep({pause})
-    open({out!r}, "w").close()
-launch.run_main(main)
-"""
-
-
-def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
-    """As `| head` does it: EPIPE, also of what is still in a buffer at the end."""
-    out = tmp_path / "ended"
-    script = TALKS.format(out=str(out), lines=20_000, pause=0)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout.readline() == b"0\n"
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(60) == 0 and err == b"a warning\n" and out.exists()
-
-

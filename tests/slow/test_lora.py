@@ -9,34 +9,9 @@ import torch
 from conftest import run_script
 from test_lora import CPU, RANK, adapted, adapters, moved, pack_of, run, saved  # noqa: F401
 
-import launch
 import model
 from engine import Limits, VllmEngine
 from plumbing import checkpoint
-
-# ------------------------------------------------------------------------------------------------
-# Files
-
-
-def test_a_stage_goes_on_with_the_adapters_it_is_given(saved, adapted, codec, toy, process_group,
-                                                       tmp_path):
-    """The same weights are trained on, and saved again on the same base: no chain."""
-    pack = pack_of(codec)
-    assert checkpoint.adapter_rank(str(saved), 0) == RANK == checkpoint.adapter_rank(
-        str(saved), RANK)
-    with pytest.raises(launch.UserError, match="holds adapters of rank 3"):
-        checkpoint.adapter_rank(str(saved), 2)
-    policy = checkpoint.load_sharded(str(saved), codec, CPU, lora=RANK)
-    with torch.no_grad():
-        assert torch.equal(policy(pack)[0], adapted(pack)[0])
-    for a, b in zip(model.trained_parameters(policy), model.trained_parameters(adapted)):
-        assert torch.equal(a, b)
-    second = tmp_path / "second"
-    checkpoint.save_checkpoint(policy, codec, str(second), {"step": 1})
-    assert checkpoint.base_of(str(second)) == str(toy / "init")
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (second / name).read_bytes() == (saved / name).read_bytes()
-
 
 # ------------------------------------------------------------------------------------------------
 # The scripts

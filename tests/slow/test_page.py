@@ -178,25 +178,6 @@ def test_a_token_has_one_credit_whole(made):
         ("t", "</answer>", 0.75), ("e", "", 0.75)]
 
 
-def test_whole_groups_are_kept_when_there_are_too_many(made):
-    records = [episode(f"t{n % 5}", sample, n) for n in range(50) for sample in range(4)]
-    data = data_of(made(records, episodes=40))
-    groups = {}
-    for e in data["episodes"]:
-        groups.setdefault((e["step"], e["group"]), []).append(e["sample"])
-    assert len(data["episodes"]) == 40 and data["found"] == 200
-    assert all(sorted(group) == [0, 1, 2, 3] for group in groups.values())
-    assert max(step for step, _ in groups) > 40 and min(step for step, _ in groups) < 10
-
-
-def test_a_video_outside_its_folder_is_not_opened(made, toy, tmp_path):
-    (tmp_path / "root").mkdir()
-    record = episode()
-    record["task"]["video"] = str(toy / "videos" / "rl-0000.mp4")
-    data = data_of(made([record], root=str(tmp_path / "root")))
-    assert not data["pictures"] and "outside" in data["troubles"][0][0]
-
-
 DAMAGED = [
     "{", "[]", "null", "{}", '{"task": 3}', '{"a":' * 3000 + "1" + "}" * 3000,
     {**episode(), "turns": None}, {**episode(), "turns": 7}, {**episode(), "vision": [{}]},
@@ -375,65 +356,6 @@ def test_filters_and_keys_move_through_the_episodes(visit, page):
     assert texts(browser, ".row.on")[0].startswith("✗") and current() != start + 1
     press(browser, "3")
     assert browser.execute_script("return !document.getElementById('tab-tables').hidden")
-
-
-def test_each_episode_has_a_link_that_opens_it(visit, browser, made):
-    """The same one after the page was made anew from more records."""
-    records = [episode(f"task {n}/é", s, n) for n in range(40) for s in range(2)]
-    page = made(records[20:])
-    links = [e["link"] for e in data_of(page)["episodes"]]
-    assert len(set(links)) == len(links) == 60
-    link = "r.jsonl/step31/task%2030/%C3%A9/K4/1"
-    assert link in links
-    visit(page, link)
-    for _ in range(2):
-        assert texts(browser, "#one h3")[0].startswith("task 30/é")
-        assert "step 31" in texts(browser, "#one h3")[0]
-        assert "sample 1" in texts(browser, "#one h3")[0]
-        assert len(texts(browser, ".row.on")) == 1  # in view, in the list
-        links = browser.execute_script(
-            "return [...document.querySelectorAll('#one h3 a, .row.on a')].map(a => a.hash)")
-        assert links.count("#" + link) == 3 and len(links) == 4  # its own, its row's, its group's
-        visit(made(records), link)
-    address = "return decodeURI(location.hash)"
-    assert browser.execute_script(address) == "#r.jsonl/step31/task 30/é/K4/1"
-    choose(browser, "text", "task 7/")
-    assert browser.execute_script(address) == "#r.jsonl/step8/task 7/é/K4/0"
-    browser.execute_script("location.hash = arguments[0]", link)  # which the filter hides
-    browser.execute_async_script("setTimeout(arguments[0], 50)")
-    assert texts(browser, "#matching")[0].startswith("80 episodes")
-    assert "step 31" in texts(browser, "#one h3")[0]
-    press(browser, "k")
-    assert browser.execute_script(address) == "#r.jsonl/step31/task 30/é/K4/0"
-    browser.execute_script("document.querySelectorAll('.group .card a')[1].click()")
-    browser.execute_async_script("setTimeout(arguments[0], 50)")
-    assert "sample 1" in texts(browser, "#one h3")[0]
-    press(browser, "j")
-    wanted = browser.execute_script("""
-        const link = document.querySelector(".row a");
-        link.click();
-        return link.hash;
-    """)
-    browser.execute_async_script("setTimeout(arguments[0], 50)")
-    opened = browser.execute_script(
-        "return [location.hash, document.querySelector('#one h3 a').hash]")
-    assert opened == [wanted, wanted] and wanted != "#" + link
-
-
-def test_an_episode_shows_its_frames_its_group_and_who_wrote_what(visit, page):
-    browser, data = visit(page, "episodes"), data_of(page)
-    first = data["episodes"][0]
-    loaded = browser.execute_script("""
-        const images = [...document.querySelectorAll("#one .frames img")];
-        return images.slice(0, 4).map(image => image.naturalWidth);
-    """)
-    assert loaded == [32] * min(4, len(first["thumbs"]))
-    assert len(texts(browser, "#one .time i")) == len(first["times"])
-    assert len(texts(browser, ".group .card")) == 3
-    assert texts(browser, "#one .turn .i")[0] == "<think>\n"
-    assert first["question"] in texts(browser, "#one p")[0]
-    browser.execute_script("document.querySelectorAll('.group .card')[2].click()")
-    assert "sample 2" in texts(browser, "#one h3")[0]
 
 
 def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):

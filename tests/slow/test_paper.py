@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import launch
-from evaluation import endpoint, paper, paper_texts, readers, sources
+from evaluation import endpoint, paper, readers, sources
 
 
 def crop(start, end=None, name="crop_video"):
@@ -114,57 +113,6 @@ def main():
     import functools
     utils.run_eval(args, functools.partial(ask, args.prompt_mode))
 '''
-RECIPE = "".join(f"{name}: {value}\n" for name, value in {
-    "prompt_mode": "agentic  # a comment", "video_channel": "image_url", "main_nframes": 64,
-    "max_turns": 3, "max_parallel": 5}.items())
-SCRIPT = """
-bash scripts/run_eval.sh with.yaml --video_channel image_url
-bash scripts/run_eval.sh with.yaml \\
-    --datasets charades --prompt_mode agent_lean --video_channel video_url
-"""
-
-
-@pytest.fixture
-def clone(tmp_path):
-    for path, text in {"paravt/__init__.py": "", "paravt/eval/__init__.py": "",
-                       "paravt/eval/utils.py": UTILS, "paravt/eval/driver.py": DRIVER,
-                       "with.yaml": RECIPE,
-                       "paravt/eval/scripts/reproduce_paravt_8b.sh": SCRIPT}.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    return tmp_path
-
-
-def test_all_texts_are_taken_from_a_checkout(clone):
-    """Cut out of the requests that its own main() sends, with the flags of its script."""
-    texts = dict(zip(paper.AGENT, paper_texts.texts("paper", str(clone))))
-    assert texts == {
-        "system": "Mode agentic.", "grounding": "Mode agent_lean.",
-        "videomme": "Q {published}\n{labelled}",
-        "videomme_wsub": "Heard: {spoken}. Q {published}\n{labelled}",
-        **dict.fromkeys(("longvideobench", "mlvu", "mmvu"), "Q {published}\n{lines}"),
-        "lvbench": "{published}", "charades": "When: {event}", "path": " File: {video}",
-        "reply": "{frames} of {start} to {end}", "failed": "none of {start} to {end}",
-        "letter": "A letter now.", "span": "Times now."}
-
-
-@pytest.mark.parametrize("change, why", [
-    (lambda clone: (clone / "paravt/eval/driver.py").unlink(), "no paravt/eval/driver.py in"),
-    (lambda clone: (clone / "paravt/eval/driver.py").write_text("x = 1"), "has no function main"),
-    (lambda clone: (clone / "paravt/eval/utils.py").write_text("import gone"),
-     "fails with ModuleNotFoundError"),
-    (lambda clone: (clone / "paravt/eval/utils.py").write_text("import os; os._exit(5)"),
-     "exit code 5"),
-    (lambda clone: (clone / "with.yaml").write_text(""), "fails with KeyError"),
-    (lambda clone: (clone / "paravt/eval/driver.py").write_text(
-        DRIVER.replace("import argparse", "import socket, argparse").replace(
-            "def main():", "def main():\n    socket.create_connection(('127.0.0.1', 9))")),
-     "there is no network")])
-def test_a_checkout_of_other_code_is_one_line(clone, change, why):
-    change(clone)
-    with pytest.raises(launch.UserError, match=why) as refused:
-        paper_texts.texts("paper", str(clone))
-    assert "\n" not in str(refused.value)
 
 
 def test_sizes_are_those_of_the_processors():

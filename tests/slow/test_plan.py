@@ -2,13 +2,11 @@
 The counts of tools/plan.py against torch's, and what tools/gpu_check.py finds:
 python -m pytest tests/slow/test_plan.py -q
 """
-import argparse
 import json
-import os
 
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import run_script
 
 import launch
 import model
@@ -129,38 +127,7 @@ def rows_of(table):
     return [json.loads(line) for line in open(table.path)]
 
 
-@pytest.fixture
-def gpu_world(process_group, toy, tmp_path):
-    """-> (a Table, arguments of a check)."""
-    (tmp_path / "toy").symlink_to(toy)
-    return (gpu_check.Table(str(tmp_path / "machine.0.jsonl"), remedy="send the page"),
-            argparse.Namespace(folder=str(tmp_path), ranks=2, ckpt=None, cpu=True,
-                               out=str(tmp_path / "check")))
-
-
 def failed(table):
     return [row["what"] for row in rows_of(table) if row["verdict"] == "FAIL"]
-
-
-@pytest.mark.parametrize("body, row", [
-    ("raise RuntimeError('NCCL')", ("stage machine", "RuntimeError: NCCL; TO DO: mend the")),
-    ("os._exit(7)", ("stage machine: exit code", "check.log; TO DO: mend the machine")),
-    ("time.sleep(60)", ("stage machine: exit code", "check.log"))])
-def test_a_stage_that_fails_dies_or_hangs_costs_its_own_rows_alone(gpu_world, monkeypatch, body,
-                                                                  row):
-    """Rows that it wrote before stay, and the failure becomes a row."""
-    table, args = gpu_world
-    script = os.path.join(args.folder, "script.py")
-    with open(script, "w") as file:
-        file.write(f"import os, sys, time\nsys.path.insert(0, {ROOT!r})\n"
-                   "import launch\nfrom tools import gpu_check\ngpu_check.LIMIT = 3\n"
-                   "def check_machine(table, device, args):\n"
-                   f"    table.add('first', 1.0)\n    {body}\n"
-                   "gpu_check.check_machine = check_machine\nlaunch.run_main(gpu_check.main)\n")
-    monkeypatch.setattr(gpu_check, "__file__", script)
-    rows = {row["what"]: row for row in gpu_check.start_stage("machine", args)}
-    what, note = row
-    assert rows["first"]["value"] == 1.0 and "stage machine: seconds" in rows
-    assert rows[what]["verdict"] == "FAIL" and note in rows[what]["note"]
 
 

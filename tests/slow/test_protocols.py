@@ -16,10 +16,8 @@ from conftest import run_script
 from scripted import Server
 from test_protocols import (
     CROP,
-    TASK,
     crops,
     play,  # noqa: F401
-    sage,
     tool,
 )
 
@@ -31,9 +29,6 @@ import video
 from engine import Completion
 from evaluation import endpoint, episodes, systems
 from plumbing import data
-
-SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None,
-        "answer": [8, 16], "type": "grounding"}
 
 
 def texts(message):
@@ -145,34 +140,6 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
         assert found >= {"context", "length"}
 
 
-def test_one_call_a_turn_cuts_a_turn_after_its_first_call(play, codec):
-    """--set dispatch=turns: the same policy as a sequential agent. Its second call is not seen; it
-    may ask again in its next turn."""
-    calls = ['<tool_call>{"name": "crop_video", "arguments": '
-             f'{{"start_time": {a}, "end_time": {a + 8}}}}}</tool_call>' for a in (8, 32)]
-    script = ["two</think>" + "\n".join(calls), "more</think>" + calls[1] + " and prose",
-              "ok</think><answer>red</answer>"]
-    e, _, _ = play("--frames 4 --set dispatch=turns", *script, ids=True)
-    assert e.turns == ["two</think>" + calls[0], "more</think>" + calls[1], script[2]]
-    assert [(c["turn"], c["start"], c["status"]) for c in e.calls] == [
-        (0, 8.0, "ok"), (1, 32.0, "ok")]
-    assert e.finish == ["call", "call", "stop"]  # cut by the rule, not by --max-new-tokens
-    for (start, end), text in zip(e.spans, e.turns):
-        said = chat.decode(codec, e.context.ids[start:end], keep_special=True)
-        assert said.removesuffix("<|im_end|>") == text
-        assert all(e.context.mask[start:end])
-    whole = chat.decode(codec, e.context.ids, keep_special=True)
-    assert whole.count("<tool_response>") == 2
-    assert whole.count("</tool_call><|im_end|>\n") == 2
-    text = Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
-    assert episodes.cut_after(codec, text, ("</tool_call>",),
-                             "</think>").text == "é</think>" + calls[0]
-    assert episodes.cut_after(codec, replace(text, text="no call"),
-                             ("</tool_call>",)).text == "no call"
-    script = ["all at once</think>" + "\n".join(calls), "ok</think><answer>red</answer>"]
-    assert [c["turn"] for c in play("--frames 4", *script, ids=True)[0].calls] == [0, 0]
-
-
 # ------------------------------------------------------------------------------------------------
 # One generation
 
@@ -235,55 +202,8 @@ def timed(paced, seconds, monkeypatch):
     return paced
 
 
-def test_publishers_question_templates_wrap_the_question(play, tmp_path):
-    """As they stand in the publishers' files: their own places, a dictionary of endings, a text for
-    questions and another for times. No system message."""
-    (tmp_path / "bench.py").write_text(
-        "Q = ('{Question}\\n' 'Think.')\n"
-        "T = {'multiple choice': ' A letter.', 'free-form': ' Say.'}")
-    (tmp_path / "chat.py").write_text(
-        'QA = """Answer "[QUESTION]" from :[OPTION]."""\nG = """Find "[EVENT]"."""')
-    open_task = {**TASK, "type": "open", "options": None, "answer": "blue"}
-    for name, task, meant in (
-            ("video-r1", TASK, "Which {colour} is first?Options:\nA. red\nB. blue\n\nThink. A"),
-            ("videorft", TASK, "Which {colour} is first?\nA. red\nB. blue\n\nThink. A letter."),
-            ("videorft", open_task, "Which {colour} is first?\nThink. Say."),
-            ("videochat-r1", TASK, 'Answer "Which {colour} is first?" from '
-             ":['(A) red', '(B) blue']."),
-            ("videochat-r1", {**SPAN, "event": "it is red"}, 'Find "it is red".'),
-            ("videochat-r1", SPAN, 'Find "When is it red?".')):
-        files = [f"{tmp_path}/chat.py:QA", f"{tmp_path}/chat.py:G"]
-        if name != "videochat-r1":
-            files = [f"{tmp_path}/bench.py:{place}"
-                     for place in ("Q", "T[multiple choice]", "T[free-form]")]
-        _, asked, _ = play(f"--protocol {name} --frames 2", "B", task=task, files=files)
-        (message,) = asked[0].messages
-        assert message["role"] == "user" and texts(message).strip().startswith(meant), name
-    with pytest.raises(launch.UserError, match="sets no string T.regression"):
-        systems.read_prompts([f"{tmp_path}/bench.py:T[regression]"])
-
-
 # ------------------------------------------------------------------------------------------------
 # crop_video agents
-
-
-def test_longvt_cuts_a_window_at_the_end_of_the_video(play):
-    """A tool message each: frames and a sentence, or the reason."""
-    first = "x</think>" + "\n".join(CROP % w for w in ((0, 4), (-1, 4), (60, 70), (90, 99)))
-    episode, asked, record = play("--protocol longvt --frames 4", "<think>" + first,
-                                  "<think>so</think><answer>B</answer>")
-    assert record["score"] == 1.0
-    assert [c["status"] for c in episode.calls] == ["ok", "error", "ok", "error"]
-    replies = asked[1].messages[1:]
-    assert [m["role"] for m in replies] == ["assistant"] + ["tool"] * 4
-    assert kinds(replies[1]) == ["video", "text"]
-    assert "below 0" in replies[2]["content"] and kinds(replies[3]) == ["video", "text"]
-    assert replies[4]["content"].startswith("error: ")
-    assert asked[0].messages[0]["role"] == "user"
-    assert "Video path for this video is: eval-0000.mp4" in texts(asked[0].messages[0])
-    (schema,) = asked[0].tools
-    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
-    assert "Returns frames" in schema["function"]["description"]
 
 
 def test_an_endpoint_may_get_the_overview_as_one_video(play):
@@ -410,25 +330,6 @@ def test_sage_goes_step_by_step_in_text(play):
     assert "a red square" in texts(subs[0].messages[1])
 
 
-def test_sage_gets_its_publishers_texts_filled(play, tmp_path):
-    """Places of the form <<<name>>>; what a tool returned is never taken for one."""
-    (tmp_path / "one.txt").write_text("First.\n<<<tools>>>")
-    (tmp_path / "two.txt").write_text("Further.\n<<<tools>>>")
-    (tmp_path / "msg.txt").write_text(
-        "<<<previous_tool_call>>>|<<<visual_context>>>|<<<query>>>|<<<video_info>>>|"
-        "<<<tools_so_far>>>|<<<other>>>")
-    odd = tool("unified_web_search", query="<<<query>>>")
-    _, asked, _ = play("--protocol sage --frames 4", odd, sage(final_answer="B"),
-                       files=[f"{tmp_path}/{name}.txt" for name in ("one", "two", "msg")])
-    assert [r.messages[0]["content"].split("\n{")[0] for r in asked] == [
-        "First.\n<tools>", "Further.\n<tools>"]
-    parts = asked[1].messages[1]["content"].split("|")
-    assert parts[0] == 'unified_web_search with arguments {"query": "<<<query>>>"}'
-    assert parts[1] == "a square" and parts[2].startswith("Which {colour}")
-    assert parts[3:] == ["Video Path: eval-0000.mp4 of duration 00:01:04.",
-                         "unified_web_search_#1: error: this tool is not available", "<<<other>>>"]
-
-
 @pytest.mark.parametrize("text, final", [
     ('<json>{"final_answer": "B"}</json>', "B"), ('so\n```json\n{"final_answer": "B",}\n```', "B"),
     ('```\n{"final_answer": "B"}', "B"), ('{"final_answer": "B"} ok', "B"),
@@ -504,14 +405,3 @@ def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monk
         systems.make_protocol(evaluation.parse_args())
 
 
-@pytest.mark.parametrize("name, call", [("conan", "<clip>00:00:01-00:00:05</clip>"),
-                                        ("videozoomer",
-                                         '<video_zoom>{"segment": [1, 3], "fps": 1}</video_zoom>'),
-                                        ("sage", tool("unified_web_search", query="x")),
-                                        ("longvt", "<think>x</think>" + CROP % (0, 2)),
-                                        ("paravt", crops((0, 2)))])
-def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, call):
-    episode, asked, record = play(f"--protocol {name} --frames 4", call)
-    rounds = systems.protocols()[name].native.get("max_turns", 3)
-    assert len([r for r in asked if r.id.count("/") == 3]) == rounds + 1 and record["score"] == 0.0
-    assert episode.calls[-1]["status"] == "not_run"

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rewards import (
-    CALL,
     PETS,
     PIECES,
     THOUGHT,
@@ -335,49 +334,6 @@ def test_what_looks_like_such_an_open_answer_and_says_something_else(response, g
     assert not match_open(response, gold)
 
 
-# Gold texts of the kinds that benchmarks have, many of them near each other.
-GOLDS = ["Dolly zoom", "Zoom", "Cross-cutting", "Red", "Red and blue", "Blue", "Not red", "4", "14",
-         "4 m", "4 cm", "0.4", "-4", "40%", "21", "10^2", "102", "1,000", "9.8 m/s^2", "9.8 m/s",
-         "O(n)", "O(n^2)", "O(2^n)", "O(n log n)", "Depth-First Search (DFS)",
-         "Breadth-First Search (BFS)", "Newton's first law", "Newton's second law",
-         "Conversion of heat to work", "Light moves in straight lines", "It has no effect",
-         "The use of leading lines", "The lens", "Unknown", "Food and Drug Administration (FDA)",
-         "H2O", "Vitamin A", "Type A", "Supply and demand", "Demand", "The Birth of Venus",
-         "Gross Domestic Product", "C", "C++", "Yes", "No"]  # fmt: skip
-ONE_ANSWER = ["{a}", "<answer>{a}</answer>", "Answer: {a}", "**Answer:** {a}.", "It is {a}.",
-              "Therefore, the final answer is: {a}", "\\boxed{{{a}}}",
-              "{a}\nThe video shows it while he speaks.", "{a} because the video shows it.",
-              "We look at it. It could be both.\n\nFinal answer: {a}"]  # fmt: skip
-TWO_ANSWERS = ["{a}. {b}.", "{a}\n{b}", "{a}\n\n{b}", "{a}\n\nIt is {b}.", "{a}, {b}",
-               "{a} or {b}", "It is {a}. It is {b}.", "{a}\nIt is {b}.",
-               "{a}. It is {b}.", "It is {a}, not {b}", "Not {b}. {a}",
-               "{a}. The technique is {b}.", "Answer: {a}. It is {b}",
-               "Answer: {a}\nNo: {b}", "{a} ({b})"]  # fmt: skip
-
-
-def test_no_answer_matches_the_gold_of_another_item():
-    pairs = [(a, b) for a in GOLDS for b in GOLDS if a != b]
-    for form in ONE_ANSWER:
-        assert [b for a, b in pairs if match_open(form.format(a=a), b)] == [], form
-
-
-def test_two_answers_match_neither():
-    pairs = [(a, b) for a in GOLDS[::2] for b in GOLDS[1::2]]
-    for form in TWO_ANSWERS:
-        said = [(form.format(a=a, b=b), a, b) for a, b in pairs]
-        assert [x for x in said if match_open(x[0], x[1]) or match_open(x[0], x[2])] == [], form
-
-
-@pytest.mark.parametrize("refusal", [
-    "I cannot determine this.", "I don't know.", "None of the above", "", "N/A", "...",
-    "There is no answer.", "The video does not show this.", "I'm sorry, but I can't help.",
-    "It is not possible to say because nothing is shown.", "[API error: A request failed]",
-])  # fmt: skip
-def test_no_refusal_matches_a_gold(refusal):
-    for form in ONE_ANSWER:
-        assert [gold for gold in GOLDS if match_open(form.format(a=refusal), gold)] == [], form
-
-
 # ------------------------------------------------------------------------------------------------
 # Every part of a pattern has a reply that needs it
 
@@ -431,21 +387,6 @@ def test_each_part_of_a_pattern_has_a_reply_that_needs_it(monkeypatch):
         monkeypatch.undo()
     # A part that several patterns share, as TIME and END, needs one reply.
     assert {part: name for part, name in idle.items() if part not in needed} == {}
-
-
-# ------------------------------------------------------------------------------------------------
-# Format reward: the last turn without the forced "<think>\n", hand-computed base, anchor and total
-
-
-def test_more_tags_never_pay_more():
-    clean = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
-    best = format_reward(clean)["total"]
-    for extra in ("<answer>B</answer>", "<think>", "</think>", "</answer>", "<tool_response>",
-                  "<tool_call>"):
-        for turns in ([clean[0], clean[1] + extra], [clean[0] + extra, clean[1]],
-                      [clean[0], extra + clean[1]]):
-            assert format_reward(turns)["total"] <= best
-    assert format_reward([clean[0], clean[1] + "<answer>B</answer>" * 9])["total"] <= 0.5
 
 
 # ------------------------------------------------------------------------------------------------

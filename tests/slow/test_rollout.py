@@ -6,14 +6,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from reference import ReferenceEngine
 from scripted import (
     AGENT,
     ANSWER,
     Scripted,
     calls,
-    is_sub,
-    play,
     play_one,
     text_of,  # fmt: skip
 )
@@ -21,24 +18,6 @@ from scripted import (
 import chat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Passing(Scripted):
-    """Main turns from the script, sub-agents by a real engine."""
-
-    def __init__(self, codec, main, engine):
-        super().__init__(codec, main)
-        self.engine = engine
-
-    def submit(self, request):
-        if is_sub(request):
-            self.requests.append(request)
-            self.engine.submit(request)
-        else:
-            super().submit(request)
-
-    def poll(self):
-        return self.engine.poll() + (super().poll() if self.waiting else [])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -94,16 +73,5 @@ def test_a_span_beyond_the_end_of_its_video_is_a_counted_outcome(codec, toy, tas
         assert not engine.requests and episode.to_json()["ids"] == []
         assert episode.reward["total"] == 0.0
     assert play_one(Scripted(codec, [ANSWER]), [task], frames_of).status == "ok"
-
-
-def test_parallel_and_sequential_dispatch_give_the_same_summaries(codec, toy, tasks, frames_of):
-    """Only the order of work differs: a sub-agent sees its own window and nothing of the others."""
-    found, plain = [], ReferenceEngine(str(toy / "init"), codec, max_seqs=4)
-    for dispatch in ("parallel", "sequential"):
-        agent = replace(AGENT, temperature=0.0, sub_max_new_tokens=12, dispatch=dispatch)
-        engine = Passing(codec, [calls((0, 8), (16, 24), (40, 48)), ANSWER], plain)
-        (episode,) = play(engine, tasks[:1], frames_of, agent)
-        found.append([(c["status"], c["summary"], c["sub"]["ids"]) for c in episode.calls])
-    assert found[0] == found[1] and [c[0] for c in found[0]] == ["ok"] * 3
 
 

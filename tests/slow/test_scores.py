@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_scores import command, compared, looked, made, table  # noqa: F401
 
-from evaluation import scores, windows
+from evaluation import scores
 
 
 def record(name, score, video=None, **task):
@@ -78,28 +78,6 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
 
 
 # ------------------------------------------------------------------------------------------------
-# Sample sizes
-
-
-def test_sample_sizes_by_hand():
-    """Half of the videos +1, half -1: a variance of 1, and (1.960 + 0.842)^2 / 0.02^2 videos."""
-    records = [record(i, 1.0 - 2 * (i % 2)) for i in range(1000)]
-    assert scores.videos_needed(records, None, 2) == pytest.approx(7.849 / 0.0004 * 1.001, rel=1e-3)
-    assert scores.videos_needed(records, None, 4) == pytest.approx(7.849 / 0.0016 * 1.001, rel=2e-3)
-    # The spread is around the mean: 1 and 0 have a quarter of the variance.
-    records = [record(i, float(i % 2)) for i in range(1000)]
-    assert scores.videos_needed(records, None, 2) == pytest.approx(7.849 / 0.0016 * 1.001, rel=2e-3)
-    # A video with three items is no error if every item differs alike.
-    uneven = [record(f"{v}/{i}", 0.5, video=v) for v in range(9) for i in range(1 + v % 3)]
-    assert scores.videos_needed(uneven, None, 2) is None
-    # Five videos can never reach 0.05: 2 / 2^5 = 0.0625.
-    assert scores.videos_needed(records, None, 100) >= 6
-    tiny = [record(i, 0.001 * (i % 2)) for i in range(10)]
-    assert scores.videos_needed(tiny, None, 50) == 6
-    assert scores.videos_needed([record(i, 0.0) for i in range(9)], None, 2) is None
-
-
-# ------------------------------------------------------------------------------------------------
 # Comparisons
 
 
@@ -146,21 +124,6 @@ def test_the_way_to_an_answer_is_taken_apart_by_hand():
     row = {**scores.summarise([short]), "K": 4, "tools": "on"}
     assert "called 1.000, found 0.000, told -, right -" in scores.table([row])
     assert "called" not in scores.summarise([looked("a", [(10, 20)])])["windows"]
-
-
-@pytest.mark.parametrize("spans, evidence", [([(0, 10)], [(40, 60)]), ([(5, 25), (30, 40)],
-                                                                       [(0, 10), (70, 100)])])
-def test_windows_at_random_find_what_integration_says(spans, evidence):
-    """P(a second is seen) by the share of starts with which a window of that length holds it."""
-    chance, film = windows.at_random(spans, evidence, 100.0, draws=4000), 100.0
-    seconds = np.arange(0.005, film, 0.01)
-    missed = np.ones(len(seconds))
-    for start, end in spans:
-        long, free = end - start, film - (end - start)
-        missed *= 1 - np.clip(np.minimum(seconds, free) - np.maximum(seconds - long, 0), 0,
-                              None) / free
-    gold = np.any([(a <= seconds) & (seconds < b) for a, b in evidence], axis=0)
-    assert chance["recall"] == pytest.approx((1 - missed)[gold].mean(), abs=0.02)
 
 
 def test_p_of_pooled_runs_is_that_of_welch(monkeypatch):

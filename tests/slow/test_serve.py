@@ -57,35 +57,6 @@ def test_eight_clients_of_openai_at_once(running, codec, toy):
         assert tokens == sum(map(len, used))
 
 
-@pytest.mark.parametrize("asked, question, options, style", [
-    ("Who?\nA. the cook\nB. a guest", "Who?", ["the cook", "a guest"], None),
-    ("Who?\n(A) the cook\n(B) a guest\n(C) both", "Who?", ["the cook", "a guest", "both"], None),
-    ("Who?\nA) x\nB) y\nAnswer with the option's letter.", "Who?", ["x", "y"],
-     "Answer with the option's letter."),
-    ("Who sings?\nA. Franklin", "Who sings?\nA. Franklin", None, None),
-    ("Who?\nB. x\nC. y", "Who?\nB. x\nC. y", None, None),
-    ("What is it? Answer with one word.", "What is it? Answer with one word.", None, ""),
-    ("When?\nPlease respond only with two numbers.", "When?\nPlease respond only with two numbers.",
-     None, ""),
-    ("Does he answer the phone?", "Does he answer the phone?", None, None),
-    ("Say what happens.", "Say what happens.", None, ""),
-    ("Who?\n\n  Only\nplease answer", "Who?\n\n  Only\nplease answer", None, ""),
-    ("He said:answer", "He said:answer", None, None),
-    ("Who?\n \tA)  x \t\n(B) y ", "Who?", ["x", "y"], None),
-])
-def test_options_and_the_way_to_answer_are_read_from_the_text(asked, question, options, style):
-    task = serve.question_task(asked)
-    assert (task["question"], task["options"], task.get("style")) == (question, options, style)
-    assert task["type"] == ("mcq" if options else "open")
-    prompt = rollout.question_text(task)
-    # What the client wrote stands there once, and our own line only if the client wrote none.
-    assert prompt.count(question) == 1
-    if style is None:
-        assert rollout.question_text({**task, "style": ""}) != prompt
-    elif style:
-        assert prompt.endswith(style)
-
-
 # ---- frames as images
 
 
@@ -102,27 +73,6 @@ def jpeg(value):
 
 def image(url):
     return {"type": "image_url", "image_url": {"url": url}}
-
-
-def test_frames_with_times_are_a_film(running):
-    server = running()
-    stamped = []
-    for n in range(6):
-        stamped += [text(f"<{7 + 4 * n:.1f} seconds>"), image(jpeg(40 * n))]
-    assert content_of(server.post(*stamped, text()))
-    request = server.engine.mains()[0]
-    # The overview's four looks, at 3.9, 11.6, 19.4 and 27.1 s, see the times that the client named.
-    assert request.items[0].seconds == [7.0, 11.0, 19.0, 27.0]
-    bare = [image(jpeg(40 * n)) for n in range(6)]
-    refused = server.post(*bare, text())
-    assert refused.status_code == 400 and "times" in refused.json()["error"]["message"]
-    assert content_of(server.post(*bare, text(), fps=0.25))
-    again = server.engine.mains()[-1]
-    assert set(again.items[0].seconds) <= {0.0, 4.0, 8.0, 12.0, 16.0, 20.0}
-    # Frames in one URL, as vLLM takes them.
-    joined = "data:video/jpeg;base64," + ",".join(jpeg(40 * n).partition(",")[2] for n in range(6))
-    assert server.post(film(joined), text()).status_code == 400
-    assert content_of(server.post(film(joined), text(), fps=0.25))
 
 
 # ---- bad requests
@@ -203,22 +153,6 @@ def test_the_door_is_guarded(running, method, path, headers, status):
     request.url = httpx.URL(server.url).copy_with(raw_path=path.encode())
     response = server.http.send(request)
     assert response.status_code == status and "error" in response.json()
-
-
-def test_large_bodies_are_refused_before_they_are_kept(running):
-    server = running(max_mb=0.1)
-    large = b'{"messages": "' + b"x" * 300_000 + b'"}'
-    kind = {"Content-Type": "application/json"}
-    stated = server.http.post("/v1/chat/completions", content=large, headers=kind)
-
-    def parts():
-        for at in range(0, len(large), 50_000):
-            yield large[at:at + 50_000]
-
-    unstated = server.http.post("/v1/chat/completions", content=parts(), headers=kind)
-    assert stated.status_code == unstated.status_code == 413
-    assert server.http.put("/films", content=large).status_code == 413
-    assert content_of(server.post())
 
 
 # ---- places, clients that leave, time

@@ -88,28 +88,6 @@ def test_the_server_reads_the_very_prompt_that_a_policy_is_trained_on(server, to
             codec, context.ids)
 
 
-@pytest.mark.parametrize("number", [4, 7, 40])
-def test_the_server_reads_an_overview_as_one_video(number, server, toy, source):
-    """--video-item: every frame arrives, also beyond the 32 that vLLM would take, in pairs after
-    the time at which they were seen, as a codec with native video writes them; inside a pair of
-    markers of the template's own, which vLLM leaves there."""
-    codec = chat.load_codec(str(toy / "init"), "video")
-    engine = OpenAIEngine(server, "toy", prefill=True, video_item=True)
-    task = data.read_tasks(str(toy / "eval.jsonl"))[0]
-    spec = {"video": task["video"], "frames": number}
-    frames, messages = source.load(spec), rollout.main_messages(task, number)
-    context = rollout.open_context(codec, messages, [spec], [frames], rollout.tool_schema())
-    request = ChatRequest("0", [], [], [], [frames], 4, 0.0, 0, messages, "<think>\n",
-                          rollout.tool_schema())
-    ids = context.ids + chat.think_prefix_ids(codec, context.ids)
-    clock = chat.encode(codec, chat.stamp_text((frames.seconds[0] + frames.seconds[1]) / 2, 0))
-    first = ids.index(codec.vision_start) - len(clock)  # of the first stamp
-    last = len(ids) - ids[::-1].index(codec.vision_end)
-    assert ids[first:first + len(clock)] == clock and ids.count(codec.video_pad) == -(-number // 2)
-    wanted = [*ids[:first], codec.vision_start, *ids[first:last], codec.vision_end, *ids[last:]]
-    assert asked_ids(server, engine, request) == wanted
-
-
 def test_a_benchmark_run_against_the_server(server, toy, tmp_path):
     done = run_script("eval.py", "--preset", "toy", "--engine", "openai", "--base-url", server,
                       "--model", "toy", "--data", toy / "eval.jsonl", "--frames", 4,

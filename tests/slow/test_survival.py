@@ -298,15 +298,3 @@ def test_reinforcement_learning_killed_draws_the_same_and_learns_the_same(toy, g
     assert drawn(straight) == drawn(killed) and len(drawn(killed)) == steps
 
 
-def test_killed_runs_with_vllm_draw_the_same_tasks_budgets_and_seeds(toy, go):
-    """vLLM's batches depend on time, so its log-probs differ in their last bits, and with them what
-    is sampled now and then; what is asked for does not."""
-    pytest.importorskip("vllm", reason="vllm is not installed")
-    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", 4,
-             *LIVE, "--frames", "gated", "--vllm"]
-    straight, killed = go(0, words, "straight"), go(1, words, "killed")
-    assert steps_of(killed) == list(range(1, 5))
-    a, b = ([[row[:3] for row in step] for step in drawn(folder)] for folder in (straight, killed))
-    assert a == b
-    # of 24 rollouts, ids and all
-    assert sum(x == y for s, t in zip(drawn(straight), drawn(killed)) for x, y in zip(s, t)) > 16

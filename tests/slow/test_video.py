@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +38,6 @@ from test_video import (  # noqa: F401
 
 import video
 from video import FrameCache, VideoError
-
-
-def table_bytes(path):
-    """How much of a cache the times of a file take."""
-    cache = FrameCache()
-    cache.index(path)
-    return cache.memory.bytes
 
 
 def assert_as_shown_by(ffmpeg, path, exact=True):
@@ -110,16 +104,6 @@ def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, mult
 def test_files_turned_and_mirrored_are_displayed_as_ffmpeg_does(tmp_path, ffmpeg, matrix):
     upright = write(tmp_path / "v.mp4", 4, draw=grainy)
     assert_as_shown_by(ffmpeg, with_matrix(upright, tmp_path / "turned.mp4", *matrix))
-
-
-def test_a_photo_with_side_data_that_pyav_does_not_know(tmp_path, ffmpeg):
-    """A photo of a phone, which says by EXIF how it was held."""
-    from PIL import Image
-
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: to be turned by 90 degrees
-    Image.fromarray(paint(5, 64, 32)).save(tmp_path / "a.jpg", exif=exif)
-    assert_as_shown_by(ffmpeg, tmp_path / "a.jpg")
 
 
 def h264(params):
@@ -324,15 +308,73 @@ def test_clips_joined_by_times_that_overlap_are_read_as_by_ffmpeg(tmp_path, film
     assert_as_shown_by(ffmpeg, path)
 
 
-def test_where_the_size_changes_frames_are_scaled_to_the_first(tmp_path, ffmpeg):
-    parts = [write(tmp_path / f"{n}.ts", 50, size=size) for n, size in enumerate([(64, 32),
-                                                                                (128, 96)])]
-    ffmpeg("-i", parts[1], "-c", "copy", "-output_ts_offset", 0.68, tmp_path / "later.ts")
-    both = joined(tmp_path / "both.ts", parts[0], tmp_path / "later.ts")
-    frames = video.overview(both, 100, **NATIVE)
-    _, pictures = shown_by(ffmpeg, both, size="64:32")
-    assert frames.images.shape == pictures.shape == (100, 32, 64, 3)
-    assert seen(frames.images) == seen(pictures) == [*range(50), *range(50)]
+# ---- parameter sets that change inside a film
+
+
+def units_of(path):
+    """mp4 of H.264 -> its packets as lists of NAL units, parameter sets in front of the first."""
+    with av.open(path) as container:
+        stream = container.streams.video[0]
+        head, packets = stream.codec_context.extradata, []
+        size = int.from_bytes(head[6:8], "big")
+        sets = [head[8 : 8 + size], head[11 + size :]]
+        sets[1] = sets[1][: int.from_bytes(head[9 + size : 11 + size], "big")]
+        for packet in container.demux(stream):
+            data, units = bytes(packet), []
+            while data:
+                end = 4 + int.from_bytes(data[:4], "big")
+                units.append(data[4:end])
+                data = data[end:]
+            packets += [units] * bool(units)
+    return [sets + packets[0], *packets[1:]]
+
+
+TWO_CODERS = ({"x264_params": "keyint=10:scenecut=0:bframes=0:cabac=0:ref=1"},
+              {"x264_params": "keyint=10:scenecut=0:bframes=0:8x8dct=1:ref=3:qp=20"})
+
+
+def two_coders(path, repeat, ending):
+    """Two recordings of 25 frames, whose coders write their parameter sets once, or with each key
+    frame (repeat), joined as bytes and put into a container with the first one's header."""
+    path, packets = Path(path), []
+    for n, options in enumerate(TWO_CODERS):
+        clip = write(path.parent / f"part{n}.mp4", 25, draw=lambda i, w, h, n=n: grainy(
+            i + 25 * n, w, h), size=(128, 64), **options)
+        units = units_of(clip)
+        packets += [(units[0][:2] if repeat and i % 10 == 0 and i else []) + packet
+                    for i, packet in enumerate(units)]
+    with av.open(str(path.parent / "part0.mp4")) as source, av.open(str(path), "w") as container:
+        copy = container.add_stream_from_template(source.streams.video[0])
+        for i, units in enumerate(packets):
+            prefix = ((lambda unit: b"\0\0\0\1") if ending == "ts"
+                      else (lambda unit: len(unit).to_bytes(4, "big")))
+            packet = av.Packet(b"".join(prefix(unit) + unit for unit in units))
+            packet.pts = packet.dts = i
+            packet.duration, packet.time_base = 1, Fraction(1, 25)
+            packet.stream, packet.is_keyframe = copy, i % 25 % 10 == 0
+            container.mux(packet)
+    return str(path)
+
+
+def assert_looks_as_in_a_row(path, count):
+    """Every frame in one go, and eleven alone, against PyAV from the first frame on."""
+    with av.open(path) as container:
+        row = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(row) == video.probe(path).num_frames == count
+    got = images(path, range(count))
+    assert all(np.array_equal(a, b) for a, b in zip(got, row))
+    for i in np.linspace(0, count - 1, 11).astype(int):
+        assert np.array_equal(images(path, [i])[0], row[i]), i
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "ts"])
+def test_parameter_sets_that_change_inside_a_film(tmp_path, ending, repeat):
+    path = two_coders(tmp_path / f"v.{ending}", repeat, ending)
+    assert_looks_as_in_a_row(path, 50)
+    # Decoding begins where the key frame brings its own sets, or the header's still hold.
+    begins = FrameCache().key_frames(path).tolist()
+    assert begins == [0, 10, 20, 25] + [35, 45] * repeat
 
 
 # ---- cache
@@ -406,32 +448,6 @@ def test_damaged_files_are_decoded_again_and_replaced(minute, tmp_path, opened, 
     [damage(path, kind, rng) for path in good]
     full = FrameCache(folder=tmp_path, folder_bytes=0)  # it cannot be replaced, but it goes
     assert same(video.overview(minute, 8, cache=full), whole) and sizes(tmp_path) == {}
-
-
-def test_the_folder_keeps_its_bound_and_what_was_used_last(minute, tmp_path, opened):
-    (tmp_path / "notes.txt").write_text("not a cache's")
-    (tmp_path / "mine.frames").write_text("nor this")
-    one = FrameCache(folder=tmp_path)
-    video.crop(minute, 0, 1, cache=one)
-    crop_bytes = max(sizes(tmp_path).values())
-    bound = 6 * crop_bytes  # of which 7/8 are used: four crops and their table
-    for start in (1, 2, 0, 3, 0, 4, 5, 0, 6):
-        cache = FrameCache(folder=tmp_path, folder_bytes=bound)
-        opened.clear()
-        video.crop(minute, start, start + 1, cache=cache)
-        assert len(opened) == (start != 0)  # used again and again, so it stays
-        assert sum(sizes(tmp_path).values()) <= bound
-        time.sleep(0.02)  # file systems count time in some milliseconds
-    for start, there in ((6, True), (0, True), (5, True), (4, True), (3, False)):
-        cache = FrameCache(folder=tmp_path, folder_bytes=bound)
-        opened.clear()
-        video.crop(minute, start, start + 1, cache=cache)
-        assert len(opened) == (not there)
-    cache = FrameCache(folder=tmp_path, folder_bytes=bound)
-    before = sizes(tmp_path)
-    video.overview(minute, 64, cache=cache)  # larger than all of it: pushes nothing out
-    assert sizes(tmp_path) == before
-    assert {"notes.txt", "mine.frames"} <= {path.name for path in before}
 
 
 HAMMER = """
@@ -521,20 +537,6 @@ def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout, dec
     (tmp_path / "x.mp4").write_bytes(b"no video" * 100)
     with pytest.raises(VideoError):
         video.overview(tmp_path / "x.mp4", 40, cache=shared)
-
-
-def test_least_recently_used_goes_first(minute, opened):
-    one = 64 * 32 * 3
-    cache = FrameCache(max_bytes=2 * one + table_bytes(minute))
-    for start in (0, 1, 0, 2):  # 0 was used again, so 2 pushes 1 out
-        video.crop(minute, start, start + 1, cache=cache)
-    assert len(opened) == 1 + 1 + 3 and cache.memory.bytes <= cache.memory.most
-    video.crop(minute, 0, 1, cache=cache)
-    assert len(opened) == 5
-    video.crop(minute, 1, 2, cache=cache)
-    assert len(opened) == 6
-    big = video.overview(minute, 64, cache=cache)  # larger than the cache: served all the same
-    assert len(big.seconds) == 64 and cache.memory.bytes <= cache.memory.most
 
 
 def test_a_decoder_ends_with_its_killed_parent(tmp_path):
