@@ -1,6 +1,6 @@
 # make venv   the environment, in .venv (GPU=1, GPU=0: for GPUs or not, whatever this machine has); `make test` adds requirements-dev.txt
 # make test   the tests (ARGS="--shuffle 7": in a random order)
-# make test-all   also the tests in tests/slow: rare cases, long sweeps, faults, pages in a browser
+# make test-all   also the tests in tests/slow: what crosses scripts or takes long, faults, pages in a browser
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
@@ -86,7 +86,7 @@ lint: .venv/dev
 	$(BIN)/ruff check -q .
 
 test-faults: .venv/dev
-	$(BIN)/python -m pytest tests/test_file_faults.py --all-faults $(ARGS)
+	$(BIN)/python -m pytest tests/slow/test_file_faults.py --all-faults $(ARGS)
 
 test-page: .venv/dev
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }

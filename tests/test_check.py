@@ -5,13 +5,9 @@ import json
 import re
 
 import pytest
-from scripted import AGENT
 
 import grpo
-import rollout
 import sft
-import video
-from plumbing import data
 
 
 def write(path, rows):
@@ -42,24 +38,6 @@ def test_sound_data_has_no_fault(check, toy, tmp_path):
     assert code == 0
     assert re.search(r"\d+ chats, the longest has \d+ tokens, of --max-len 2048; \d+ trained", said)
     assert not out.exists(), "--check writes nothing"
-
-
-def test_the_largest_prompt_is_counted_to_the_token(codec, toy, capsys):
-    """The count stands for frames that were never decoded: it must equal the real prompt."""
-    source = rollout.Source(str(toy), video.FrameCache())
-    tasks = data.read_tasks(str(toy / "rl.jsonl"))
-    assert rollout.preflight(codec, tasks, AGENT, source, "gated") == []
-    said = int(re.search(r"has (\d+) tokens with 64", capsys.readouterr().out)[1])
-    real = []
-    for task in tasks:
-        spec = source.overview_spec(task, 64)
-        messages = rollout.main_messages(task, 64, True)
-        real.append(len(rollout.open_context(codec, messages, [spec], [source.load(spec)],
-                                             rollout.tool_schema()).ids))
-    assert said == max(real)
-    small = rollout.Agent(context=max(real) + 31)
-    faults = rollout.preflight(codec, tasks, small, source, "gated")
-    assert len(faults) == real.count(max(real)) and "--context" in faults[0]
 
 
 def test_each_fault_is_a_line(check, toy, tmp_path):

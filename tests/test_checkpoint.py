@@ -10,18 +10,14 @@ import argparse
 import json
 import os
 import shutil
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from album import logprobs, response, separate_and_packed
-from conftest import ROOT, run_script
-from reference import forward
+from album import logprobs, response
 from safetensors.torch import save_file
 
 import launch
-import model
 from model import Span, Tree
 from plumbing import checkpoint, metrics, runs
 
@@ -74,55 +70,6 @@ def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # Loading in shards, several replicas
-
-
-SHARDS = """
-    import sys
-    sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-    import torch
-    import torch.distributed as dist
-    import chat, launch, model
-    from plumbing import checkpoint
-    from reference import load_policy
-    rank, world, device = launch.start_process_group()
-    codec = chat.load_codec(sys.argv[1])
-    whole = load_policy(sys.argv[1], codec)
-    for replicas in (1, 2, 0):  # 0: as many as ranks, each the whole model without FSDP
-        parts = checkpoint.load_sharded(sys.argv[1], codec, device, replicas=replicas)
-        for dtype in (None, torch.bfloat16):
-            pairs = zip(checkpoint.full_weights(whole), checkpoint.full_weights(parts, dtype),
-                        strict=True)
-            for (name, a), (other, b) in pairs:
-                assert name == other and torch.equal(a.to(dtype or a.dtype), b), name
-        for a, b in zip(whole.hf.buffers(), parts.hf.buffers(), strict=True):
-            assert torch.equal(a, b)
-        trained = model.trained_parameters(parts)
-        mine = sum((p.to_local() if replicas else p).numel() for p in trained)
-        assert mine < 1.1 * (replicas or world) / world * sum(p.numel() for p in trained)
-    dist.barrier()
-    if rank == 0:
-        print("same")
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.process
-def test_every_rank_reads_its_own_part_of_the_checkpoint(toy, tmp_path):
-    """Four ranks, parts that are not of one size, one group and two that each hold all: what is
-    gathered is what from_pretrained loads."""
-    (tmp_path / "shards.py").write_text(textwrap.dedent(SHARDS.format(root=ROOT)))
-    done = run_script(tmp_path / "shards.py", toy / "init", ranks=4)
-    assert done.returncode == 0 and "same" in done.stdout, done.stderr[-2000:]
-
-
-def test_a_frozen_copy_has_the_same_log_probs_and_no_gradients(toy, codec, process_group, album):
-    policy, frozen = (checkpoint.load_sharded(str(toy / "init"), codec, CPU, frozen=frozen)
-                      for frozen in (False, True))
-    trees = separate_and_packed(codec, album)[1]
-    pack, vision = model.pack_trees(codec, trees), album.features(policy, codec)
-    assert torch.equal(forward(policy, pack, vision)[0], forward(frozen, pack, vision)[0])
-    assert not model.trained_parameters(frozen)
-    assert not forward(frozen, pack, vision)[0].requires_grad
 
 
 def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):

@@ -5,12 +5,8 @@ Rows in the two published layouts (ParaVT-Parquet, LongVT-Parquet), with the qui
 have.
 """
 import json
-import sys
-
-import pytest
 
 import chat
-import launch
 from plumbing.data import read_tasks
 from tools import convert as conversion
 
@@ -120,20 +116,3 @@ def test_rl_rows_become_tasks(tmp_path):
     assert read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
-@pytest.mark.parametrize("files, out, why", [
-    ({"a.jsonl": [{"x": 1}]}, "o.jsonl", "neither 'messages'"),
-    ({"a.jsonl": [{"messages": paravt()}], "b.jsonl": [rl("B")]}, "o.jsonl", "convert them apart"),
-    ({"a.jsonl": [{"messages": "[]"}]}, "o.jsonl", "no row could be used"),
-    ({"a.jsonl": [{"messages": paravt()}]}, "folder", "end in .jsonl"), ({}, "o.jsonl", "a.jsonl")])
-def test_bad_input_is_one_line_and_nothing_is_written(
-        tmp_path, monkeypatch, capsys, files, out, why):
-    for name, rows in files.items():
-        (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(sys, "argv", ["convert.py",
-                                      *(str(tmp_path / name) for name in files or ["a.jsonl"]),
-                                      "--out", str(tmp_path / out)])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(conversion.main)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and why in err and err.count("\n") == 1
-    assert not (tmp_path / out).exists()

@@ -115,19 +115,6 @@ def engine_gap(engine, policy, codec, source, seed):
 
 
 # ------------------------------------------------------------------------------------------------
-# Requests, sleep
-
-
-def test_the_same_seed_gives_the_same_samples(vllm_engines, tasks, frames_of):
-    engine = vllm_engines("image")
-    first, again = (sample(engine, tasks[:3], frames_of, group=2) for _ in range(2))
-    other = sample(engine, tasks[:3], frames_of, replace(HOT, seed=1), group=2)
-    assert {k: v[0] for k, v in first.items()} == {k: v[0] for k, v in again.items()}
-    assert all(first[k][0] != other[k][0] for k in first)
-    assert len({tuple(v[0]) for v in first.values()}) == 6  # members of a group differ
-
-
-# ------------------------------------------------------------------------------------------------
 # vLLM beside the trainer
 
 

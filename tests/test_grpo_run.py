@@ -49,19 +49,6 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
     assert found[1] - found[0] == pytest.approx(change)
 
 
-def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
-    common = ("--data", hard_tasks, "--steps", 2, "--prompts", 1)
-    run_grpo(*common, "--group", 4, "--frames", 16, "--temperature", 0.5, "--no-think-prefix",
-             "--seed", 9, "--max-parallel", 2, "--set", "sub_fps=0.25", "dispatch=sequential")
-    first, second = given_rollouts
-    agent = first["agent"]
-    assert (agent.temperature, agent.sub_fps) == (0.5, 0.25)
-    assert (agent.think_prefix, agent.seed) == (False, 9)
-    assert (agent.max_parallel, agent.dispatch) == (2, "sequential")
-    assert (first["frames"], first["group"]) == (16, 4)
-    assert (first["step"], second["step"]) == (0, 1) and first["tasks"] != second["tasks"]
-
-
 def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
         run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
     """Nothing was sampled: no group, no update, no crash."""
@@ -171,17 +158,6 @@ def outage(monkeypatch, run_grpo, toy, tmp_path):
                         *flags)
 
     return train
-
-
-def test_a_run_that_sees_no_video_for_three_steps_ends_and_goes_on_later(outage, tmp_path):
-    """One such step is skipped as before."""
-    flags = ("--steps", 6, "--save-every", 1)
-    with pytest.raises(launch.RunError, match="^step 5: no video could be read for 3 steps; is the "
-                       "disk there.*step_000002$"):
-        outage((0, 2, 3, 4, 5), *flags)
-    _, last, folder = outage((), *flags)
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [row["not_ok"] for row in rows] == [6, 0, 0, 0, 0, 0] and last["step"] == 6
 
 
 # ------------------------------------------------------------------------------------------------

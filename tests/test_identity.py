@@ -12,7 +12,6 @@ import signal
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from reference import make_engine
 from safetensors.torch import load_file, save_file
@@ -23,7 +22,6 @@ import grpo
 import launch
 import rollout
 import sft
-import video
 from plumbing import checkpoint, data, runs
 from plumbing.judge import open_judge
 from tools import pick, replay
@@ -220,18 +218,6 @@ def films(toy, tmp_path):
 def replace_film(folder):
     shutil.copy(folder / "rl-0001.mp4", folder / "new.mp4")
     os.replace(folder / "new.mp4", folder / "rl-0000.mp4")
-
-
-def test_a_film_replaced_while_it_is_read_is_an_error_and_is_not_kept(films, monkeypatch):
-    path, cache = str(films / "rl-0000.mp4"), video.FrameCache()
-    real = video._read
-    monkeypatch.setattr(video, "_read", lambda *given: (replace_film(films), real(*given))[1])
-    with pytest.raises(video.VideoError, match="changed while it was read"):
-        video.overview(path, 4, cache=cache)
-    monkeypatch.setattr(video, "_read", real)
-    seen = video.overview(path, 4, cache=cache)
-    wanted = video.overview(str(films / "rl-0001.mp4"), 4)
-    assert np.array_equal(seen.images, wanted.images)
 
 
 # ------------------------------------------------------------------------------------------------

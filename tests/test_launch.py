@@ -35,17 +35,6 @@ def test_one_line_instead_of_a_traceback(monkeypatch, capsys, error, code, said)
     assert end.value.code == code and capsys.readouterr().err == f"a.py: {said}\n"
 
 
-def test_a_misspelt_flag_is_named_in_one_line(monkeypatch, capsys):
-    parser = launch.parser("x")
-    parser.add_argument("--group")
-    monkeypatch.setattr(sys, "argv", ["a.py", "--grop", "2"])
-    with pytest.raises(SystemExit) as end:
-        parser.parse_args()
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1
-    assert "unrecognized arguments: --grop 2" in said
-
-
 # ------------------------------------------------------------------------------------------------
 # Files
 

@@ -399,17 +399,6 @@ def test_thinking_must_come_before_the_first_call():
     assert format_reward([dialect])["think_before_call"]
 
 
-def test_answer_suffix_switches_the_answer_terms():
-    turns = [f"{THOUGHT}</think>{CALL}", f"{THOUGHT}</think><answer>B</answer>"]
-    assert format_reward(turns, anchor=0)["base"] == approx(1.1)
-    # the released terms: .3 thought + .2 + .1 answer + .3 call + .1 balanced
-    assert format_reward(turns, answer_suffix=False, anchor=0)["base"] == approx(1.0)
-    # no thought worth the name: only the answer pays, .5 or .2 + .1, and .1
-    alone = [f"</think>{CALL}", "x</think><answer>B</answer>"]
-    assert format_reward(alone, anchor=0)["total"] == approx(0.6)
-    assert format_reward(alone, answer_suffix=False, anchor=0)["total"] == approx(0.4)
-
-
 @pytest.mark.parametrize("said, share", [
     ("16 red, 40 blue", 1.0), ("16 Red,40 blue.", 1.0), ("16 red, 40 blue,", 1.0),
     ("40 blue, 16 red", 0.0), ("16 red", 0.5), ("16 red, 40 green", 0.5),
@@ -419,17 +408,6 @@ def test_a_list_is_paid_by_the_places_that_are_right(said, share):
     """Token F1 would pay a wrong order in full."""
     assert rewards.accuracy(said, "list", "16 red, 40 blue") == approx(share)
     assert rewards.accuracy("", "list", "") == 0.0
-
-
-def test_think_prefix_decides_whether_the_thought_was_opened():
-    closed = [f"{THOUGHT}</think><answer>B</answer>"]
-    assert format_reward(closed)["total"] == 1.0
-    # a stray </think>: .5 for the answer
-    assert format_reward(closed, think_open=False)["total"] == approx(0.5)
-    written = [f"<think>{THOUGHT}</think><answer>B</answer>"]
-    assert format_reward(written, think_open=False)["total"] == 1.0
-    # .5 + .1
-    assert format_reward(["<answer>B</answer>"], think_open=False)["total"] == approx(0.6)
 
 
 def test_anchor_and_gamma_weigh_the_anchor_term():

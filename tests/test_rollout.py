@@ -5,11 +5,8 @@ Episodes run against a scripted engine: it answers each request with a text that
 that the protocol is tested without a model. Real engines are in test_engine.py, endpoints in
 test_endpoint.py.
 """
-import argparse
-import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -18,8 +15,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import ROOT, run_script
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from reference import make_engine
 from scripted import (
     AGENT,
@@ -335,52 +330,6 @@ def test_an_engine_error_ends_the_episode_and_keeps_what_there_was(codec, tasks,
 
 
 # ------------------------------------------------------------------------------------------------
-# Hostile text
-
-
-FRAGMENTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
-             "<tool_response>", "</tool_response>", "<answer>",
-             "</answer>", "<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>",
-             "<|video_pad|>", "<|endoftext|>", "user\n", call(0, 8),
-             call("nan", "inf"), call(-1e8, 1e8), call(0, 8, num_frames=0), call(63.9, 64),
-             call(True, None), "crop_video(start_time=1, end_time=2)",
-             '{"name": "crop_video", "arguments": {"start_time": NaN, "end_time": 3}}', "\x00",
-             "\x1b[2J", "\ue000", "\ue001", "\u202e", "\ud7ff",
-             "é", "日本", "🙂", "{", "}", "[" * 50, '"', "\\", "red", "16"]
-HOSTILE = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8), max_size=12).map("".join)
-
-
-def check_sound(codec, episode, num_frames):
-    """What must hold whatever was written."""
-    context = episode.context
-    assert episode.status in ("ok", "context")
-    assert runs(context.mask) == [span for span in episode.spans if span[1] > span[0]]
-    assert context.mask[-1] == 1
-    inserted = Counter(i for i, flag in zip(context.ids, context.mask) if not flag)
-    served = len(episode.spans) - 1
-    one = codec.tokenizer.convert_tokens_to_ids
-    assert inserted[one("<|im_start|>")] == 3 + 2 * served
-    assert inserted[codec.image_pad] == inserted[one("<|vision_start|>")] == num_frames
-    answered = sum(c["turn"] < served for c in episode.calls)
-    assert inserted[one("<tool_response>")] == inserted[one("</tool_response>")] == answered
-    assert not any(i in codec.suppress_tokens for i, flag in zip(context.ids, context.mask) if flag)
-    json.dumps(episode.to_json(), allow_nan=False)
-    rollout.show(episode, codec)
-
-
-@settings(max_examples=80, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(first=HOSTILE, second=HOSTILE, sub=HOSTILE, plain=st.booleans())
-def test_no_text_breaks_an_episode(first, second, sub, plain, codec, tasks, frames_of):
-    """plain: the same literals spelled in ordinary tokens, as a model can always do."""
-    spell = (lambda text: chat.escape_special_tokens(codec, text)) if plain else (lambda text: text)
-    engine = Scripted(codec, [spell(first), spell(second), spell(ANSWER)], spell(sub))
-    episode = play_one(engine, tasks, frames_of,
-                       replace(AGENT, max_turns=2, max_new_tokens=900, sub_max_new_tokens=200))
-    check_sound(codec, episode, 4)
-
-
-# ------------------------------------------------------------------------------------------------
 # K
 
 
@@ -670,30 +619,3 @@ def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     assert code == 2 and why in err and "Traceback" not in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("at", range(1, 7))
-def test_ctrl_c_in_a_step_of_the_engine_is_nothing_but_that(at, caplog):
-    """Also in the moment in which an episode has just ended: asyncio then stops its loop twice."""
-    class Engine:
-        max_seqs, polls, waiting = 4, 0, ()
-        abort = print
-
-        def submit(self, request):
-            self.waiting = *self.waiting, request
-
-        def poll(self):
-            self.polls += 1
-            if self.polls == at:
-                os.kill(os.getpid(), signal.SIGINT)
-            done, self.waiting = self.waiting[:2], self.waiting[2:]
-            return done
-
-    async def play(episode, sampler):
-        await sampler.pump.sample(argparse.Namespace(id=episode.task["id"]))
-        return episode
-
-    rows = [{**GOOD, "id": n, "answer": None} for n in range(20)]
-    sampler = rollout.Sampler(Engine(), None, None, rollout.Agent(), threads=1)
-    with pytest.raises(KeyboardInterrupt):
-        list(rollout.run(sampler, rows, 4, play=play))
-    gc.collect()  # a task whose error nobody has read tells of it here
-    assert not caplog.records

@@ -150,19 +150,6 @@ def test_numbers_come_from_the_records_and_not_from_the_summary(made, command, t
 # Tables for papers
 
 
-def test_rows_are_grouped_as_in_the_paper(command, made):
-    rows, _ = table(command, made("ours", [1, 0], bench="mlvu"))
-    heads = [head for head in rows if not head.startswith("---")]
-    assert heads[0] == "system" and heads[-2:] == [
-        "*measured here*", "ours, K 64, tools on (measured)"]
-    groups = benchmarks.paper_groups()
-    assert [name for names in groups.values() for name in names] == list(benchmarks.paper_table())
-    for group, names in groups.items():
-        at = heads.index(f"*{group}*")
-        assert heads[at + 1:at + 1 + len(names)] == [f"{name} (the paper's)" for name in names]
-        assert rows[f"*{group}*"] == [""] * 7
-
-
 def test_refused_headlines_stay_refused(made, command, tmp_path):
     out = made("bad", [1, 1, 1], bench="mlvu", fail=[1])
     rows, _ = table(command, out)

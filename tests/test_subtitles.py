@@ -2,12 +2,11 @@
 Tests of subtitles in training and in evaluation: python -m pytest tests/test_subtitles.py -q
 """
 import json
-import re
 import sys
 
 import pytest
 from conftest import run_script
-from scripted import AGENT, ANSWER, Scripted, is_sub
+from scripted import ANSWER, Scripted, is_sub
 
 import chat
 import eval as evaluation
@@ -73,30 +72,6 @@ def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, 
     said = chat.decode(codec, found[0]["spoken"])
     assert {word for word in ("Hello there", "Goodbye", "Again") if word in said} == words
     assert "Subtitles:" not in chat.decode(codec, found[0]["mute"])
-
-
-@pytest.mark.parametrize("name, text, why", [
-    ("gone.srt", None, "unreadable subtitles (FileNotFoundError)"),
-    ("words.json", "[{", "unreadable subtitles"), ("words.srt", "no times at all\n" * 9,
-                                                   "no line with times"),
-    ("../words.srt", None, "outside"), ("", None, None), ("words.vtt", "WEBVTT\n\n", None)])
-def test_a_bad_file_is_told_before_the_first_step(toy, codec, data, tmp_path, monkeypatch, name,
-                                                  text, why):
-    if text:
-        (tmp_path / name).write_text(text)
-    write(tmp_path, subtitles=name)
-    _, tasks, _, source = settings(grpo, monkeypatch, toy, data)
-    faults = rollout.preflight(codec, tasks, AGENT, source, 4)
-    if why is None:  # no file is named, or the file of a silent film
-        rollout.check_context(codec, tasks, AGENT, source, 4)
-        assert faults == []
-        return
-    with pytest.raises(launch.UserError, match=re.escape(why)) as caught:
-        rollout.check_context(codec, tasks, AGENT, source, 4)
-    assert len(faults) == 1 and why in faults[0] and faults[0].startswith("task spoken: ")
-    assert "--subtitles none" in str(caught.value) and "\n" not in str(caught.value)
-    _, _, _, source = settings(grpo, monkeypatch, toy, data, "--subtitles", "none")
-    rollout.check_context(codec, tasks, AGENT, source, 4)  # no file is read
 
 
 @pytest.mark.parametrize("text, wanted", [

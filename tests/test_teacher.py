@@ -69,22 +69,6 @@ def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_every_sampled_token(
     assert stats["teacher_kl"]["by_K"] == {"4": pytest.approx(mean, abs=1e-5)}
 
 
-def test_a_teacher_that_is_the_policy_teaches_nothing(process_group, codec, source, groups, policy,
-                                                      vision, plain, toy):
-    """And groups whose rewards are equal, or that have none, are trained on all the same."""
-    record_logps(plain, codec, source, [e for g in groups for e in g])
-    same = load_policy(str(toy / "init"), codec)
-    same.features = model.VisionFeatures(same.hf.model.visual, codec, source.load)
-    for e in groups[0]:
-        e.reward = {}  # a task without an answer
-    for e in groups[1]:
-        e.reward = {**e.reward, "paid_task": 0.0, "paid_fmt": 0.0}
-    (found,), stats = run_update(policy, vision, codec, groups, settings(teacher="T"), teacher=same)
-    assert max(g.abs().max().item() for g in found.values()) < 1e-6
-    assert abs(stats["teacher_kl"]["mean"]) < 1e-6
-    assert stats["tokens"] == sum(sum(e.context.mask) for g in groups for e in g)
-
-
 @pytest.fixture
 def wise(toy, tmp_path):
     """A checkpoint of other weights."""

@@ -11,7 +11,6 @@ import pytest
 
 import launch
 from evaluation import benchmarks
-from plumbing import data
 
 NO_PYARROW = "pyarrow is not installed (requirements-dev.txt brings it)"
 
@@ -257,56 +256,6 @@ def test_timelens_knows_the_first_span_and_merges_equal_rows(tmp_path):
     first, _ = tasks.values()
     assert (first["answer"], first["evidence"], first["event"]) == ([2, 8], [[2, 8]], "it falls")
     assert len(read("timelens_qvhighlights", tmp_path)[0]) == 1
-
-
-V2 = [{"video_id": 1, "question_id": f"001-{n}", "question": "Who?", "answer": "H",
-       "options": "\n".join(f"{letter}. Mr {letter}" for letter in "ABCDEFGH"),
-       "group_type": "logic", "group_structure": "[1, [2, 3], 4]", "level": n,
-       "second_head": "s", "third_head": None} for n in (1, 2, 3, 4)]
-
-
-def test_video_mme_v2(tmp_path):
-    put(tmp_path, "test.jsonl", V2)
-    put(tmp_path, "video/001.mp4")
-    put(tmp_path, "subtitle/001.jsonl", [{"text": "Hello", "start_time": 0.5, "end_time": 1.0},
-                                         {"text": "you", "start_time": 1.0, "end_time": 1.5}])
-    tasks, notes = read("videomme_v2", tmp_path)
-    assert tasks["001-2"] == {
-        "id": "001-2", "video": "video/001.mp4", "type": "mcq", "question": "Who?", "answer": "H",
-        "options": [f"Mr {letter}" for letter in "ABCDEFGH"], "place": 2,
-        "subtitles": "subtitle/001.jsonl",
-        "tags": {"group_type": "logic", "group_structure": "[1, [2, 3], 4]", "level": 2,
-                 "second_head": "s"}}
-    assert data.task_subtitles(tasks["001-2"], [0.7], str(tmp_path), "aligned") == "Hello"
-    put(tmp_path, "test.jsonl", [{**V2[0], "group_structure": "[1, 2]"}])
-    with pytest.raises(launch.UserError, match="row 1: not as expected.*is not known"):
-        benchmarks.read_split("videomme_v2", str(tmp_path))
-
-
-def test_a_group_of_video_mme_v2_has_one_score_and_its_last_question_s_level(tmp_path):
-    put(tmp_path, "test.jsonl", V2)
-    tasks = benchmarks.read_split("videomme_v2", str(tmp_path))[0]
-    records = {(task["id"], "64", "on", 0): {"task": task, "score": score}
-               for task, score in zip(tasks, (1.0, 0.0, 1.0, 1.0))}
-    del records["001-4", "64", "on", 0]  # of a run with --limit
-    found = benchmarks.credited(records).values()
-    assert [record["score"] for record in found] == [pytest.approx(4 / 12)] * 3
-    assert [record["right"] for record in found] == [1.0, 0.0, 1.0]
-    assert {record["task"]["tags"]["level"] for record in found} == {3}
-    assert tasks[0]["tags"]["level"] == 1  # the task itself stays as it is
-
-
-def test_video_holmes(tmp_path):
-    row = {"video ID": "x1", "Question": "Why?", "Question Type": "TCI", "Question ID": 4,
-           "Options": {"A": "a", "B": "b", "D": "d", "C": None}, "Answer": "D"}
-    put(tmp_path, "test_Video-Holmes.json", [row])
-    put(tmp_path, "videos_cropped/x1.mp4")
-    tasks, notes = read("video_holmes", tmp_path)
-    assert tasks == {"x1-4": {
-        "id": "x1-4", "video": "videos_cropped/x1.mp4", "type": "mcq", "question": "Why?",
-        "options": ["a", "b", "d"], "answer": "C", "subtitles": None,
-        "tags": {"question_type": "TCI"}}}
-    assert notes["no video"] == 0
 
 
 def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):

@@ -22,10 +22,6 @@ def shown(toy, show, **more):
     return sources.Source(**vars(source), show=show, **more)
 
 
-OVERVIEW = {"video": "videos/eval-0000.mp4", "frames": 64}
-WINDOW = {"video": "videos/eval-0000.mp4", "start": 0.0, "end": 8.0, "fps": 1.0, "max_frames": 16}
-
-
 def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monkeypatch):
     def refuse(*_):
         raise AssertionError("a frame was decoded")
@@ -104,22 +100,6 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     assert table.returncode == 0 and "text alone" in table.stdout, table.stderr
     compared = run_script("eval.py", "--compare", tmp_path / "out", "--out", tmp_path / "c")
     assert compared.returncode == 0 and compared.stdout.count("blank") >= 2
-
-
-def test_shuffled_frames_are_the_same_at_each_others_times(toy):
-    real, shuffled = shown(toy, "real").load(OVERVIEW), shown(toy, "shuffled").load(OVERVIEW)
-    assert (shuffled.seconds == real.seconds).all()
-    assert sorted(map(bytes, shuffled.images)) == sorted(map(bytes, real.images))
-    moved = [n for n, (a, b) in enumerate(zip(shuffled.frame_keys, real.frame_keys))
-             if a != f"shuffled{b}"]
-    assert len(moved) > 48
-    picture = {f"shuffled{key}": bytes(image) for key, image in zip(real.frame_keys, real.images)}
-    # A key names its own picture: a cache of the engine goes by keys.
-    assert [picture[key] for key in shuffled.frame_keys] == list(map(bytes, shuffled.images))
-    again = shown(toy, "shuffled").load(OVERVIEW)
-    assert again.frame_keys == shuffled.frame_keys and again.key == shuffled.key
-    window = shown(toy, "shuffled").load(WINDOW)
-    assert window.frame_keys == shown(toy, "real").load(WINDOW).frame_keys
 
 
 def test_shuffled_options_keep_the_right_answer():

@@ -1,19 +1,14 @@
 """
 What tools/convert.py does with rare rows: python -m pytest tests/slow/test_convert.py -q
 """
-import json
-import re
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F401
 
 import chat
 import rewards
 import rollout
-from plumbing.data import chat_fault
-from tools import convert as conversion
 
 # second, and the sentence below; the traces store the frames as stills, in a user turn.
 STRICT = ("Think first, call **crop_video** if needed, then answer. Format strictly as:  "
@@ -95,38 +90,6 @@ KNOWN = ["Answer with the option letter only.", R1, EASY, STRICT, R1.split("proc
          "<answer> </answer> tags.", "Answer with the option's letter from the given choices "
          "directly.", "The Video path for this video is: a clip.v2.mp4",
          f"{STRICT} The Video path for this video is: b.mp4\nAnswer with the option letter only."]
-# Each tells the model how to answer, and none is taken out: the row is left out instead.
-UNKNOWN = ["Please provide only the single option letter (e.g., A or B).", "Answer in one word.",
-           "Your answer should be a single letter.", "Think step by step, then answer.",
-           "Answer in [start, end].", "Please think first, then answer with a letter.",
-           "You must answer with a letter.", "Respond with only the letter (A, B, C or D).",
-           "Put it in \\boxed{}.", "Best option: (", "Call crop_video.", "Give only the letter.",
-           "Think first, call **crop_video** later.", "The final answer must be a letter.",
-           "Let's think step by step.", "Use a single word.", "(Answer with one word)",
-           "The video path for this video is: a.mp4. See b.mp4 too. Why?"]
-
-
-@pytest.mark.parametrize("end", ["\n", " ", "\n\n"])
-@pytest.mark.parametrize("question", [LETTERS, "Which one is it?"])
-@pytest.mark.parametrize("sentence", KNOWN + UNKNOWN)
-def test_an_instruction_after_a_question_is_taken_out_or_the_row_is_left_out(
-        sentence, question, end):
-    """In tasks and in chats, after an option and after a question, on its line or on the next."""
-    mcq = question == LETTERS
-    text = question + end + sentence
-    task = rl("D" if mcq else "red", f"<video>{text}", "mcq" if mcq else "oe")
-    talk = longvt(said=f"<think>x</think><answer>{'D' if mcq else 'red'}</answer>", question=text)
-    if sentence in UNKNOWN:
-        for make in (lambda: conversion.to_task(task),
-                     lambda: conversion.to_chat(talk, 4, 4, "ours")):
-            with pytest.raises(ValueError, match="holds instructions|between or after the options"):
-                make()
-        return
-    made = conversion.to_task(task)
-    assert made["question"] == question.split("\n")[0]
-    assert made["options"] == (["one", "two", "three", "four"] if mcq else None)
-    asked = conversion.to_chat(talk, 4, 4, "ours")["messages"][1]["content"][1]["text"]
-    assert asked == rollout.question_text(made)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -136,59 +99,6 @@ word = st.integers(0, 10**6).map(lambda n: f"w{n}x")
 media = st.sampled_from([SAME, CLIP, piece("video_url", url="selfqa/c.mp4"), STILLS[0]])
 odd = st.one_of(media, st.sampled_from(["<tool_response>", "</tool_response>", "<video>", "<image>",
                                         SENTENCE]))
-
-
-def any_reply(draw, calls):
-    """A message that answers calls: one in tags for each, or of role tool; frames inside or beside
-    them; at times something that should not be there."""
-    pieces = []
-    for _ in range(calls):
-        held = draw(st.lists(st.one_of(word, word, media), min_size=1, max_size=4))
-        pieces += ["<tool_response>\n", *held, "\n</tool_response>", *draw(st.sampled_from(
-            [[], [], ["\n"], ["\n", STILLS[0], STILLS[1]], [SAME], [" wanted w0x"]]))]
-    role = draw(st.sampled_from(["user", "user", "tool"]))
-    if role == "tool" and calls == 1 and draw(st.booleans()):
-        pieces = held
-    if draw(st.integers(0, 5)) == 0:
-        pieces.insert(draw(st.integers(0, len(pieces))), draw(odd))
-    return shown(*pieces, role=role)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_texts_and_videos_of_a_row_survive_or_the_row_is_reported(data):
-    """Several rounds of calls and responses, messages as pieces, one string or the JSON of
-    pieces."""
-    draw, row = data.draw, longvt()
-    messages = []
-    for _ in range(draw(st.integers(1, 3))):
-        calls = draw(st.integers(1, 2))
-        messages.append(turn("\n".join([draw(word), *[asks(8.0, 12.0)] * calls])))
-        messages.append(any_reply(draw, calls))
-    row["messages"][2:2] = messages
-    for message in row["messages"]:
-        texts = [p["text"] for p in message["content"]]
-        form = draw(st.sampled_from(["list", "json", "string"]))
-        if form == "json":
-            message["content"] = json.dumps(message["content"])
-        elif form == "string" and None not in texts:
-            message["content"] = "".join(texts)
-    row["videos"] = draw(st.sampled_from([None, None, None, ["selfqa/d.mp4"]]))
-    source = json.dumps(row["messages"])
-    try:
-        talk = conversion.to_chat(row, 8, 16, draw(st.sampled_from(["ours", "release"])))
-    except ValueError as error:
-        assert str(error)  # the row is reported, with this reason
-        return
-    talk = talk["messages"]
-    assert re.findall(r"w\d+x", source) == re.findall(r"w\d+x", json.dumps(talk))
-    assert [m["role"] for m in talk].count("assistant") == len(messages) // 2 + 1
-    # Every video is one video. The stills of a response are one more, its window.
-    given_videos = len(re.findall(r'"url\\*": \\*"[^"]*\.mp4', source)) + len(row["videos"] or [])
-    stills = [len(re.findall("_[0-9]+.jpg", json.dumps(m))) for m in messages]
-    made = len(chat.videos_in(talk))
-    assert given_videos + sum(map(bool, stills)) <= made <= given_videos + sum(stills)
-    assert chat_fault(talk) is None
 
 
 @pytest.mark.parametrize("kind", FORMS)

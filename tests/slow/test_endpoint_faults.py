@@ -4,9 +4,6 @@ python -m pytest tests/slow/test_endpoint_faults.py -q
 """
 import http.server
 import json
-import shutil
-import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -130,31 +127,6 @@ def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(
     began = time.monotonic()
     done = ask(serve(drip(part)).url, monkeypatch, timeout=1.0)
     assert "no whole answer within 1 s" in done.error and time.monotonic() - began < 15
-
-
-@pytest.fixture
-def certificate(tmp_path):
-    if not shutil.which("openssl"):
-        pytest.skip("openssl is missing")
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key,
-                    "-out", cert, "-days", "2", "-subj", "/CN=localhost", "-addext",
-                    "subjectAltName=DNS:localhost"], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
-    return context, cert
-
-
-@pytest.mark.parametrize("trusted, reply, wanted", [
-    (True, whole, None), (True, drip("body"), "no whole answer"),
-    (False, whole, "CERTIFICATE_VERIFY_FAILED")])
-def test_over_tls_the_certificate_is_checked_and_a_drip_ends(
-        serve, monkeypatch, certificate, trusted, reply, wanted):
-    context, cert = certificate
-    if trusted:
-        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-    done = ask(serve(reply, context).url, monkeypatch, timeout=1.5)
-    assert wanted in done.error if wanted else done.text == "<answer>A</answer>"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ python -m pytest tests/slow/test_eval.py -q
 import json
 
 import pytest
-from conftest import ROOT, run_script
 from scripted import Server
 from test_eval import (  # noqa: F401
     ROWS,
@@ -65,51 +64,6 @@ def test_headlines_of_the_benchmarks():
     got = scores.summarise(spans, "charades")
     assert got["metric"] == "mIoU" and got["headline"] == pytest.approx(0.3775)
     assert [got[f"R@{t}"] for t in (0.3, 0.5, 0.7)] == [0.75, 0.5, 0.25]
-
-
-# ------------------------------------------------------------------------------------------------
-# Several ranks
-
-
-SLOW_RANK = """
-import os, sys, time
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import torch.distributed as dist
-import chat, eval as evaluation, launch, rollout, scripted, test_eval
-chat.load_codec({ckpt!r})  # slow imports are no part of the run
-deadlines, join = [], dist.init_process_group
-def init(*args, timeout=None, **more):
-    deadlines.append(timeout)
-    return join(*args, timeout=timeout, **more)
-dist.init_process_group = init
-def say(request):
-    time.sleep(1.5 if os.environ["RANK"] == "1" else 0)
-    return test_eval.answer("red")
-rollout.make_engine = lambda ckpt, codec, args, *more, **kw: scripted.Scripted(
-    codec, say, say, at_once=True)
-launch.run_main(evaluation.main)
-assert deadlines[0].days >= 1, deadlines
-"""
-
-
-def test_a_rank_that_is_done_waits_without_a_deadline(toy, tmp_path):
-    """Rank 1 needs 9 seconds, in steps of 1.5; rank 0 is done at once and --patience is 6."""
-    data = toy / "slow-rank.jsonl"
-    data.write_text("".join(json.dumps(row(f"q{i}", video=f"videos/eval-000{i % 2}.mp4")) + "\n"
-                            for i in range(12)))
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW_RANK.format(root=ROOT, ckpt=str(toy / "init")))
-    done = run_script(script, "--preset", "toy", "--ckpt", toy / "init", "--data", data, "--frames",
-                      4, "--out", tmp_path / "out", "--patience", 6, "--live", 1, "--quiet",
-                      ranks=2, timeout=120)
-    data.unlink()
-    assert done.returncode == 0, done.stderr[-3000:]
-    files = sorted((tmp_path / "out").glob("records.rank*.jsonl"))
-    assert [len(f.read_text().splitlines()) for f in files] == [6, 6]
-    videos = [{json.loads(line)["task"]["video"] for line in f.read_text().splitlines()}
-              for f in files]
-    assert [len(v) for v in videos] == [1, 1]  # each video was decoded on one rank
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["results"][0]["n"] == 12
 
 
 # ------------------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ from scripted import CALL, Scripted
 from test_video import write
 
 import chat
-import eval as evaluation
 import rollout
 import video
-from evaluation import episodes, folders, systems
+from evaluation import episodes, folders
 from plumbing import data as data_py
 
 REAL = ["I need a closer look.\n</think>\n" + CALL,
@@ -121,34 +120,6 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
             assert 0 <= record["score"] <= 1
         step += 1
     assert min(said[n] for n in (0, 1, 2, 3)) > 20  # all kinds of episodes were met
-
-
-@pytest.mark.parametrize("protocol", ["conan", "videozoomer", "sage", "longvt"])
-def test_no_text_breaks_another_systems_protocol(protocol, toy, source, monkeypatch):
-    pieces = ["<clip>00:00:01-00:00:09</clip>", "<clip>", "</clip>",
-              '<video_zoom>{"segment": [1, 9], "fps": 1}</video_zoom>', "<video_zoom>",
-              "</video_zoom>",
-              '<json>{"final_answer": null, "recommended_tools": {"tool_calls": [{"name": '
-              '"perform_reasoning", "arguments": {"media_paths": [{}]}}]}}</json>',
-              '<json>{"recommended_tools": {"tool_calls": [{"name": '
-              '"identify_timestamps_visually", "arguments": {"event": 1, '
-              '"timestamp_start": "0:01", "timestamp_end": "0:09"}}]}}</json>', "<json>{",
-              '"segment": [NaN, "x"]', "00:00:99-", ",,,"]
-    rng = random.Random(protocol)
-    monkeypatch.setattr("sys.argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol",
-                                     protocol])
-    args = evaluation.parse_args()
-    agent = replace(rollout.Agent(), max_turns=2, think_prefix=False, sub_frames=2)
-    task = data_py.read_tasks(str(toy / "rl.jsonl"))[0]
-
-    def say():
-        return "".join(rng.choice((mutated(rng)[:300], rng.choice(pieces)))
-                       for _ in range(rng.randrange(4)))
-
-    sampler = rollout.Sampler(talker(say), None, source, agent)
-    for episode in episodes.run(sampler, [task], systems.make_protocol(args)[0], 4, group=300):
-        assert episode.status == "ok" and len(episode.turns) <= 3
-        folders.record_of(episode, "d", 4, "on", args)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,10 +4,8 @@ python -m pytest tests/slow/test_identity.py -q
 """
 import copy
 import json
-import os
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,7 +30,6 @@ from test_identity import (  # noqa: F401
 )
 
 import chat
-import grpo
 import launch
 import rollout
 import video
@@ -196,29 +193,3 @@ def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, cod
     assert str(films) not in record["summary"] and not engine.subs()
     assert episode.to_json()["film"] == episode.film == before
     assert before != list(video.identity(str(films / "rl-0000.mp4")))
-
-
-# ------------------------------------------------------------------------------------------------
-# Damaged settings, and a film replaced within a group
-
-
-def test_a_film_replaced_within_a_group_makes_two_groups_with_frames_of_their_own(films, codec):
-    source, real = rollout.Source(str(films), video.FrameCache()), rollout.Source.load_overview
-
-    def load(spec, task):
-        shown = real(source, spec, task)
-        if not os.path.exists(films / "new"):
-            (films / "new").mkdir()
-            replace_film(films)
-        return shown
-
-    source.load_overview = load
-    one = task("a", video="rl-0000.mp4")
-    groups = grpo.group_by_prompt(play(Scripted(codec, ANSWER), [one], source, group=3, threads=1))
-    assert sorted(map(len, groups)) == [1, 2]
-    frames = grpo.frames_of(groups)
-    for group in groups:
-        grpo.group_tree([e for e in group if e.advantage.update(task=0.0, fmt=0.0) is None], "none")
-        (item,), (seen,) = group[0].context.items, group[0].context.frames
-        assert np.array_equal(frames[item.key].images, seen.images)
-    assert len({seen.images.tobytes() for seen in frames.values()}) == 2

@@ -195,65 +195,6 @@ def test_damaged_records_are_counted_and_the_others_shown(made):
     assert sum(counts) == len(DAMAGED)
 
 
-@pytest.mark.parametrize("place, steps, why", [
-    (None, [1, 2, 3], None), (5, [2, 3], "the first is line 1"), (75, [1, 2], "cut off"),
-    (45, [1, 3], "the first is line 2")])
-def test_a_bad_byte_costs_its_line_alone_and_the_line_is_named(tmp_path, place, steps, why):
-    """A byte order mark costs none. place: of a byte of 0xFF in the text, None: no such byte."""
-    text = "".join(f'{{"step": {n}, "x": "é", "total": 0.5}}\n' for n in (1, 2, 3)).encode()[:-1]
-    at = len(text) if place is None else place
-    bad = b"" if place is None else b"\xff"
-    (tmp_path / "log.jsonl").write_bytes(b"\xef\xbb\xbf" + text[:at] + bad + text[at:])
-    view.build([str(tmp_path)], ["run"], str(tmp_path / "page.html"), 10, 20.0, None, 6144)
-    assert drawn_on(tmp_path / "page.html") == {"Reward": {"run": [[n, 0.5] for n in steps]}}
-    troubles = data_of(tmp_path / "page.html")["troubles"]
-    assert [count for _, count in troubles] == [1] * (why is not None)
-    assert not why or why in troubles[0][0] and "log.jsonl" in troubles[0][0]
-
-
-def page_of_log(folder, *rows, args=None, name="run", **more):
-    """Page of one run that logged these rows; a text stands in the log as it is."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (folder / "log.jsonl").write_text("".join(line + "\n" for line in lines))
-    (folder / "args.json").write_text(json.dumps(args or {}))
-    view.build([str(folder)], [name], str(folder / "page.html"), 10, 20.0, None, 6144)
-    return folder / "page.html"
-
-
-def drawn_on(page):
-    """{title: {name of a line: its points}}"""
-    return {curve["title"]: {line["name"]: line["points"] for line in curve["series"]}
-            for curve in data_of(page)["curves"]}
-
-
-HELD_OUT = {"acc": 0.5, "acc_without_tools": 0.25,
-            "by_K": {"4": {"acc": 0.125}, "16": {"acc": 1.0}},
-            "by_type": {"open": {"acc": 0.75, "acc_without_tools": 0.5}}}
-
-
-def test_each_number_of_the_log_has_its_curve(tmp_path):
-    """A null is a missing point and no zero: nothing was ok in step 2."""
-    first = {"step": 1, "acc": 0.5, "cut_turns": 0.25, "not_ok": 0, "gap": 1e-6, "f_released": 0.4,
-             "by_K": {"16": {"acc": 0.5}, "4": {"acc": 0.25}},
-             "by_type": {"mcq": {"acc": 1.0, "n": 2, "chance": 0.25}, "a.b": {"acc": 0.0, "n": 1}}}
-    second = {**dict.fromkeys(first), "step": 2, "not_ok": 6, "by_K": {}, "by_type": {}}
-    third = {**first, "step": 3, "by_type": {"mcq": {"acc": None}}, "val": HELD_OUT}
-    held_out = {"step": 4, "val": {"not_ok": 1}}  # in a row of its own
-    drawn = drawn_on(page_of_log(tmp_path, first, second, third, held_out))
-    assert drawn["Turns cut off"] == {"run": [[1, 0.25], [3, 0.25]]}
-    assert drawn["Rollouts not ok"] == {"run": [[1, 0], [2, 6], [3, 0]], "run held out": [[4, 1]]}
-    assert drawn["Accuracy term"] == {"run": [[1, 0.5], [3, 0.5]]}
-    assert drawn["Log-prob gap"] == {"run mean": [[1, 1e-6], [3, 1e-6]]}
-    assert drawn["Accuracy by type"] == {
-        "run a.b": [[1, 0.0]], "run mcq": [[1, 1.0]], "run mcq by chance": [[1, 0.25]]}
-    assert list(drawn["Accuracy by K"]) == ["run K 4", "run K 16"]
-    assert drawn["Held-out accuracy"] == {"run with tools": [[3, 0.5]], "run without": [[3, 0.25]]}
-    assert drawn["Held-out accuracy by K"] == {"run K 4": [[3, 0.125]], "run K 16": [[3, 1.0]]}
-    assert drawn["Held-out accuracy by type"] == {
-        "run open": [[3, 0.75]], "run open without tools": [[3, 0.5]]}
-    assert not [title for title in drawn if "released" in title]
-
-
 def spent(k, tools, tokens, headline, **more):
     return {"K": k, "tools": tools, "headline": headline, "tokens": tokens, **more}
 
@@ -384,17 +325,6 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     view.build([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
     browser = visit(tmp_path / "evil.html", "tables")
     assert EVIL[:20] in "".join(texts(browser, "td"))
-
-
-def test_thousands_of_episodes_make_few_nodes(visit, made):
-    records = [episode(f"task-{n}", s, n) for n in range(500) for s in range(4)]
-    browser = visit(made(records), "episodes")
-    assert texts(browser, "#matching")[0].startswith("2000 episodes")
-    browser.execute_script("document.getElementById('list').scrollTop = 28 * 1500")
-    browser.execute_async_script(
-        "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
-    rows = texts(browser, ".row")
-    assert len(rows) < 60 and any("task-375" in row for row in rows)
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(page, browser):

@@ -16,7 +16,6 @@ from conftest import run_script
 from scripted import Server
 from test_protocols import (
     CROP,
-    crops,
     play,  # noqa: F401
     tool,
 )
@@ -170,21 +169,6 @@ def test_systems_of_one_generation(play, name, system, said):
     assert ("00:00 to 01:04" in text) == (name == "rewatch-r1")  # the toy video has 64 seconds
 
 
-@pytest.mark.parametrize("name, seconds, wanted", [
-    # VideoZoomer: range(0, n, round(fps / 0.5)), beyond 64 np.linspace(0, n - 1, 64, dtype=int)
-    ("videozoomer", 7.0, [0, 2, 4, 6]), ("videozoomer", 0.5, [0]),
-    ("videozoomer", 400.0, list(np.linspace(0, 3999, 64, dtype=int) / 10)),
-    # Qwen3-VL: linspace(0, n - 1, 2 a second).round()
-    ("qwen3-vl", 2.0, list(np.linspace(0, 19, 4).round() / 10))])
-def test_frames_lie_where_the_publishers_code_takes_them(name, seconds, wanted, source,
-                                                         monkeypatch):
-    """By the publishers' own expressions, on a video of 10 frames a second."""
-    monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
-    args = evaluation.parse_args()
-    paced = timed(systems.source_of(source, args), seconds, monkeypatch)
-    assert paced.load({"video": "v", "frames": args.frames[0]}).seconds == pytest.approx(wanted)
-
-
 def timed(paced, seconds, monkeypatch):
     """A Source -> the same on a video of so many seconds, 10 frames a second, without pictures."""
     starts = np.arange(round(seconds * 10)) / 10
@@ -238,61 +222,6 @@ def read_url(url):
 
 # ------------------------------------------------------------------------------------------------
 # Conan, VideoZoomer, SAGE
-
-
-def test_conan_gets_eight_new_frames_a_round(play):
-    """16 s and 47 s of clips: two frames and six; seen frames never come again; the question is
-    there in every round, and the third is told that it is the last."""
-    script = ["<score>3</score><think>x</think><clip>00:00:00-00:00:16, 00:00:16-00:01:03</clip>"
-              "<answer></answer>",
-              "<score>3</score><think>x</think><clip>00:00:05-00:00:10</clip><answer>A</answer>",
-              "<think>now</think><answer>B</answer>"]
-    episode, asked, record = play("--protocol conan --frames 4", *script)
-    assert record["score"] == 1.0 and len(asked) == 3
-    assert [m["content"][0].get("stamp") for m in asked[0].messages] == ["clock"]
-    assert asked[0].messages[0]["role"] == "user"
-    shown = [[float(t) for t in f.seconds] for f in asked[2].frames]
-    assert len(shown[1]) == len(shown[2]) == 8
-    assert len({t for some in shown for t in some}) == 4 + 8 + 8
-    assert sum(t < 16 for t in shown[1]) == 2 and episode.calls[0]["summary"] == "2 frames"
-    assert "last frames" in texts(asked[2].messages[-1])
-    assert "clips you asked for" in texts(asked[1].messages[-1])
-    assert all("Which {colour} is first?" in texts(m) for m in asked[2].messages[::2])
-    # empty, or not in its form: done
-    for clip in ("<clip></clip>", "<clip>5-10</clip>", "<clip>nonsense</clip>", "",
-                 "<clip>00:00:10-00:00:05</clip>", "<clip>00:00:05-00:00:10"):
-        _, asked, record = play("--protocol conan --frames 4", f"{clip}<answer>B</answer>")
-        assert len(asked) == 1 and record["score"] == 1.0
-
-
-@pytest.mark.parametrize("said, status, why", [
-    ('<video_zoom> {"segment": [8, 16], "fps": 2} </video_zoom>', "ok",
-     ""), ('<video_zoom>{"segment": [8, 16], "fps": 3}</video_zoom>', "error", "24 frames"),
-    ('<video_zoom>{"segment": [16, 8], "fps": 1}</video_zoom>', "error",
-     "start < end"), ("<video_zoom>what</video_zoom>", "error", "expected"),
-    ('<video_zoom>{"segment": [1, 1e999], "fps": 1}</video_zoom>', "error",
-     ""), ('<video_zoom>{"segment": [100, 105], "fps": 1}</video_zoom>', "error",
-     "begins after the end"),
-    ('<video_zoom>{"segment": ["00:08", "00:12"], "fps": 0.1}</video_zoom>', "error",
-     "no frame"), ('<video_zoom>[]</video_zoom>', "error", "expected")])
-@pytest.mark.parametrize("ids", [False, True])
-def test_videozoomer_zooms_once_a_turn(play, codec, said, status, why, ids):
-    script = ["<think>see</think>" + said + " and <answer>\\boxed{A}</answer>",
-              "<think>ok</think><answer> \\boxed{B} </answer>"]
-    episode, asked, record = play("--protocol videozoomer --frames 4 --max-turns 1", *script,
-                                  ids=ids)
-    assert record["score"] == 1.0 and [c["status"] for c in episode.calls] == [status]
-    assert why in episode.calls[0]["summary"]
-    # what follows the call was never said
-    assert episode.turns[0].endswith("</video_zoom>") and asked[0].stop == ("</video_zoom>",)
-    reply = texts(asked[1].messages[-1])
-    assert reply.count("<tool_response>") == reply.count("</tool_response>") == 1
-    assert reply.endswith("Do not zoom again: answer now.")
-    assert ("video" in kinds(asked[1].messages[-1])) == (status == "ok")
-    assert (status == "ok" or "went wrong" in reply)
-    if ids:
-        text = chat.decode(codec, asked[0].ids, keep_special=True)
-        assert "<frame0_time" in text and "<frame3_time63.00s>" in text
 
 
 def test_sage_goes_step_by_step_in_text(play):
@@ -356,25 +285,6 @@ def test_no_text_makes_a_parser_raise_or_hang(parse, text):
 
 # ------------------------------------------------------------------------------------------------
 # Prompts of publishers
-
-
-def test_a_publishers_template_is_filled_as_its_code_would(play, tmp_path):
-    """ParaVT's own text holds the schema and an example with doubled braces; a schema in the text
-    is not declared once more."""
-    agent = ("Tools:\n<tools>\n{tool_schema}\n</tools>\n"
-             '{{"name": "crop_video", "arguments": {{"end_time": 10}}}}')
-    plain = 'Say {"answer": {"x": 1}} or {{}}'
-    (tmp_path / "driver.py").write_text(f"AGENT = {agent!r}\nPLAIN = {plain!r}\n")
-    given = f"--frames 4 --set crop_reply=frames --prompt-file {tmp_path}/driver.py:AGENT"
-    _, asked, _ = play(given, crops((0, 8)), "x</think>B")
-    lines = asked[0].messages[0]["content"].splitlines()
-    assert json.loads(lines[2])["function"]["parameters"]["required"][0] == "video_path"
-    assert json.loads(lines[4]) == {"name": "crop_video", "arguments": {"end_time": 10}}
-    assert asked[0].tools is None and len(asked) == 2
-    assert "video path for this video is: eval-0000.mp4" in texts(asked[0].messages[1])
-    _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:PLAIN", "x</think>B")
-    assert asked[0].messages[0]["content"] == plain
-    assert asked[0].tools
 
 
 def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monkeypatch):

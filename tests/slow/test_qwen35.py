@@ -195,36 +195,6 @@ def test_faulty_calls_in_xml_are_one_error_each(body):
     assert call.error and len(call.error) < 200
 
 
-def test_calls_are_read_as_vllm_reads_them(codec35):
-    """vLLM's server has a parser of this dialect: names and arguments of whole calls are the same.
-    """
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers.qwen3_engine_tool_parser import Qwen3EngineToolParser
-
-    import rollout
-
-    schema, rng = rollout.tool_schema(), random.Random(1)
-    theirs = Qwen3EngineToolParser(codec35.tokenizer, schema)
-    request = ChatCompletionRequest(model="m", tools=schema,
-                                    messages=[{"role": "user", "content": "x"}])
-    for _ in range(60):
-        calls = []
-        for _ in range(rng.randint(1, 3)):
-            arguments = {"start_time": rng.choice([rng.randint(0, 60), 7.25, "1:05"]),
-                         "end_time": rng.choice([rng.randint(66, 99), 90.5, "0:02:05"])}
-            arguments |= {"num_frames": rng.randint(1, 9)} if rng.random() < 0.3 else {}
-            call = chat.xml_call("crop_video", arguments)
-            calls.append(f"<tool_call>\n{call}\n</tool_call>")
-        text = rng.choice(["\n", "", " and "]).join(calls)
-        wanted = [json.loads(call.function.arguments)
-                  for call in theirs.extract_tool_calls(text, request).tool_calls]
-        assert [(c.start, c.end, c.num_frames) for c in rewards.parse_tool_calls(text)] == [
-            (rewards.to_seconds(a["start_time"]), rewards.to_seconds(a["end_time"]),
-             a.get("num_frames")) for a in wanted]
-        assert len(wanted) == len(calls)
-
-
 # ---- checkpoints ----
 
 

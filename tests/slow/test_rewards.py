@@ -8,14 +8,10 @@ import time
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_rewards import (
     PETS,
     PIECES,
-    THOUGHT,
     anything,
-    format_reward,
-    score,
 )
 
 import rewards
@@ -182,156 +178,7 @@ def test_each_alternative_reads_a_range(response, want):
     assert extract_span(response) == want
 
 
-WAYS = [  # to state letter {L}, {l} in lower case, {F} in full width, whose option reads {t}
-    "{L}", "{l}", "({L})", "{L}.", "**{L}**", "`{L}`", "[{L}]", "- {L}", "{L}:", "{L}。", "{F}",
-    "（{L}）", "【{L}】", '"{L}"', "{L}. {t}", "{L}) {t}", "({L}) {t}", "{L}: {t}",
-    "**{L}. {t}**", "Option {L}", "Option {L}: {t}", "Answer: {L}", "answer: {l}",
-    "**Answer:** {L}", "Answer - {L}", "Answer = {L}", "Answer → {L}", "Answer: {L}. {t}",
-    "Answer: ({L}) {t}", "### Answer\n{L}", "Final Answer: **{L}**", "The answer is {L}",
-    "The answer is ({L}).", "The correct answer is **{L}. {t}**", "It's {L}.",
-    "the correct option is {L}: {t}", "Correct choice: {L}", "My final answer is {L}",
-    "I pick {L}.", "I choose {L}", "I would go with option {L}.", "{L} is correct.",
-    "Option {L} is the best answer.", "Based on the video, {L}.", "<answer>{L}</answer>",
-    "{L} rather than any other.", "It looks like {L}.", "I lean towards {L}.",
-    "The others are out, leaving {L}.",
-    "\\boxed{{{L}}}", "\\boxed{{\\text{{{L}}}}}", '{{"answer": "{L}"}}',
-    '{{\n  "answer": "{L}. {t}"\n}}', "答案是{L}", "答案：{F}", "选{L}。",
-    "正确答案是（{L}）。"]  # fmt: skip
-EXPLANATIONS = [
-    "Explanation: A blue bus is seen later.", "The oven is on from the start.",
-    "It is plain to see.", "A man walks in and sits down.", "An old lorry drives past.",
-    "I think this is near the end.", "In the video, the B-roll comes first.",
-    "Then Plan B follows, with vitamin C.", "因为视频中有它。", "4 people are seen at 0:14.",
-    "Reason: it comes first.", "Because the sign shows it at 14 s.",
-    "**Reasoning**: I can see it.", "Two people shake hands.", "Person A greets the crowd.",
-    "Option {M} is not shown, since nothing like that is seen."]  # fmt: skip
 GAPS = ["\n", "\n\n", "\r\n\r\n", "  \n", ". ", " - ", "; "]
-OPTION_SETS = {
-    "words": "cat dog horse bird cow sheep mouse fish crow goat".split(),
-    "numbers": "1 3 7 12 25 40 56 77 81 99".split(), "letters": [*"DCBAFEHGJI"],
-    "sentences": ["A man opens the door.", "The woman sits down.", "A child runs off.", "They eat.",
-                  "It starts to rain.", "An old car stops.", "He reads a book.", "She paints.",
-                  "I see nothing at all.", "Nobody moves."],
-    "names": ["Vitamin A", "Plan B", "Type C", "Team D", "Class E", "Group F", "Point G", "Level H",
-              "World War I", "Room J"],
-    "articles": ["A cat", "The dog", "An owl", "A B-roll clip", "a horse", "The letter A",
-                 "A plan B", "an I-beam", "The end", "A"],
-    "chinese": "一只猫 一只狗 两只鸟 没有 三个人 一辆车 吃饭 跑步 红色 蓝色".split(),
-}  # fmt: skip
-
-
-@given(st.sampled_from(WAYS), st.sampled_from([None, *EXPLANATIONS]), st.sampled_from(GAPS),
-       st.booleans(), st.sampled_from([None, *OPTION_SETS]), st.booleans(), st.integers(2, 10))
-@settings(deadline=None, max_examples=400)
-def test_every_letter_can_be_stated_in_every_way(way, why, gap, first, kind, labelled, count):
-    """Option A is no harder to choose than B, whatever explains it: no article is made of a letter.
-    Nor is I, the ninth, a pronoun."""
-    letters = "ABCDEFGHIJ"[:count]
-    options = OPTION_SETS[kind][:count] if kind else None
-    if labelled and options:
-        options = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
-    for at, letter in enumerate(letters):
-        said = way.format(L=letter, l=letter.lower(), F=chr(ord(letter) + 0xFEE0),
-                          t=OPTION_SETS[kind][at] if kind else "the red one")  # fmt: skip
-        other = (why or "").format(M=letters[at - 1])
-        if why and not first:
-            said = said.rstrip(".") + gap + other if gap in (". ", "; ") else said + gap + other
-        elif why:  # the explanation stands before the answer, on lines of its own
-            said = other + "\n\n" + said
-        assert extract_letter(said, options) == letter, said
-
-
-SPAN_FORMS = [  # as models write them, all of 12.5 to 20 seconds unless said
-    "Start time: 12.5 seconds\nEnd time: 20.0 seconds",
-    "Start time: 12.5 seconds (he enters)\nEnd time: 20.0 seconds (he has left)",
-    "**Start Time:** 12.5s\n**End Time:** 20.0s", "- Start time: 12.5\n- End time: 20",
-    "Start time (seconds): 12.5, end time (seconds): 20.0",
-    "Start timestamp: 00:12.5, end timestamp: 00:20", '{"start time": "12.5", "end time": "20.0"}',
-    "Start: 12.5s | End: 20.0s", "The event begins at about 12.5 s and ends at around 20 s.",
-    "<12.5 seconds> - <20.0 seconds>", "<12.5 seconds> to <20.0 seconds>",
-    "<12.5 seconds>-<20.0 seconds>", "from <12.5 seconds> until <20.0 seconds>",
-    "[<12.5 seconds>, <20.0 seconds>]", "between <12.5 seconds> and <20.0 seconds>",
-    "Start time: <12.5 seconds>\nEnd time: <20.0 seconds>",
-    "in the frames <12.5 seconds> to <20.0 seconds>", "<00:12.5> - <00:20>",
-    "from 12.5s until 20s", "From 12.5 seconds until 20 seconds.", "from 12.5s until about 20s",
-    "12.5 - 20.0 (confidence 0.8-0.9)", "12.5-20.0, confidence: 0.8 to 0.9",
-    "[12.5, 20.0], confidence [0.8, 0.9]", "12.5s - 20s with confidence between 0.8 and 0.9",
-    "12.5 - 20 (0.8-0.9 confidence)", "12.5 to 20, I am 80-90 percent sure",
-    "Confidence 0.8-0.9\n12.5 - 20.0",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("response", SPAN_FORMS)
-def test_the_forms_in_which_models_write_spans_are_read(response):
-    assert extract_span(response) == (12.5, 20)
-    # Training reads the answer body, whose stamps are text and no tags: an answer was given.
-    turn = f"{THOUGHT}</think><answer>{response}</answer>"
-    assert score([turn], "grounding", (12.5, 20))["acc"] == 1.0
-    assert format_reward([turn])["answer_opened"] and format_reward([turn])["well_formed"]
-
-
-OPEN = [  # (reply, gold) as models write them
-    ("Answer: Dolly Zoom", "Dolly Zoom"), ("**Answer:** Dolly zoom.", "Dolly Zoom"),
-    ("Final answer: dolly zoom", "Dolly Zoom"), ("**Final Answer**: *dolly zoom*", "Dolly Zoom"),
-    ("Therefore, the final answer is: Dolly Zoom", "Dolly Zoom"),
-    ("Therefore, the final answer is: **Dolly Zoom**.", "Dolly Zoom"),
-    ("The camera moves back. It is not a pan.\n\nTherefore, the final answer is: Dolly Zoom.",
-     "Dolly Zoom"),
-    ("Step 1: he may sort.\nStep 2: he swaps.\nThe final answer is bubble sort.", "Bubble sort"),
-    ("It is not a pan. However, the final answer is: Dolly zoom", "dolly zoom"),
-    ("Final answer:\nBubble sort", "bubble sort"), ("The correct answer is: 21", "twenty-one"),
-    ("Answer: It is a dolly zoom.", "dolly zoom"), ("Answer: DFS", "Depth-First Search (DFS)"),
-    ("O(n²)", "O(n^2)"), ("O(n^2)", "O(n²)"), ("O(n^{2})", "O(n²)"), ("$O(n^2)$", "O(n²)"),
-    ("Answer: O(n²).", "O(n^2)"), ("9.8 m/s²", "9.8 m/s^2"), ("9.8 m/s^2", "9.8 m/s²"),
-    ("10² N", "10^2 N"), ("\\boxed{9.8 m/s^2}", "9.8 m/s²"), ("The rate is 2 m/s².", "2 m/s^2"),
-    ("Dolly zoom. The camera moves back while the lens zooms in.", "dolly zoom"),
-    ("Dolly zoom\nThe background grows while the face keeps its size.", "dolly zoom"),
-    ("Bubble sort, because neighbours are swapped until all are in order.", "bubble sort"),
-    ("Bubble sort because neighbours are swapped.", "bubble sort"),
-    ("It is a dolly zoom. The video shows the background growing.", "dolly zoom"),
-    ("Answer: dolly zoom. The background grows while the face keeps its size.", "dolly zoom"),
-    ("U.S. Congress. The video shows members who vote.", "U.S. Congress"),
-    ("Five\nThere are five people visible in the room.", "5"),
-    ("Bubble Sort\n\nThe array is passed many times, and neighbours swap places.", "bubble sort"),
-    ("**Bubble Sort**\r\n\r\nThe array is passed again and again. It is not cut in two.\n\nIt ends "
-     "sorted.", "bubble sort"),
-    ("Answer: Bubble Sort\n\nThe array is passed many times, and neighbours swap places.",
-     "bubble sort"),
-    ("Bubble Sort\n\nThe array is sorted by swaps.", "bubble sort"),
-    ("5\n\nThere are five people in the room before the door opens.", "five"),
-]  # fmt: skip
-OPEN_NOT = [
-    ("Answer: not a dolly zoom", "dolly zoom"), ("Answer: maybe a dolly zoom", "dolly zoom"),
-    ("Answer: dolly zoom or pan", "dolly zoom"), ("Wrong answer: dolly zoom", "dolly zoom"),
-    ("I do not think that the answer is dolly zoom", "dolly zoom"),
-    ("A possible answer is: dolly zoom", "dolly zoom"),
-    ("The answer is: dolly zoom. No, wait, the answer is: pan", "dolly zoom"),
-    ("Answer: dolly zoom. Actually it shows a pan of the camera.", "dolly zoom"),
-    ("Answer: dolly zoom\nAnswer: pan", "dolly zoom"), ("Dolly zoom. Pan.", "dolly zoom"),
-    ("Dolly zoom. It is a pan of the camera.", "dolly zoom"),
-    ("Dolly zoom. This could be a pan, which moves the camera.", "dolly zoom"),
-    ("1. The camera moves back while the lens zooms in.", "1"),
-    ("Dolly zoom. The lens zooms in while it moves. The video shows a face.", "dolly zoom"),
-    ("The camera moves because dolly zoom", "dolly zoom"), ("O(n^2)", "O(n^3)"),
-    ("O(n^2)", "O(2n)"), ("10^2", "102"), ("10²", "102"), ("10^3", "103"), ("m/s", "m/s^2"),
-    ("x^-2", "x^2"), ("10^-3", "10^3"), ("10⁻³", "10^3"), ("2ⁿ", "2n"),
-    ("Dolly zoom\n\nPan", "dolly zoom"), ("Dolly zoom\n\nA pan along the street.", "dolly zoom"),
-    ("Pan\nDolly zoom\n\nThe face keeps its size while the street grows behind.", "dolly zoom"),
-    ("Dolly zoom\n\nIt is a pan along the street, from one end to the other.", "dolly zoom"),
-    ("Dolly zoom\n\nThe move is a pan along the street, from one end to the other.", "dolly zoom"),
-    ("Dolly zoom\n\nIt might also pan along the street, from end to end.", "dolly zoom"),
-    ("Dolly zoom\n\nThe camera moves along the street. Wait, this is a pan.", "dolly zoom"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("response, gold", OPEN)
-def test_the_forms_in_which_models_write_open_answers_match(response, gold):
-    assert match_open(response, gold)
-
-
-@pytest.mark.parametrize("response, gold", OPEN_NOT)
-def test_what_looks_like_such_an_open_answer_and_says_something_else(response, gold):
-    assert not match_open(response, gold)
 
 
 # ------------------------------------------------------------------------------------------------

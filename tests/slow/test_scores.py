@@ -146,28 +146,3 @@ def test_p_of_pooled_runs_is_that_of_welch(monkeypatch):
     assert (ours < 0.05).mean() <= 0.15
 
 
-def test_runs_of_one_system_are_pooled(made, command, tmp_path):
-    """Seeds are averaged within an item, and videos are drawn. A has 1/2, 1/2, 0, 0 and B has 1, 1,
-    1/2, 0. Names with a comma or an equals sign are folders like others."""
-    runs = [made(name, right) for name, right in (
-        ("a,1", [1, 0, 0, 0]), ("a=2=", [0, 1, 0, 0]), ("b1", [1, 1, 1, 0]), ("b2", [1, 1, 0, 0]))]
-    words = ["old=", runs[0], f"{runs[1]}/", "new=", *runs[2:]]
-    lines, kept = compared(command, tmp_path, *words)
-    assert [(row["name"], row["acc_tools"], row["n"]) for row in kept["rows"]] == [
-        ("old", 0.25, 4), ("new", 0.625, 4)]
-    assert [row["headlines"] for row in kept["seeds"]] == [[0.25, 0.25], [0.75, 0.5]]
-    at = next(i for i, line in enumerate(lines) if line.startswith("spread between"))
-    assert lines[at + 1].split() == ["old", "64", "on", "0.000:", "0.250", "0.250"]
-    assert lines[at + 2].split() == ["new", "64", "on", "0.177:", "0.750", "0.500"]
-    (row,) = kept["differences"]
-    assert row["difference"] == 0.375 and row["videos"] == 4
-    means = [record(f"v{i}", score) for i, score in enumerate([0.5, 0.5, 0.5, 0.0])]
-    # Runs are drawn, too: two runs of "new" lie far apart, so nothing is known.
-    low, high = scores.interval(scores.resampled(means, None)[1])
-    assert row["interval"][0] < low < high < row["interval"][1]
-    assert row["p"] > 0.24  # three videos that differ, all for B
-    rows, _ = table(command, *words)
-    assert {"old, K 64, tools on (measured)", "new, K 64, tools on (measured)"} <= set(rows)
-    # A folder before the first group stands alone.
-    _, kept = compared(command, tmp_path, runs[0], "new=", *runs[2:])
-    assert [row["name"] for row in kept["rows"]] == ["a,1", "new"] and len(kept["seeds"]) == 1

@@ -1,27 +1,174 @@
 """
-More of tools/serve.py: bad requests, doors, many clients:
-python -m pytest tests/slow/test_serve.py -q
+Tests of tools/serve.py: python -m pytest tests/test_serve.py -q
+
+The agent is a scripted engine behind a real server on this machine. Clients are httpx and, where
+they are installed, openai and lmms-eval. `make test-page` runs the tests of its page.
 """
 import base64
 import json
+import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
-from scripted import Scripted
-from test_serve import (
-    answered,
-    asked_in_terminal,
-    body_of,
-    content_of,
-    film,
-    httpx,
-    running,  # noqa: F401
-    text,
-)
+from scripted import AGENT, Scripted, calls, turn_of
 
 import rollout
-from tools import serve
+import video
+from tools import ask, serve
+
+httpx = pytest.importorskip("httpx", reason="httpx is not installed; vLLM brings it")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed; vLLM brings it")
+
+FILM = "videos/rl-0000.mp4"
+QUESTION = "Which colours appear?"
+
+
+class Running:
+    """serve.py's application on a free port of this machine, with a scripted engine."""
+
+    def __init__(self, codec, root, engine=None, key=None, **flags):
+        defaults = dict(host="127.0.0.1", name="toy", frames=4, live=8, waiting=16, seconds=60.0,
+                        max_mb=4.0)
+        self.args = SimpleNamespace(**{**defaults, **flags})
+        self.engine = engine or Scripted(codec, answered)
+        self.engine.close = lambda: None
+        source = rollout.Source(str(root), video.FrameCache())
+        self.films = serve.Films(str(root), 2**24)
+        self.agents = serve.Agents(rollout.Sampler(self.engine, codec, source, AGENT), self.args)
+        self.guard = serve.make_app(self.agents, self.films, self.args, key)
+        self.server = serve.http_server(self.guard, self.agents, port=0, log_level="error")
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def close(self):
+        self.http.close()
+        self.server.should_exit = True
+        self.thread.join()
+        self.agents.close()
+        shutil.rmtree(self.films.sent)
+
+    def post(self, *content, **fields):
+        return self.http.post("/v1/chat/completions", json=body_of(*content, **fields))
+
+    def until(self, holds, seconds=20):
+        """Waits until holds() is true."""
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, "waited in vain"
+            time.sleep(0.01)
+
+
+def answered(request):
+    """Two windows in the first turn, then an answer that tells the film's frames apart."""
+    if turn_of(request) == 0:
+        return calls((0, 8), (16, 24))
+    return f"Seen.\n</think>\n<answer>red {request.items[0].key[:6]}</answer>"
+
+
+def film(url=FILM):
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def text(words=QUESTION):
+    return {"type": "text", "text": words}
+
+
+def body_of(*content, **fields):
+    return {"messages": [{"role": "user", "content": list(content) or [film(), text()]}], **fields}
+
+
+def content_of(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def as_data(path):
+    return "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+@pytest.fixture
+def running(codec, toy):
+    started = []
+
+    def start(engine=None, **more):
+        started.append(Running(codec, toy, engine, **more))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def asked_in_terminal(codec, toy, name=FILM, question=QUESTION, options=None):
+    """The answer of tools/ask.py."""
+    source = rollout.Source(str(toy), video.FrameCache())
+    sampler = rollout.Sampler(Scripted(codec, answered), codec, source, AGENT)
+    task = {"id": "q", "video": name, "question": question, "options": options, "answer": None,
+            "type": "mcq" if options else "open"}
+    (row,) = ask.ask(sampler, [task], 4)
+    return row
+
+
+# ---- answers
+
+
+def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(running, codec, toy):
+    server = running()
+    wanted = asked_in_terminal(codec, toy)
+    ways = [FILM, "./" + FILM, f"file://{toy}/{FILM}", str(toy / FILM), as_data(toy / FILM)]
+    kept = server.http.put("/films", content=(toy / FILM).read_bytes()).json()["url"]
+    for way in [*ways, kept]:
+        response = server.post(film(way), text())
+        assert content_of(response).split()[0] == "red"
+        turns = [e["text"] for e in response.json()["trace"] if e["event"] == "turn"]
+        assert turns[0] == wanted["turns"][0]
+    # The file below --video-root has the same identity in both, so the frames have the same key.
+    assert content_of(server.post(film(FILM), text())) == rollout.rewards.answer_or_tail(
+        wanted["turns"], True)
+    names = {r.items[0].spec["video"] for r in server.engine.mains() if r.items}
+    digests = {name for name in names if len(name) == 64}
+    assert len(digests) == 1, "a film that is sent twice is kept once"
+
+
+# ---- bad requests
+
+
+def test_a_film_is_never_a_page(running, toy, tmp_path):
+    """A film may be named evil.html and hold a script beside its frames."""
+    server = running()
+    server.films.root = str(tmp_path)
+    for name, kind in (("evil.html", "video/mp4"), ("a.svg", "video/mp4"), ("b", "video/mp4"),
+                       ("a.mp4", "video/mp4"), ("a.webm", "video/webm")):
+        shutil.copy(toy / FILM, tmp_path / name)
+        headers = server.http.get(f"/films/{name}").headers
+        assert headers["Content-Type"] == kind
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Content-Security-Policy"] == "sandbox"
+
+
+def test_a_key_is_asked_for(running):
+    server = running(key=b"secret", host="0.0.0.0")
+    assert server.post().status_code == 401
+    for given in ("Bearer wrong", "Bearer \xe4", "secret2"):
+        response = server.http.get("/v1/models", headers={"Authorization": given.encode("latin-1")})
+        assert response.status_code == 401 and "secret" not in response.text
+    assert server.http.get("/v1/models",
+                           headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert server.http.get("/health").status_code == server.http.get("/").status_code == 200
+
+
+# ---- places, clients that leave, time
+
+
+# ---- the command
 
 
 def held(codec):
@@ -33,28 +180,6 @@ def held(codec):
 
 
 # ---- answers
-
-
-def test_eight_clients_of_openai_at_once(running, codec, toy):
-    openai = pytest.importorskip("openai", reason="openai is not installed; vLLM brings it")
-    server = running()
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0,
-                           http_client=httpx.Client(trust_env=False))
-    assert [m.id for m in client.models.list()] == ["toy"]
-
-    def one(n):
-        name = f"videos/rl-000{n % 6}.mp4"
-        said = client.chat.completions.create(
-            model="toy", messages=body_of(film(name), text())["messages"], max_tokens=16)
-        return name, said.choices[0].message.content, said.usage.total_tokens
-
-    with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(one, range(16)))
-    for name, said, tokens in got:
-        row = asked_in_terminal(codec, toy, name)
-        assert said == rollout.rewards.answer_or_tail(row["turns"], True)
-        used = [row["ids"], *(c["sub"]["ids"] for c in row["calls"] if "sub" in c)]
-        assert tokens == sum(map(len, used))
 
 
 # ---- frames as images
@@ -194,29 +319,6 @@ def test_an_engine_that_dies_answers_503_to_all(running, codec, capsys):
 
 
 # ---- the command
-
-
-def test_flags_that_let_others_in_need_a_key(monkeypatch):
-    import launch
-
-    def flags(*given):
-        monkeypatch.setattr("sys.argv", ["serve.py", "--ckpt", "c", "--port", "0", *given])
-        return serve.parse_args()
-
-    assert flags().host == "127.0.0.1" and flags().temperature == 0
-    with pytest.raises(launch.UserError, match="--api-key-env"):
-        flags("--host", "0.0.0.0")
-    with pytest.raises(launch.UserError, match="not set"):
-        flags("--api-key-env", "NO_SUCH_KEY")
-    monkeypatch.setenv("A_KEY", "x")
-    assert flags("--host", "0.0.0.0", "--api-key-env", "A_KEY").api_key_env == "A_KEY"
-    # A port that cannot be had is told of before the engine is loaded, also if the other server is
-    # loading its engine.
-    with flags().socket as taken:
-        with pytest.raises(launch.UserError, match="in use"):
-            flags("--port", str(taken.getsockname()[1]))
-    with pytest.raises(launch.UserError, match="0-65535"):
-        flags("--port", "99999")
 
 
 @pytest.mark.parametrize("stream", [True, False])

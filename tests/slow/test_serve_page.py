@@ -97,14 +97,3 @@ def test_hostile_texts_stay_text(running, visit, codec):  # noqa: F811
     assert count(page, "#story script") == count(page, "#story svg") == 0
 
 
-def test_a_key_is_asked_for_on_the_page(running, visit):  # noqa: F811
-    server = running(key=b"secret", host="0.0.0.0")
-    page = visit(server)
-    assert "key" in text_of(page, "state")
-    page.execute_script("document.getElementById('key').value = 'secret';"
-                        "document.getElementById('key').onchange();")
-    server.until(lambda: count(page, "#film option") > 1)
-    ask(page)
-    server.until(lambda: text_of(page, "answer").startswith("red"))
-
-

@@ -2,7 +2,6 @@
 Rare files and the corners of the caches of video.py:
 python -m pytest tests/slow/test_video.py -q
 """
-import math
 import os
 import struct
 import subprocess
@@ -14,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_video import (  # noqa: F401
     BITS,
     COLUMNS,
@@ -37,7 +34,7 @@ from test_video import (  # noqa: F401
 )
 
 import video
-from video import FrameCache, VideoError
+from video import FrameCache
 
 
 def assert_as_shown_by(ffmpeg, path, exact=True):
@@ -61,39 +58,6 @@ def assert_as_shown_by(ffmpeg, path, exact=True):
 
 
 # ---- how large
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    height=st.integers(1, 5000),
-    width=st.integers(1, 5000),
-    low=st.integers(1, 60000),
-    spread=st.integers(0, 200000),
-    multiple=st.sampled_from([1, 2, 28, 32]),
-)
-def test_smart_size_fits_whenever_anything_fits(height, width, low, spread, multiple):
-    if multiple < 28:
-        low, spread = low // 100 + 1, spread // 100  # keeps the exhaustive check below small
-    high = low + spread
-    h, w = video.smart_size(height, width, low, high, multiple)
-    assert h % multiple == 0 and w % multiple == 0 and min(h, w) >= multiple
-    cells = [n for n in range(1, high // multiple**2 + 1) if n * multiple**2 >= low]
-    if cells:  # any number of cells is at least 1 x n
-        assert low <= h * w <= high
-    else:
-        assert h * w <= max(high, multiple**2)
-    if low <= height * width <= high and height % multiple == width % multiple == 0:
-        assert (h, w) == (height, width)  # already right: untouched
-    # On its side, it is as near to the exact rescaling: ties may fall differently (174 x 348 into
-    # 154 pixels: 7 x 22 or 11 x 14).
-    turned_w, turned_h = video.smart_size(width, height, low, high, multiple)
-    area = min(max(height * width, low), high)
-
-    def cost(a, b):
-        return (abs(math.log(a / math.sqrt(area * height / width)))
-                + abs(math.log(b / math.sqrt(area * width / height))))
-
-    assert cost(turned_h, turned_w) == pytest.approx(cost(h, w), abs=1e-8)
 
 
 # ---- the right frames come out of real files
@@ -237,35 +201,6 @@ def joined(path, *parts):
     return str(path)
 
 
-@pytest.mark.parametrize("ending, options", [("ts", ""), ("mpg", ""), ("webm", ""), ("mkv", ""),
-                                             ("webm", "-live 1"), ("mkv", "-live 1")])
-@pytest.mark.parametrize("offset", [0, 3600, -3600])
-def test_files_joined_with_cat_are_refused(tmp_path, film, ffmpeg, ending, options, offset):
-    """150 frames of 300 would vanish, or 12 s would become an hour, or a day."""
-    name = {"webm": "vp9", "mpg": "program"}.get(ending, "long")
-    whole = (write(tmp_path / "program.mpg", 150, codec="mpeg2video", bf=2) if ending == "mpg"
-             else film(name))
-    parts = [tmp_path / f"{n}.{ending}" for n in range(2)]
-    for part, begin in zip(parts, (max(0, -offset), max(0, offset))):
-        ffmpeg("-i", whole, "-t", 6, "-c", "copy", "-output_ts_offset", begin, *options.split(),
-               part)
-    assert video.probe(parts[0]).duration == pytest.approx(6, abs=0.1)
-    with pytest.raises(VideoError, match=r"the clock jumps at (5\.9|6)\S* s: remux it"):
-        video.probe(joined(tmp_path / f"both.{ending}", *parts))
-
-
-@pytest.mark.parametrize("ending, codec", [("mp4", "libx264"), ("mkv", "libx264"),
-                                           ("webm", "libvpx"), ("flv", "libx264")])
-def test_a_slide_show_is_no_jump(tmp_path, ffmpeg, ending, codec):
-    """With B-frames and sound, for which PyAV makes up times of decoding in Matroska."""
-    silent, path = tmp_path / f"silent.{ending}", tmp_path / f"slides.{ending}"
-    write(silent, 10, milliseconds=[20000 * i for i in range(10)], codec=codec, draw=grainy)
-    assert_as_shown_by(ffmpeg, silent)
-    sound = {"webm": "libopus"}.get(ending, "aac")
-    ffmpeg("-i", silent, "-f", "lavfi", "-i", "sine=d=200", "-c:v", "copy", "-c:a", sound, path)
-    assert_as_shown_by(ffmpeg, path)
-
-
 XVID = "-c:v libxvid -bf 2 -g 50 xvid.avi"
 DVD = "-c:v mpeg2video -bf 2 -f vob dvd.vob"
 AVI = "-c:v mpeg4 -bf 2 -g 50 old.avi"
@@ -394,35 +329,6 @@ def test_decoded_once_by_eight_threads(long_gop, opened):
     assert len(opened) == 2
 
 
-def test_an_error_reaches_every_waiter_and_is_then_forgotten(tmp_path, minute, opened, monkeypatch):
-    path, cache, gate, errors = tmp_path / "v.mp4", FrameCache(), threading.Barrier(8), []
-    path.write_bytes(b"not a video " * 50)
-    real = av.open
-
-    def slow(*given, **named):
-        threading.Event().wait(0.3)  # all eight are waiting by then
-        return real(*given, **named)
-
-    monkeypatch.setattr(av, "open", slow)
-
-    def look():
-        gate.wait()
-        try:
-            video.overview(path, 8, cache=cache)
-        except VideoError as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(errors) == 8 and len(set(errors)) == 1 and len(opened) == 1
-    with pytest.raises(VideoError):
-        video.overview(path, 8, cache=cache)
-    assert len(opened) == 2  # asked again
-    path.write_bytes(Path(minute).read_bytes())
-    assert len(video.overview(path, 8, cache=cache).seconds) == 8
-
-
 # ---- frames on disk
 
 
@@ -481,62 +387,10 @@ def test_processes_that_write_and_delete_at_once(minute, tmp_path, crops):
         assert len(found) == 9  # eight crops and their table; nothing half-written is left
 
 
-@pytest.mark.parametrize("kind", ["a file", "read-only", "full"])
-def test_where_nothing_can_be_written_it_goes_on_and_says_so_once(
-        minute, tmp_path, monkeypatch, capfd, opened, kind):
-    folder, plain = tmp_path / "kept", video.overview(minute, 8)
-    if kind == "a file":
-        folder.write_text("")
-    else:
-        video.crop(minute, 1, 2, cache=FrameCache(folder=folder))
-    if kind == "read-only":  # for root as well, which no mode of a folder stops
-        monkeypatch.setattr(os, "utime", raises(PermissionError(13, "Permission denied")))
-        monkeypatch.setattr(os, "makedirs", raises(PermissionError(13, "Permission denied")))
-    real = open
-
-    def full(name, mode="r", **options):
-        if "x" in mode:
-            real(name, mode).close()  # its name fits, its bytes do not
-            raise OSError(28, "No space left on device")
-        return real(name, mode, **options)
-
-    if kind == "full":
-        monkeypatch.setattr("builtins.open", full)
-    before = {} if kind == "a file" else sizes(folder)
-    cache = FrameCache(0, folder=str(folder))
-    for _ in range(3):
-        assert same(video.overview(minute, 8, cache=cache), plain)
-        opened.clear()
-        video.crop(minute, 1, 2, cache=cache)
-        assert bool(opened) == (kind == "a file")  # what is there is still read
-    error = capfd.readouterr().err
-    assert error.startswith("frames are no longer kept on disk: [Errno ")
-    assert error.count("\n") == 1
-    assert kind == "a file" or sizes(folder) == before
-
-
 def raises(error):
     def call(*given, **named):
         raise error
     return call
-
-
-@pytest.mark.parametrize("timeout", [None, 20])
-def test_several_workers_give_the_frames_of_one(long_gop, tmp_path, timeout, decoders):
-    """The same pictures in the same order, from as many decoders as there are parts; a broken file
-    is one error."""
-    alone, shared = FrameCache(), FrameCache(workers=3, timeout=timeout)
-    for look in (lambda cache: video.overview(long_gop, 40, cache=cache, **NATIVE),
-                 lambda cache: video.overview(long_gop, 9, cache=cache, **NATIVE)):
-        one, many = look(alone), look(shared)
-        assert np.array_equal(one.images, many.images) and one.key == many.key
-        assert one.seconds.tolist() == many.seconds.tolist()
-    # on a busy machine one may be done before the last is asked
-    assert len(decoders) in ((2, 3) if timeout else (0,))
-    shared.close()
-    (tmp_path / "x.mp4").write_bytes(b"no video" * 100)
-    with pytest.raises(VideoError):
-        video.overview(tmp_path / "x.mp4", 40, cache=shared)
 
 
 def test_a_decoder_ends_with_its_killed_parent(tmp_path):
