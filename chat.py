@@ -1,5 +1,5 @@
 """
-chat.py: chats to token ids and back, through the checkpoint's own template.
+chat.py (tests/test_chat.py): chats to token ids and back, through the checkpoint's own template.
 
 One construction of ids serves SFT, RL and evaluation:
 

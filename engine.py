@@ -1,5 +1,6 @@
 """
-engine.py: continuations of contexts, sampled by vLLM inside the trainer's own process.
+engine.py (tests/test_engine.py): continuations of contexts, sampled by vLLM inside the trainer's
+own process.
 
   request      ids of a context, with decoded frames -> completion: sampled ids and log-probs
   pump         lets many coroutines await one engine, which batches all requests that wait

@@ -1,5 +1,6 @@
 """
-eval.py: runs benchmarks and task JSONL through the agent loop of training and scores the answers.
+eval.py (tests/test_eval.py): runs benchmarks and task JSONL through the agent loop of training and
+scores the answers.
 
   score     = [letter == gold] | [text matches gold] | temporal IoU   of the final answer; a broken
               video, a full context or a failed request scores 0 and stays in the denominator

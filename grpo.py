@@ -1,5 +1,6 @@
 """
-grpo.py: PARA-GRPO on top of an SFT checkpoint, with a rollout engine inside every rank.
+grpo.py (tests/test_grpo_run.py): PARA-GRPO on top of an SFT checkpoint, with a rollout engine
+inside every rank.
 
   R_task_i = R_acc + w_tool R_tool + w_win IoU - c calls        of rollout i of G: rewards.score
   R_i      = R_task_i + w_fmt R_fmt_i      --tool-reward, --window-reward, --call-cost

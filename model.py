@@ -1,5 +1,6 @@
 """
-model.py: the policy. Frames to features, trees to packs, attention, exact log-probs.
+model.py (tests/test_model.py): the policy. Frames to features, trees to packs, attention, exact
+log-probs.
 
 For a context c (prompt ids with vision tokens) and the tokens o_1 .. o_R sampled after c:
 

@@ -1,5 +1,6 @@
 """
-rewards.py: from the text that a policy wrote to the reward, and to the tokens that carry credit.
+rewards.py (tests/test_rewards.py): from the text that a policy wrote to the reward, and to the
+tokens that carry credit.
 
   R_task = R_acc + w_tool R_tool + w_win IoU - c calls
   R      = R_task + w_fmt R_fmt                             one number per rollout  score

@@ -1,5 +1,6 @@
 """
-rollout.py: the agent loop that RL, evaluation and the command line below share.
+rollout.py (tests/test_rollout.py): the agent loop that RL, evaluation and the command line below
+share.
 
 One episode, for a task with K overview frames:
   main agent   <system><K frames><question> -> turn 1

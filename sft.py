@@ -1,5 +1,6 @@
 """
-sft.py: cold-start supervised fine-tuning of main agent, gather turn and sub-agent, in one pass.
+sft.py (tests/test_sft.py): cold-start supervised fine-tuning of main agent, gather turn and sub-
+agent, in one pass.
 
   L = -(1/N) sum_t log p(o_t | everything before o_t in the same chat)       p: see model.py, T = 1
       t over assistant tokens with their <|im_end|>, N = their number over ALL ranks and packs

@@ -1,5 +1,6 @@
 """
-toy.py: writes a world so small that a video agent learns in it within minutes on two CPU cores.
+toy.py (tests/test_toy.py): writes a world so small that a video agent learns in it within minutes
+on two CPU cores.
 
 A video has 64 seconds, one frame a second, 32 x 32 pixels (ONE vision token a frame): four scenes
 of 8 to 24 seconds, each with a border in one of four colours, and once in each scene the inside

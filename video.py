@@ -1,4 +1,5 @@
-"""video.py: a video, a file or a folder of frames -> frames with timestamps, cached.
+"""video.py (tests/test_video.py): a video, a file or a folder of frames -> frames with timestamps,
+cached.
 
 T frames of H x W pixels; s_i = start of frame i in seconds, s_0 = 0; D = duration.
   frame on display at t   = the last i with s_i <= t; the frame's time is s_i, not t

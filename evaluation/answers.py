@@ -1,5 +1,5 @@
 """
-evaluation/answers.py: whether a free answer says the gold text.
+evaluation/answers.py (tests/test_rewards.py): whether a free answer says the gold text.
 
 Training pays token F1 (rewards.py), which a part of an answer earns. A benchmark asks for the whole
 answer. Patterns see only texts of bounded length, and no text can make them raise. Reads and writes

@@ -1,6 +1,6 @@
 """
-evaluation/benchmarks.py: turns benchmarks, as their publishers ship them, into tasks; and holds the
-paper's published results.
+evaluation/benchmarks.py (tests/slow/test_benchmarks.py): turns benchmarks, as their publishers ship
+them, into tasks; and holds the paper's published results.
 
 A new benchmark is an entry of `splits` and a function that turns one published row into tasks. The
 column of the paper's Table 1, if there is one, goes into `paper_table`.

@@ -1,5 +1,6 @@
 """
-evaluation/costs.py: counts the costs of an answer, and deals out the work of a run.
+evaluation/costs.py (tests/test_eval.py): counts the costs of an answer, and deals out the work of a
+run.
 
   tokens  = tokens that had to be computed: the prompt of a context once, even if many turns follow
             (servers keep the prefix), and all sampled tokens

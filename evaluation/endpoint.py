@@ -1,6 +1,6 @@
 """
-evaluation/endpoint.py: OpenAI-compatible endpoints as an engine, and a judge's verdicts on the open
-answers of an evaluation.
+evaluation/endpoint.py (tests/test_endpoint.py): OpenAI-compatible endpoints as an engine, and a
+judge's verdicts on the open answers of an evaluation.
 
 Endpoints take messages and return text, without ids and log-probs, so they serve evaluation alone.
 A failure becomes the outcome of its episode, never a text that would be graded.

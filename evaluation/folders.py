@@ -1,6 +1,6 @@
 """
-evaluation/folders.py: reads and grades the records of an evaluation, and compares finished folders
-without a model.
+evaluation/folders.py (tests/test_eval.py): reads and grades the records of an evaluation, and
+compares finished folders without a model.
 
 A record is one line per item, appended when the episode ends. An item is (task id, K, mode,
 sample), see scores.mode_of. A leaf is a folder of records: the --out of --data, or a folder in the

@@ -1,6 +1,6 @@
 """
-evaluation/paper.py: the evaluation of the paper's authors, as their driver runs it (ParaVT cf55249,
-paravt/eval). Its numbers are those of the paper's Table 1.
+evaluation/paper.py (tests/slow/test_paper.py): the evaluation of the paper's authors, as their
+driver runs it (ParaVT cf55249, paravt/eval). Its numbers are those of the paper's Table 1.
 
   paper            ParaVT-8B: crop_video answered with frames; another system text for Charades-STA
   paper-general    Qwen3-VL-8B, Conan-7B: the same, with one system text for all

@@ -1,6 +1,7 @@
 """
-evaluation/paper_driver.py: runs main() of the paper's authors' paravt/eval/driver.py, in the user's
-checkout of their code, and records the requests that it would send.
+evaluation/paper_driver.py (tests/publishers/test_proof.py): runs main() of the paper's authors'
+paravt/eval/driver.py, in the user's checkout of their code, and records the requests that it would
+send.
 
 evaluation/paper_texts.py starts this file in a process of its own. Only the standard library is
 imported at the top. The checkout has no network, no keys and an empty home folder, and what it

@@ -1,6 +1,6 @@
 """
-evaluation/paper_texts.py: the prompt texts of the paper's authors, cut out of the requests that
-their own driver sends.
+evaluation/paper_texts.py (tests/publishers/test_proof.py): the prompt texts of the paper's authors,
+cut out of the requests that their own driver sends.
 
 A place of a template stands in a made-up row in place of data: where {published} comes out, the
 published question goes in. The driver runs in a child process, see evaluation/paper_driver.py.

@@ -1,5 +1,6 @@
 """
-evaluation/scores.py: turns the records of an evaluation into numbers and tables.
+evaluation/scores.py (tests/test_scores.py): turns the records of an evaluation into numbers and
+tables.
 
   headline   = mean over items | mean of the means of parts (MLVU) | one part alone (MMVU)
   interval   = 2.5 and 97.5 percentiles of the headline over 2000 draws of VIDEOS with replacement

@@ -1,5 +1,5 @@
 """
-evaluation/sources.py: where the frames of an evaluation come from.
+evaluation/sources.py (tests/test_protocols.py): where the frames of an evaluation come from.
 
   overview_grid   "centres": ours, the centres of equal segments, see video.py
                   "qwen": the reader of most publishers, windows too, see evaluation/readers.py

@@ -1,5 +1,6 @@
 """
-evaluation/systems.py: the protocols of the other systems in the paper's Table 1.
+evaluation/systems.py (tests/test_protocols.py): the protocols of the other systems in the paper's
+Table 1.
 
 A system is an entry of `protocols` and the functions that the entry names. The paper's own protocol
 lies in evaluation/paper.py, and evaluation/episodes.py plays all of them.

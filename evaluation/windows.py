@@ -1,5 +1,5 @@
 """
-evaluation/windows.py: did an agent look at the right place?
+evaluation/windows.py (tests/test_scores.py): did an agent look at the right place?
 
   recall     share of the evidence (seconds in which the answer can be seen) inside windows
   precision  share of the seconds looked at that is evidence

@@ -1,6 +1,6 @@
 """
-plumbing/checkpoint.py: checkpoint folders: open and check them, load them in shards, train
-adapters on them, save them.
+plumbing/checkpoint.py (tests/test_checkpoint.py): checkpoint folders: open and check them, load
+them in shards, train adapters on them, save them.
 
   a checkpoint   the small files of its base, byte for byte but for the dtype; and whole weights in
                  safetensors, or adapters in the layout of peft on whole weights (--lora); in a run

@@ -1,5 +1,6 @@
 """
-plumbing/data.py: rows of tasks and of chats, and files of subtitles, checked before any long work.
+plumbing/data.py (tests/test_data.py): rows of tasks and of chats, and files of subtitles, checked
+before any long work.
 
   task       {"id", "video", "question", "options", "answer", "type", "subtitles", ..}, one a line
   chat       {"id", "messages": [{"role", "content"}, ..], "tools"?}, one a line

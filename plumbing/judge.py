@@ -1,6 +1,6 @@
 """
-plumbing/judge.py: an OpenAI-compatible chat endpoint: one POST that never raises, and the judge of
-open answers.
+plumbing/judge.py (tests/test_judge_reward.py): an OpenAI-compatible chat endpoint: one POST that
+never raises, and the judge of open answers.
 
   post   JSON -> Reply: the answer, or why there is none
   judge  question, reference answer, given answer -> yes, no, or no verdict; one prompt and one

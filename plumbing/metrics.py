@@ -1,5 +1,6 @@
 """
-plumbing/metrics.py: numbers of a run, from episodes to log.jsonl, the terminal and a tracker.
+plumbing/metrics.py (tests/test_metrics.py): numbers of a run, from episodes to log.jsonl, the
+terminal and a tracker.
 
   row      = the numbers of one episode, small enough to send to rank 0
   metrics  = means over the rows that are ok, sums over ranks, the same per K and per type

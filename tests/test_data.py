@@ -117,3 +117,24 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
         (1.5, 3.25), (3602.0, 3604.125)]
     assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
     assert theirs[0][2] == mine[0][2]
+
+
+def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"timestamp": [12.5, 14.0], "text": "Hello"},
+                             {"timestamp": [15.0, None], "text": "open"},
+                             {"timestamp": [16.0, 17.0], "text": "end"}]))
+    (tmp_path / "b.json").write_text(json.dumps([
+        {"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}]))
+    assert data.read_subtitles(str(tmp_path / "a.json"), 12.5) == [
+        (0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
+    assert data.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
+
+
+def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
+    """A line moves up while the next one is spoken, and is written again for that."""
+    cues = ("00:00.000 --> 00:02.400", " \na<00:01.000><c> car</c>"), (
+        "00:02.400 --> 00:04.800", "a car\nit stops"), ("00:06.000 --> 00:09.000", "it stops")
+    text = "WEBVTT\n\n" + "".join(f"{times}\n{said}\n\n" for times, said in cues)
+    (tmp_path / "a.vtt").write_text(text)
+    lines = data.read_subtitles(str(tmp_path / "a.vtt"))
+    assert lines == [(0.0, 4.8, "a car"), (2.4, 4.8, "it stops"), (6.0, 9.0, "it stops")]

@@ -195,3 +195,9 @@ def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks,
     assert printed == ["WARNING step 2: fell"]
 
 
+def test_noise_of_few_prompts_is_no_sign():
+    """Two options and few prompts: right answers beat other labels by little, and unsteadily."""
+    apart = [0.3, -0.05, 0.25, 0.1, -0.1, 0.2, 0.3, 0.0, 0.15]
+    rows = logged(9, kinds=[{"mcq": (0.5 + gap, 0.5)} for gap in apart], groups=2,
+                  zero_variance=[2, 2, 2, 2, 1, 2, 2, 2, 2])
+    assert [metrics.signs(rows[:2 * step - 1]) for step in range(1, 10)] == [{}] * 9

@@ -1,5 +1,6 @@
 """
-ask.py: one film, your questions: how the agent looks at the film, and its answers.
+ask.py (tests/test_ask.py): one film, your questions: how the agent looks at the film, and its
+answers.
 
 Prints turns, windows and summaries as they come, each with its seconds. Frames and prompts stay in
 the caches, so a second question about a film is faster. The episode is that of rollout.py; with

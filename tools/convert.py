@@ -1,6 +1,6 @@
 """
-convert.py: published training data (ParaVT-Parquet, LongVT-Parquet) -> the JSONL that sft.py and
-grpo.py read.
+convert.py (tests/test_convert.py): published training data (ParaVT-Parquet, LongVT-Parquet) -> the
+JSONL that sft.py and grpo.py read.
 
 Rows of `messages` become chats (SFT), rows of `prompt` become tasks (RL). A chat gets the prompt
 that rollout.py builds for the same video and question. This replaces the system prompt, the tool

@@ -1,5 +1,5 @@
 """
-merge.py: adapters and their base -> one checkpoint of whole weights.
+merge.py (tests/test_lora.py): adapters and their base -> one checkpoint of whole weights.
 
   W + 2 B A in fp32, stored in the dtype of W
 

@@ -1,5 +1,6 @@
 """
-plan.py: the memory that a model size takes, per GPU and per node, before you rent the machine.
+plan.py (tests/test_plan.py): the memory that a model size takes, per GPU and per node, before you
+rent the machine.
 
   python tools/plan.py 8B --gpus 8 --gpu-gb 80 --context 32768
 

@@ -1,5 +1,6 @@
 """
-replay.py: one PARA-GRPO update from rollouts that were recorded, without an engine.
+replay.py (tests/test_replay.py): one PARA-GRPO update from rollouts that were recorded, without an
+engine.
 
 The rewards are composed anew by the flags of this update, so that two rewards, two kinds of credit
 or two learning rates can be compared on the same samples. All else is a step of grpo.py, whose

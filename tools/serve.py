@@ -1,5 +1,6 @@
 """
-serve.py: the agent behind an OpenAI-compatible endpoint, with a page to ask a film.
+serve.py (tests/slow/test_serve.py): the agent behind an OpenAI-compatible endpoint, with a page to
+ask a film.
 
 All clients share one engine and one pump, so their questions run in one batch. An episode is that
 of tools/ask.py, and at temperature 0 so is the answer.

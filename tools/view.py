@@ -1,5 +1,6 @@
 """
-view.py: runs, rollouts and evaluations -> ONE HTML file: curves, episodes with frames, tables.
+view.py (tests/slow/test_page.py): runs, rollouts and evaluations -> ONE HTML file: curves, episodes
+with frames, tables.
 
 The file opens from disk and fetches nothing. This script puts data and thumbnails (JPEGs, within
 --max-mb) into a copy of page.html, which holds styles, script and the list of curves and tables. If

@@ -4,30 +4,9 @@ python -m pytest tests/slow/test_checkpoint.py -q
 """
 import os
 
-import torch
 from test_checkpoint import CPU, arguments, saved_at  # noqa: F401
 
-from plumbing import checkpoint, runs
-
-
-def test_large_checkpoints_are_several_files_and_an_index(toy, monkeypatch, process_group, codec,
-                                                          tmp_path):
-    """5 GB each in earnest. transformers finds every weight again."""
-    import huggingface_hub
-    from transformers import Qwen3VLForConditionalGeneration
-
-    real = huggingface_hub.split_torch_state_dict_into_shards
-    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards",
-                        lambda weights: real(weights, max_shard_size="1MB"))
-    policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU)
-    checkpoint.save_checkpoint(policy, codec, str(tmp_path / "many"), {"step": 1})
-    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
-    assert checkpoint.resolve_checkpoint(str(tmp_path / "many")) == str(tmp_path / "many")
-    hf, found = Qwen3VLForConditionalGeneration.from_pretrained(
-        str(tmp_path / "many"), dtype=torch.float32, output_loading_info=True)
-    own = hf.state_dict()
-    assert not found["missing_keys"] and not found["unexpected_keys"]
-    assert all(torch.equal(own[name], w) for name, w in checkpoint.full_weights(policy))
+from plumbing import runs
 
 
 def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(

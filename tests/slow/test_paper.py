@@ -10,9 +10,8 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
-from evaluation import endpoint, paper, readers, sources
+from evaluation import endpoint, readers, sources
 
 
 def crop(start, end=None, name="crop_video"):
@@ -48,22 +47,6 @@ def test_sizes_are_those_of_the_processors():
             32, height, width, 2, 32, 4096, 25165824)
     places, _ = readers.film(901, 480, 640, 25165824)
     assert places == np.linspace(0, 900, 32, dtype=int).tolist()
-
-
-@pytest.mark.parametrize("text, wanted", [
-    (crop(3, 5), [(3, 5)]), (f"<think>{crop(3, 5)}", [(3, 5)]),
-    (crop(3, 5).removesuffix("</tool_call>"), []),
-    ("<tool_call>{broken}</tool_call>", []), (crop(3, name="search"), [(3, 13)]),
-    (crop(9, 2), [(9, 2)]), (crop("1:02", "00:01:10"), [(62, 70)]),
-    (crop("soon", None), [(0, 10)]), ("<tool_call>[1]</tool_call>", None),
-    ('<tool_call>{"arguments": "x"}</tool_call>', None), ("<tool_call>" * 50_000, []),
-    ("<tool_call>" + " " * 100_000, []),
-    ("<tool_code>crop_video(start_time=5.0, end_time='9')</tool_code>", [(5, 9)]),
-    ("<tool_code>crop_video(5, 9)</tool_code>", [])])
-def test_calls_are_read_as_the_driver_reads_them(text, wanted):
-    read = paper.read_calls(text)
-    assert (read if read is None else [(call.start, call.end) for call in read]) == wanted
-    assert (paper.final([text]) is None) or wanted is not None
 
 
 def test_a_film_goes_to_an_endpoint_by_its_path():

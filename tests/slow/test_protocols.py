@@ -5,7 +5,6 @@ python -m pytest tests/slow/test_protocols.py -q
 import json
 import os
 import random
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,12 +20,10 @@ from test_protocols import (
 )
 
 import chat
-import eval as evaluation
-import launch
 import rollout
 import video
 from engine import Completion
-from evaluation import endpoint, episodes, systems
+from evaluation import episodes, systems
 from plumbing import data
 
 
@@ -187,40 +184,6 @@ def timed(paced, seconds, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# crop_video agents
-
-
-def test_an_endpoint_may_get_the_overview_as_one_video(play):
-    """vLLM's own reader makes of it the frames that we sent, at their times; windows and times in a
-    protocol's own form stay images."""
-    engine = endpoint.OpenAIEngine("http://127.0.0.1:9", "m", video_item=True, image_cap=1)
-    _, asked, _ = play("--protocol longvt --frames 40", CROP % (0, 2), "<answer>B</answer>")
-    body = engine.body(asked[1])
-    url, *rest = [part[part["type"]]["url"] for m in body["messages"] for part in m["content"]
-                  if isinstance(part, dict) and part["type"].endswith("_url")]
-    assert url.startswith("data:video/jpeg;base64,") and len(rest) == 1  # capped
-    told = body["media_io_kwargs"]["video"]
-    seconds = asked[1].frames[0].seconds
-    assert told["frames_indices"] == [round(1000 * second) for second in seconds]
-    assert 63 < told["duration"] < 65
-    io = pytest.importorskip("vllm.multimodal.media")
-    reader = io.VideoMediaIO(io.ImageMediaIO(), **told)
-    frames, meta = reader.load_base64(*read_url(url)).media
-    assert frames.shape == asked[1].frames[0].images.shape and meta["fps"] == 1000.0
-    for flags in ("videozoomer --frames 4", "sage --frames 1"):
-        _, asked, _ = play(f"--protocol {flags}", "<answer>B</answer>")
-        assert "media_io_kwargs" not in engine.body(asked[0])
-        assert engine.body(asked[0])["messages"] == endpoint.OpenAIEngine(
-            "http://127.0.0.1:9", "m", image_cap=1).wire(asked[0])
-
-
-def read_url(url):
-    """data:TYPE;base64,DATA -> (TYPE, DATA), as vLLM splits it."""
-    head, _, data = url.partition(",")
-    return head.removeprefix("data:").partition(";")[0], data
-
-
-# ------------------------------------------------------------------------------------------------
 # Conan, VideoZoomer, SAGE
 
 
@@ -281,37 +244,3 @@ def test_sage_replies_are_read_in_every_wrapping(text, final):
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):
     for call in parse(text):
         assert call.error or call.name
-
-
-# ------------------------------------------------------------------------------------------------
-# Prompts of publishers
-
-
-def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monkeypatch):
-    (tmp_path / "driver.py").write_text(
-        "import os\nos.abort()\nSYSTEM = ('You are a ' \n 'watcher {x}.')\n"
-        "OTHER = SYSTEM + 'x'\n")
-    (tmp_path / "user.txt").write_text("Q: {question} O: {options} {unknown} {\"a\": 1}")
-    _, asked, _ = play(f"--protocol direct --frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM",
-                       "B")
-    assert asked[0].messages[0]["content"] == "You are a watcher {x}."
-    _, asked, _ = play(f"--protocol rewatch-r1 --frames 4 --prompt-file {tmp_path}/user.txt", "B")
-    filled = 'Q: Which {colour} is first? O: A. red\nB. blue {unknown} {"a": 1}'
-    assert texts(asked[0].messages[0]).strip() == filled
-    _, asked, _ = play(f"--frames 4 --prompt-file {tmp_path}/driver.py:SYSTEM", "x</think>B")
-    assert asked[0].messages[0]["content"] == "You are a watcher {x}." and asked[0].tools
-    hashes = []
-    for flags in ([], ["--prompt-file", f"{tmp_path}/driver.py:SYSTEM"]):
-        monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", *flags])
-        hashes.append(systems.make_protocol(evaluation.parse_args())[1])
-    assert len(set(hashes)) == 2
-    for flags, why in (("driver.py:NONE", "sets no string NONE"),
-                       ("driver.py:OTHER", "driver.py:OTHER"), ("none.txt", "No such file")):
-        with pytest.raises(launch.UserError, match=why):
-            systems.read_prompts([f"{tmp_path}/{flags}"])
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage",
-                                      "--prompt-file", f"{tmp_path}/user.txt"])
-    with pytest.raises(launch.UserError, match="takes 3: context_vlm"):
-        systems.make_protocol(evaluation.parse_args())
-
-

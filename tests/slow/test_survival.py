@@ -12,6 +12,7 @@ import signal
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ import grpo
 import launch
 import rollout
 import sft
-from plumbing import runs
+from plumbing import metrics, runs
 
 # ------------------------------------------------------------------------------------------------
 # Asked to stop
@@ -109,6 +110,21 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
     run("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
     assert steps_of(parts) == [1]
     assert sorted(n for n in os.listdir(parts) if n.startswith("step")) == ["step_000001"]
+
+
+@pytest.mark.parametrize("script", ["grpo", "sft"])
+def test_the_same_numbers_go_to_a_tracker(run, monkeypatch, script):
+    """The package is stood in for: what it is given is what log.jsonl holds."""
+    sent, started = [], []
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(
+        init=lambda **given: started.append(given), __spec__=types.SimpleNamespace(origin="here"),
+        log=lambda numbers, step: sent.append((step, numbers)), finish=lambda: sent.append("end")))
+    for steps in (1, 2):
+        folder = run(script, "--steps", steps, "--track", "trackio", "--project", "mine")
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    numbers = [metrics.flat({**row, "step": None}) for row in rows]
+    assert sent == [(1, numbers[0]), "end", (2, numbers[1]), "end"] and len(numbers[0]) > 4
+    assert {s["project"] for s in started} == {"mine"} and len({s["name"] for s in started}) == 1
 
 
 # ------------------------------------------------------------------------------------------------
