@@ -15,6 +15,7 @@ from album import prompt, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward
+from scripted import calls
 
 import chat
 import launch
@@ -151,6 +152,12 @@ def test_frames_in_a_tool_response_stand_where_the_template_puts_them(lively, ea
     places = [n for n, m in enumerate(ours.mask) if m]
     wanted = torch.stack([wanted[n - 1, ours.ids[n]] for n in places])
     assert len(places) > 4 and (packed - wanted).abs().max() < 1e-3
+
+
+def test_a_call_in_a_chat_stays_as_this_base_writes_it(codec):
+    talk = [*user("x"), {"role": "assistant", "content": "<think>\n" + calls((8, 16))}]
+    ids = chat.encode_chat(codec, talk).ids
+    assert chat.decode(codec, ids, keep_special=True).count(calls((8, 16))) == 1
 
 
 def test_glue_is_one_user_turn_and_ends_a_cut_turn(codec):

@@ -5,8 +5,7 @@ Tests of the page of tools/serve.py in a browser: python -m pytest tests/slow/te
 import pytest
 from scripted import Scripted, calls, turn_of
 from slow.test_page import EVIL, browser  # noqa: F401  (a fixture)
-from slow.test_serve import held
-from test_serve import FILM, QUESTION, running  # noqa: F401  (a fixture)
+from slow.test_serve import FILM, QUESTION, held, running  # noqa: F401  (a fixture)
 
 
 @pytest.fixture
