@@ -1,15 +1,72 @@
 """
-More of the pages in docs/:
-python -m pytest tests/slow/test_docs.py -q
+Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/test_docs.py -q
 """
+import argparse
+import importlib
 import os
 import re
 import subprocess
+import types
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
 import grpo
+
+
+def changed(section):
+    """Scripts that a section of docs/hacking.md changes, after its diffs: name -> text. Every line
+    that a diff takes away or keeps stands in the script, in that order and together."""
+    text, scripts = (Path(ROOT) / "docs" / "hacking.md").read_text(), {}
+    (text,) = [part for part in re.split(r"^## ", text, flags=re.M) if part.startswith(section)]
+    for diff in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
+        for part in re.split(r"^(?=# \w+\.py$)", diff, flags=re.MULTILINE)[1:]:
+            name, _, rest = part.removeprefix("# ").partition("\n")
+            scripts.setdefault(name, (Path(ROOT) / name).read_text())
+            for hunk in re.split(r"^@@.*\n", rest, flags=re.MULTILINE)[1:]:
+                lines = hunk.strip("\n").split("\n")
+                old, new = ("\n".join(line[1:] for line in lines if not line.startswith(mark))
+                            for mark in "+-")
+                assert old in scripts[name], f"{name}:\n{old}"
+                scripts[name] = scripts[name].replace(old, new, 1)
+    return scripts
+
+
+@pytest.mark.parametrize("section, names", [
+    ("A price on length", ["rewards.py"]), ("A new reward", ["rewards.py", "grpo.py"]),
+    ("Another distribution of K", ["rollout.py"]), ("RLOO", ["rewards.py", "grpo.py"]),
+    ("A second tool", ["rewards.py", "rollout.py", "video.py"])], ids=lambda value: value[:9])
+def test_the_changes_of_the_guide_fit_the_scripts(section, names):
+    scripts = changed(section)
+    assert list(scripts) == names
+    for name, text in scripts.items():
+        assert text != (Path(ROOT) / name).read_text()
+        compile(text, name, "exec")
+
+
+def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
+    """Two windows that share two of their three seconds: the flag's weight times 4 of 6."""
+    path = tmp_path / "rewards_with_spread.py"
+    scripts = changed("A new reward")
+    path.write_text(scripts["rewards.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = importlib.import_module(path.stem)
+    calls = [{"parseable": True, "status": "ok", "start": start, "end": start + 3.0}
+             for start in (8.0, 9.0)]
+    task = {"type": "open", "answer": "red"}
+    plain, paid = (rewards.score(["<answer>red</answer>"], task, calls, pay=rewards.RewardConfig(
+        spread_weight=weight)) for weight in (0.0, 0.5))
+    assert paid["spread"] == 4 / 6
+    assert paid["total"] - plain["total"] == pytest.approx(0.5 * 4 / 6)
+    assert paid["paid_task"] - plain["paid_task"] == pytest.approx(0.5 * 4 / 6)
+    grpo = types.ModuleType("grpo_with_spread")
+    grpo.__file__ = os.path.join(ROOT, "grpo.py")
+    exec(compile(scripts["grpo.py"], "grpo.py", "exec"), vars(grpo))
+    grpo.rewards, parser = rewards, argparse.ArgumentParser()
+    grpo.add_update_arguments(parser)
+    args = parser.parse_args(["--ckpt", "x", "--out", "y", "--spread-reward", "0.5"])
+    assert grpo.pay_of(args).spread_weight == 0.5
 
 
 def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
