@@ -132,9 +132,8 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=order.get)
         return
     long = [f"test_{name}.py" for name in (  # the second begins while the toy world is made
-        "faults", "video", "published", "fake_gpu", "server", "file_faults", "hostile", "survival",
-        "eval", "sft", "grpo", "engine", "replay", "toy", "grpo_run", "folders", "rewards", "model",
-        "checkpoint", "rollout", "lora", "qwen35", "page", "bf16")]
+        "sft", "faults", "survival", "file_faults", "published", "fake_gpu", "hostile", "video",
+        "grpo_run", "engine", "toy", "replay", "grpo", "eval", "model", "identity", "rollout")]
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 

@@ -38,18 +38,6 @@ def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, c
     assert row["reward"] == {} and row["turns"] and len(row["calls"]) == 3
 
 
-def test_two_questions_decode_the_film_once(codec, toy, monkeypatch):
-    decoded = []
-    whole = video.Decoders.read
-    monkeypatch.setattr(video.Decoders, "read", lambda self, path, ticks, *rest: (
-        decoded.extend(ticks), whole(self, path, ticks, *rest))[1])
-    asked = sampler(codec, toy, "</think><answer>red</answer>")
-    ask.ask(asked, [FILM, {**FILM, "id": "r", "question": "Who?"}], 4)
-    assert len(decoded) == 4
-    first, second = asked.engine.requests
-    assert first.ids != second.ids and first.seed != second.seed
-
-
 @pytest.mark.process
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     out = tmp_path / "asked.jsonl"

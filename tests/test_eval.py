@@ -365,15 +365,13 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     (("--context", 60), (), "too small"), (("--compare", "/no/such"), (), "summary.json"),
     (("--out", "/proc/no"), (), "output folder"), (("--limit", -1), (), "--limit"),
     (("--samples", 2), (), "--temperature"), (("--shard", "2/2"), (), "expected I/N"),
-    (("--bench", "videomme"), ("--data",), "--root"),
-    (("--bench", "mlvu", "--root", "/x"), (), "no --data"),
+    (("--bench", "videomme"), ("--data",), "--root"), (("--top-p", "nan"), (), "--top-p"),
     (("--rescore", "/no/such"), (), "tasks.jsonl"),
     (("--judge-url", "http://x"), (), "--judge-model"),
     (("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"), (),
      "no server answers at http://127.0.0.1:9"),
     (("--prompt-file", "/no/such.txt"), (), "--prompt-file"),
     (("--set", "overview_fps=-1"), (), "overview_fps"), (("--samp", 2), (), "arguments: --samp"),
-    (("--prepare", "x.jsonl"), (), "--bench"), (("--top-p", "nan"), (), "--top-p"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
     done = world(*flags, drop=drop)

@@ -127,3 +127,23 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
+def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
+    """A caller of main(), as a notebook is, may go on for longer than --patience."""
+    import faulthandler
+
+    stopped = []
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: stopped.append(True))
+    launch.start_process_group()
+    launch.beat(600.0)
+    assert not stopped
+    launch.end_process_group()
+    assert stopped
+
+
+def test_the_name_of_a_small_file_is_on_the_disk_before_its_writer_goes_on(tmp_path, monkeypatch):
+    """First the bytes, then the folder that holds the name."""
+    real, synced = os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(
+        os.path.isdir(f"/dev/fd/{handle}")) or real(handle))
+    launch.write_atomic(str(tmp_path / "a"), "x")
+    assert synced == [False, True] and (tmp_path / "a").read_text() == "x"

@@ -35,25 +35,6 @@ def make(folder, *args, fails="nothing", says="", programs=()):
     return subprocess.run(["make", *args], cwd=folder, env=env, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("args, programs, wanted", [
-    ((), (), "requirements-cpu"), ((), ("nvidia-smi",), "requirements"),
-    (("GPU=1",), (), "requirements"), (("GPU=0",), ("nvidia-smi",), "requirements-cpu")])
-def test_the_environment_is_that_of_the_machine_or_the_one_asked_for(tmp_path, args, programs,
-                                                                     wanted):
-    if os.path.exists("/dev/nvidia0"):
-        pytest.skip("this machine has a GPU")
-    done = make(tmp_path, "venv", *args, programs=programs)
-    assert done.returncode == 0, done.stderr
-    assert f"-r {wanted}.txt -c locks/{wanted}.txt" in done.stdout
-    assert "requirements-dev" not in done.stdout
-    # the CUDA build is in the lock file, the CPU build comes first
-    assert ("torch==2.13.0+cpu" in done.stdout) == (wanted == "requirements-cpu")
-    # the environment stays unless the other one is asked for
-    assert "Nothing to be done" in make(tmp_path, "venv", *args).stdout
-    other = make(tmp_path, "venv", "GPU=0" if wanted == "requirements" else "GPU=1")
-    assert "--clear" in other.stdout
-
-
 def locked(name):
     """A lock file -> {package: version}."""
     with open(os.path.join(ROOT, "locks", name), encoding="utf-8") as lock:

@@ -1,6 +1,7 @@
 """
 More of launch.py: ranks, GPUs, the allocator: python -m pytest tests/slow/test_launch.py -q
 """
+import faulthandler
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 
 import launch
@@ -60,3 +62,63 @@ def test_nohup_shields_a_process_alone_and_not_the_ranks_of_a_torchrun_that_ends
     assert done.stdout == f"{saves}\n", done.stderr
 
 
+@pytest.mark.parametrize("local, rank, first", [
+    ("0", "0", True), ("1", "1", False), ("0", "8", True)])
+def test_the_first_rank_of_a_machine_speaks_at_once(monkeypatch, capsys, local, rank, first):
+    """All read the same files, and torchrun ends the others in the meantime."""
+    def main():
+        raise launch.UserError("chat x")
+
+    waits = []
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", "16")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["/some/a.py"])
+    monkeypatch.setattr(launch.time, "sleep", waits.append)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        launch.run_main(main)
+    signal.signal(signal.SIGTERM, before)
+    assert end.value.code == 2 and waits == [1] * (not first)
+    assert capsys.readouterr().err == f"a.py: rank {rank}: chat x\n"
+
+
+TALKS = """
+import sys, time
+import launch
+def main():
+    for number in range({lines}):
+        print(number, flush=number % 100 == 0)
+        if number == {lines} // 2:
+            print("a warning", file=sys.stderr)
+            open({out!r} + "half", "w").close()
+            time.sleep({pause})
+    open({out!r}, "w").close()
+launch.run_main(main)
+"""
+
+
+def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
+    """As `| head` does it: EPIPE, also of what is still in a buffer at the end."""
+    out = tmp_path / "ended"
+    script = TALKS.format(out=str(out), lines=20_000, pause=0)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout.readline() == b"0\n"
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 0 and err == b"a warning\n" and out.exists()
+
+
+def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
+    phases, collectives = [], []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later",
+                        lambda seconds, **_: phases.append(seconds))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group",
+                        lambda backend, timeout: collectives.append(timeout.total_seconds()))
+    monkeypatch.setenv("RANK", "0")
+    for patience in (7, 0):
+        launch.start_process_group(patience)
+        launch.beat(patience)
+    assert phases == [7] and collectives == [67, 30 * 86400]
