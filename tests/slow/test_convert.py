@@ -2,6 +2,8 @@
 What tools/convert.py does with rare rows: python -m pytest tests/slow/test_convert.py -q
 """
 
+import json
+
 import pytest
 from hypothesis import strategies as st
 from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F401
@@ -9,6 +11,7 @@ from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F
 import chat
 import rewards
 import rollout
+from plumbing.data import chat_fault
 
 # second, and the sentence below; the traces store the frames as stills, in a user turn.
 STRICT = ("Think first, call **crop_video** if needed, then answer. Format strictly as:  "
@@ -128,3 +131,49 @@ def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, cod
     assert "video_path" not in text and "Video path" not in text and "Format strictly" not in text
     call = rewards.parse_tool_calls(talk["messages"][2]["content"])[0]
     assert (call.start, call.end, call.error) == (8.0, 12.0, None)
+
+
+WINDOW = {"type": "video", "video": "longvt_source/selftrace_1/b.mp4", "start": 8.0, "end": 12.0,
+          "fps": 1.0, "max_frames": 64}
+
+
+WHOLE = {"type": "video", "video": "longvt_source/selftrace_1/b_8.0_12.0.mp4", "frames": 4}
+
+
+@pytest.mark.parametrize("prompts", ["ours", "release"])
+@pytest.mark.parametrize("frames, seen", [(STILLS, WINDOW), ([SAME], WINDOW), ([CLIP], WHOLE)])
+@pytest.mark.parametrize("shape", ["inside", "after", "before", "tool"])
+def test_a_tool_response_keeps_its_frames(tmp_path, capsys, prompts, frames, seen, shape):
+    """Without them the next turn, which says what the window shows, would be learned blind."""
+    middle = {"inside": shown(f"<tool_response>\n{SENTENCE}: ", *frames, "\n</tool_response>"),
+              "after": shown(f"<tool_response>{SENTENCE}: </tool_response>", *frames),
+              "before": shown(*frames, f"<tool_response>{SENTENCE}: </tool_response>"),
+              "tool": shown(*frames, f"{SENTENCE}: ", role="tool")}[shape]
+    (row,) = convert(tmp_path, [longvt(turn(asks(8.0, 12.0)), middle)], prompts=prompts, frames=8)
+    system, user, call, tool, last = row["messages"]
+    text = {"type": "text", "text": f"{SENTENCE}: "}
+    assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
+                    else [text, seen]}
+    assert last["content"].startswith("<think>This window shows it.")
+    assert user["content"][0]["frames"] == 8 and chat_fault(row["messages"]) is None
+    assert ("video_path" in call["content"]) == (prompts == "release")
+    assert "of these chats 1 hold a call, 1 show frames in a tool response" in (
+        capsys.readouterr().out)
+
+
+def test_marks_and_columns_in_tool_responses(tmp_path):
+    """The older layout: texts with marks, files in columns, a window that a video names itself."""
+    row = {"messages": json.dumps([
+        {"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": asks(1, 3)},
+        {"role": "tool", "content": "<image>\n<image>done"},
+        {"role": "assistant", "content": asks(4, 6)},
+        {"role": "user", "content": "<tool_response><video></tool_response>"},
+        {"role": "assistant", "content": ANSWER}]),
+        "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}],
+        "images": ["a_0.jpg", "a_1.jpg"]}
+    (talk,) = convert(tmp_path, [row], prompts="ours")
+    assert [m["role"] for m in talk["messages"]] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    window = {"type": "video", "video": "selfqa/a.mp4", "fps": 1.0, "max_frames": 64}
+    assert talk["messages"][3]["content"][0] == {**window, "start": 1.0, "end": 3.0}
+    assert talk["messages"][5]["content"] == [{**window, "start": 4.0, "end": 5.0}]

@@ -7,11 +7,10 @@ are always there.
 """
 import json
 import random
-from types import SimpleNamespace
 
 import numpy as np
 
-from evaluation import endpoint, readers, sources
+from evaluation import readers
 
 
 def crop(start, end=None, name="crop_video"):
@@ -49,13 +48,3 @@ def test_sizes_are_those_of_the_processors():
     assert places == np.linspace(0, 900, 32, dtype=int).tolist()
 
 
-def test_a_film_goes_to_an_endpoint_by_its_path():
-    images = np.zeros((4, 32, 32, 3), np.uint8)
-    film = sources.Film(images, np.arange(4.0), "k", ["k"] * 4, "/v.mp4")
-    request = SimpleNamespace(frames=[film], messages=[
-        {"role": "user", "content": [{"type": "video", "video": "v.mp4", "stamp": "none"},
-                                     {"type": "text", "text": "When?"}]}])
-    wire = endpoint.OpenAIEngine("http://127.0.0.1:9", "m")
-    (message,) = wire.wire(request)
-    wire.close()
-    assert message["content"][0] == {"type": "video_url", "video_url": {"url": "file:///v.mp4"}}
