@@ -161,7 +161,12 @@ async def play(episode, sampler, protocol):
                 record.update(status="not_run", summary="")
             break
 
-        reply = await protocol.answer(records, calls, episode, sampler, turn)
+        try:
+            reply = await protocol.answer(records, calls, episode, sampler, turn)
+        except video.VideoError as error:  # none of the windows, see rollout.run
+            for record in records:
+                rollout.refuse_window(record, error)
+            break
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
         if reply.fresh:
