@@ -165,8 +165,8 @@ class Source(rollout.Source):
 
 
 def written_lines(path):
-    """Text of an SRT file as the paper's driver shows it: every line, repeats too. Raises ValueError
-    for an unreadable file."""
+    """Text of an SRT file as the paper's driver shows it: every line, repeats too. ValueError for
+    an unreadable file."""
     try:
         with open(path, encoding="utf-8", errors="ignore") as file:
             blocks = re.split(r"\n\s*\n", file.read().strip())
