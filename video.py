@@ -911,12 +911,10 @@ class FrameCache:
         last does not decode any more, or, if none was opened, the folder `root` is missing."""
         if self.witness is None:
             return not os.path.isdir(root)
-        try:  # also if the frame is in memory
+        with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
             ticks, key_ticks = self._table(_identity(self.witness))[2:]
-            self.decoders.read(self.witness, ticks[:1], key_ticks, 32, 32)
-        except VideoError:
-            return True
-        return False
+            return self.decoders.read(self.witness, ticks[:1], key_ticks, 32, 32) is None
+        return True
 
     def close(self):
         """Ends the decoders. The cache stays usable."""
