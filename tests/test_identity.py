@@ -22,6 +22,7 @@ import grpo
 import launch
 import rollout
 import sft
+import video
 from plumbing import checkpoint, data, runs
 from plumbing.judge import open_judge
 from tools import pick, replay
@@ -218,6 +219,15 @@ def films(toy, tmp_path):
 def replace_film(folder):
     shutil.copy(folder / "rl-0001.mp4", folder / "new.mp4")
     os.replace(folder / "new.mp4", folder / "rl-0000.mp4")
+
+
+def test_a_window_beyond_the_end_of_a_film_that_was_replaced_is_no_fault_of_the_model(films):
+    source, spec = rollout.Source(str(films), video.FrameCache()), {"video": "rl-0000.mp4"}
+    film = source.film(spec)
+    replace_film(films)
+    for window in ({"start": 900, "end": 901}, {"times": [900.0]}):
+        with pytest.raises(video.VideoError, match="changed during the episode"):
+            source.load_same({**spec, **window}, film)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -131,6 +131,27 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
 
 
+def test_grpo_ends_on_all_ranks_if_the_disk_of_one_has_gone(run, tmp_path):
+    """Else the other rank's films would be all that is trained on, to the end."""
+    done = run("grpo", """
+        real = grpo.sample_batch
+
+        def sample_batch(sampler, tasks, step, *more):
+            def gone(path):
+                raise video.VideoError(path, "is gone")
+
+            if rank == 1 and step:
+                video._identity = gone
+            return real(sampler, tasks, step, *more)
+
+        grpo.sample_batch = sample_batch
+    """, "--steps", 8)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "step 4: no video could be read for 3 steps; is the disk there?" in done.stderr
+    rows = list(map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines()))
+    assert [row["skipped_update"] for row in rows][1:] == [1, 1]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(
         run, toy, tmp_path, rank):

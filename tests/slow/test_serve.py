@@ -334,3 +334,16 @@ def test_a_client_that_leaves_ends_its_episode(running, codec, stream):
     assert not +server.films.used
     server.engine.go.set()
     assert content_of(server.post())
+
+
+def test_a_server_ends_while_a_body_is_half_sent(running, capfd):
+    import signal
+    import socket
+
+    server = running()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        client.sendall(b"PUT /films HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
+        server.until(lambda: server.guard.in_flight == 3)
+        server.server.handle_exit(signal.SIGTERM, None)
+        server.until(lambda: not server.thread.is_alive())
+    assert server.guard.in_flight == 0 and "Traceback" not in capfd.readouterr().err
