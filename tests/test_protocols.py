@@ -9,16 +9,13 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from scripted import Scripted, Server
 
 import eval as evaluation
 import rollout
-import video
 from evaluation import endpoint, episodes, folders, systems
-from plumbing import runs
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
@@ -103,27 +100,6 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
     if name not in stored:
         STORED.write_text(json.dumps({**stored, name: sent}, indent=1) + "\n")
     assert sent == stored.get(name), "written to tests/protocols.json: is it meant?"
-
-
-@pytest.mark.parametrize("name", ["paravt", "paper", "longvt", "conan", "videozoomer", "sage"])
-@pytest.mark.parametrize("part", ["table", "frames"])
-def test_an_episode_whose_disk_went_away_meanwhile_is_played_again(name, part, play, source,
-                                                                   monkeypatch):
-    """After the overview nothing can be read any more: neither answer nor status is the model's."""
-    real = source.load_overview
-
-    def load_overview(spec, task):
-        seen = real(spec, task)
-        away = Mock(side_effect=video.VideoError("f.mp4", "Input/output error"))
-        monkeypatch.setattr(*{"table": (source.cache, "index", away),
-                              "frames": (source.cache, "frames", away)}[part])
-        return seen
-
-    monkeypatch.setattr(source, "load_overview", load_overview)
-    monkeypatch.setattr(systems, "source_of", lambda source, args: source)
-    episode, _, record = play(f"--protocol {name} --frames 4", *scripts()[name],
-                              "<answer>A</answer>")
-    assert episode.status == "video_error" and runs.is_retried(record)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from scripted import Server
 from test_protocols import (
     CROP,
     play,  # noqa: F401
+    scripts,
     tool,
 )
 
@@ -24,7 +26,7 @@ import rollout
 import video
 from engine import Completion
 from evaluation import episodes, systems
-from plumbing import data
+from plumbing import data, runs
 
 
 def texts(message):
@@ -244,3 +246,24 @@ def test_sage_replies_are_read_in_every_wrapping(text, final):
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):
     for call in parse(text):
         assert call.error or call.name
+
+
+@pytest.mark.parametrize("name", ["paravt", "paper", "longvt", "conan", "videozoomer", "sage"])
+@pytest.mark.parametrize("part", ["table", "frames"])
+def test_an_episode_whose_disk_went_away_meanwhile_is_played_again(name, part, play, source,
+                                                                   monkeypatch):
+    """After the overview nothing can be read any more: neither answer nor status is the model's."""
+    real = source.load_overview
+
+    def load_overview(spec, task):
+        seen = real(spec, task)
+        away = Mock(side_effect=video.VideoError("f.mp4", "Input/output error"))
+        monkeypatch.setattr(*{"table": (source.cache, "index", away),
+                              "frames": (source.cache, "frames", away)}[part])
+        return seen
+
+    monkeypatch.setattr(source, "load_overview", load_overview)
+    monkeypatch.setattr(systems, "source_of", lambda source, args: source)
+    episode, _, record = play(f"--protocol {name} --frames 4", *scripts()[name],
+                              "<answer>A</answer>")
+    assert episode.status == "video_error" and runs.is_retried(record)

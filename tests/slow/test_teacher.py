@@ -1,5 +1,5 @@
 """
-Tests of grpo.py's --teacher: python -m pytest tests/test_teacher.py -q
+Tests of grpo.py's --teacher: python -m pytest tests/slow/test_teacher.py -q
 
 The oracle is that of test_grpo.py: one plain transformers forward per sequence, with the formulas
 of the docstring written out.

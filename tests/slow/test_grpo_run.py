@@ -1,0 +1,43 @@
+"""
+More of grpo.py as a script: python -m pytest tests/slow/test_grpo_run.py -q
+"""
+import threading
+
+import pytest
+from test_grpo_run import LIVE, tasks  # noqa: F401  (a fixture)
+
+import launch
+import rollout
+import video
+
+
+@pytest.mark.parametrize("disk", ["away", "there"])
+def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
+        monkeypatch, run_grpo, hard_tasks, varied_rewards, disk):
+    """Overviews come from the cache, so the rollouts without calls are well; after an outage they
+    would be all that is trained on. If one film alone is broken, they are."""
+    real_run, real_ask, gone = rollout.run, video.Decoders.ask, threading.Event()
+
+    def run(sampler, tasks, frames, group, step, **more):
+        if step:
+            gone.set()
+        for episode in real_run(sampler, tasks, frames, group, step, **more):
+            if step and episode.sample == 0:
+                episode.fail("video_error", "a call: Input/output error")
+            yield episode
+
+    def ask(self, request):
+        if gone.is_set() and disk == "away":
+            raise video.VideoError(request[0], "Input/output error")
+        return real_ask(self, request)
+
+    monkeypatch.setattr(rollout, "run", run)
+    monkeypatch.setattr(video.Decoders, "ask", ask)
+    flags = ("--data", hard_tasks, *LIVE, "--frames", 4, "--steps", 4, "--save-every", 1)
+    if disk == "away":
+        with pytest.raises(launch.RunError, match="^step 4: no video could be read for 3 steps; is "
+                           "the disk there.*step_000001$"):
+            run_grpo(*flags)
+    else:
+        _, last, _ = run_grpo(*flags)
+        assert last["step"] == 4 and last["groups"] == 2 and not last["skipped_update"]
