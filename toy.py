@@ -192,7 +192,7 @@ def chats(task, rng, wrong=0.0, one_call=False):
     answer can be learned.
     """
     rows, scenes, seconds = [], task["scenes"], task["scenes"][-1]["window"][1]
-    every = [k for k in rollout.gated_choices() if k >= len(scenes)]  # a frame for each scene
+    every = [k for k in rollout.GATED_FRAMES if k >= len(scenes)]  # a frame for each scene
     samples = [("direct", rng.choice(every)), *(("call", k) for k in every),
                ("plain", rng.choice(every))]
     for way, k in samples:
@@ -216,7 +216,7 @@ def chats(task, rng, wrong=0.0, one_call=False):
             messages.append({"role": "assistant", "content": text + "\n".join(
                 call_text(*e["window"]) for e in turn)})
             messages += [{"role": "tool", "content": watched(e["window"], scenes)
-                          or rollout.empty_summary()} for e in turn]
+                          or rollout.EMPTY_SUMMARY} for e in turn]
         # All that the crop of a window showed, else what the overview did. So a window that is too
         # wide spoils the answer.
         flashes = ", ".join(
@@ -240,7 +240,7 @@ def chats(task, rng, wrong=0.0, one_call=False):
         spec = {"start": float(a), "end": float(b), "fps": 1.0, "max_frames": 16}
         rows.append({"id": f"{task['id']}-sub-{number}", "messages": [
             *rollout.sub_messages(task, spec),
-            {"role": "assistant", "content": watched((a, b), scenes) or rollout.empty_summary()}]})
+            {"role": "assistant", "content": watched((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
     return rows
 
 
@@ -282,8 +282,8 @@ def fixed_phrases(base):
     rendered = render_jinja_template([system], tools=rollout.tool_schema(),
                                      chat_template=chat_template(base))[0][0]
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
-    lines += [*rollout.sub_prompt().split("\n"), rewards.task_types()["list"].prompt_suffix,
-              rollout.empty_summary()]
+    lines += [*rollout.SUB_PROMPT.split("\n"), rewards.task_types()["list"].prompt_suffix,
+              rollout.EMPTY_SUMMARY]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
     if base == "qwen3_5":
         call = ["<function=crop_video>\n<parameter=start_time>\n",

@@ -75,7 +75,7 @@ def trained_opening(task, num_frames, agent, subtitles, duration):
 
 async def summaries_answer(records, calls, episode, sampler, turn):
     """ParaVT's Protocol.answer: a sub-agent for every call, one tool message each, in order."""
-    await rollout.serve(records, calls, episode, sampler, turn)
+    await rollout.run_sub_agents(records, calls, episode, sampler, turn)
     return Reply([{"role": "tool", "content": record["summary"]} for record in records])
 
 
@@ -176,7 +176,9 @@ async def play(episode, sampler, protocol):
             items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
             compact = chat.tool_response_ids(codec, reply.messages, said.ended, items)
             glue = chat.expand(codec, compact, items)
-            if not rollout.fits(episode, agent, len(glue) + len(prefix)):
+            if len(context.ids) + len(glue) + len(prefix) >= agent.context:
+                episode.fail("context", "the responses do not fit into a context of "
+                             f"{agent.context}")
                 break
             context.insert(glue, compact)
             context.items += items
@@ -373,7 +375,7 @@ async def windows(records, calls, episode, sampler, spec_of=None):
     Fills the records. spec_of: (call, task, agent) -> spec of video.load.
     """
     agent = sampler.agent
-    wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
+    wanted = rollout.runnable_calls(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
     found = [(None, None)] * len(calls)
     for i, spec, frames in zip(wanted, specs, await load_all(sampler, specs, episode.film)):
@@ -397,7 +399,7 @@ async def load_all(sampler, specs, film):
 def note_frames(record, frames):
     """Notes Frames or an error in a call's record -> whether there are Frames."""
     if isinstance(frames, Exception):
-        rollout.refuse_window(record, frames)
+        record.update(rollout.load_error(frames))
         return False
     seconds = [round(float(second), 3) for second in frames.seconds]
     record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)

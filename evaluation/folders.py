@@ -47,7 +47,8 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     free |= {"engine_share", "patience", "decode_timeout", "quiet", "cpu"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors"}
     free |= {"video", "question", "options"}
-    flags = {**vars(args), "verify": None}  # a flag that has gone; records were made with it
+    # Two flags that have gone; records were made with them.
+    flags = {**vars(args), "verify": None, "open_thought": "run"}
     kept = {name: value for name, value in sorted(flags.items()) if name not in free}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]

@@ -70,7 +70,8 @@ def episode_row(e, labels):
         "acc": e.reward.get("acc"),  # none without a label
         # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
         "closure": rewards.closure_counts(e.turns, e.think_open),
-        "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
+        "written": len(e.calls), "parseable": sum(call["parseable"] for call in e.calls),
+        "executed": e.executed(),
         "turns": len(e.turns),
         "length": sum(e.context.mask) if e.context else 0,
         "cut": sum(reason == "length" for reason in e.finish),

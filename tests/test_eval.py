@@ -192,7 +192,8 @@ def test_several_budgets_and_modes_in_one_run(world):
     # gated may draw 64: an engine made for 16 frames would refuse them
     assert done.args.frames == 64
     by_budget = {r["task"]["id"]: r["K"] for r in records(done.folder) if r["budget"] == "gated"}
-    assert by_budget == {name: rollout.gated_frames(0, 0, name) for name in ("red", "blue")}
+    assert by_budget == {name: rollout.overview_frames("gated", 0, 0, name)
+                         for name in ("red", "blue")}
 
 
 def test_evaluation_is_greedy_unless_told_otherwise(world, tmp_path):

@@ -304,7 +304,7 @@ def test_an_episode_always_ends_on_a_sampled_turn(codec, tasks, frames_of):
     assert [c["status"] for c in episode.calls] == ["ok", "ok", "not_run"]
     assert episode.context.mask[-1] == 1 and episode.context.ids[-1] == codec.eos
     assert episode.spans[-1][1] == len(episode.context.ids)
-    assert episode.executed() == 2 and episode.parseable() == 3
+    assert episode.executed() == 2 and sum(call["parseable"] for call in episode.calls) == 3
 
 
 def test_no_tools_means_one_turn_whatever_it_says(codec, tasks, frames_of):
@@ -402,7 +402,7 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
     for i in range(0, len(episodes), 4):
         group = episodes[i:i + 4]
         first = group[0].context
-        k = rollout.gated_frames(0, 3, group[0].task["id"])
+        k = rollout.overview_frames("gated", 0, 3, group[0].task["id"])
         prompt = first.ids[: group[0].spans[0][0]]
         assert [e.num_frames for e in group] == [k] * 4
         assert [e.sample for e in group] == [0, 1, 2, 3]
@@ -434,18 +434,14 @@ def test_a_task_that_comes_twice_in_a_batch_gets_more_samples_not_the_same_ones(
     assert len({r.id for r in engine.requests}) == len({r.seed for r in engine.requests}) == 6
 
 
-@pytest.mark.parametrize("rule, executed", [("run", 1), ("drop", 0)])
-def test_a_call_in_a_thought_that_never_closes_is_run_or_dropped(
-        codec, tasks, source, rule, executed):
-    """Reasoning parsers of serving stacks hand such a turn over as thought alone: no call is seen,
-    and the episode ends there."""
+def test_a_call_in_a_thought_that_never_closes_is_run(codec, tasks, source):
     call = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}'
             '</tool_call>')
     open_, closed = (
         play_one(Scripted(codec, [f"Look.{end}{call}", "ok</think><answer>red</answer>"]),
-                 tasks, source, replace(AGENT, open_thought=rule)) for end in ("", "</think>"))
-    assert (open_.executed(), len(open_.turns), open_.status) == (executed, 1 + executed, "ok")
-    assert closed.executed() == 1 and len(open_.calls) == executed
+                 tasks, source, AGENT) for end in ("", "</think>"))
+    assert (open_.executed(), len(open_.turns), open_.status) == (1, 2, "ok")
+    assert closed.executed() == 1 and len(open_.calls) == 1
 
 
 def test_a_sub_agent_is_told_the_question_or_not(codec, tasks, source):
@@ -460,19 +456,20 @@ def test_a_sub_agent_is_told_the_question_or_not(codec, tasks, source):
 
 def test_gated_frames_is_the_same_in_every_process():
     """Python's own hash of a string is salted per process: ranks would disagree about K."""
-    code = ("import rollout; print([rollout.gated_frames(7, s, f'task-{i}') "
+    code = ("import rollout; print([rollout.overview_frames('gated', 7, s, f'task-{i}') "
             "for s in range(3) for i in range(40)])")
     outs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
                            env={**os.environ, "PYTHONHASHSEED": salt})
             for salt in ("1", "2")]
-    here = [rollout.gated_frames(7, s, f"task-{i}") for s in range(3) for i in range(40)]
+    here = [rollout.overview_frames("gated", 7, s, f"task-{i}")
+            for s in range(3) for i in range(40)]
     assert [json.loads(o.stdout) for o in outs] == [here, here], outs[0].stderr
 
 
 def test_gated_frames_is_uniform_and_drawn_anew_for_each_step_seed_and_task():
-    draws = Counter(rollout.gated_frames(0, 5, f"task-{i}") for i in range(5000))
+    draws = Counter(rollout.overview_frames("gated", 0, 5, f"task-{i}") for i in range(5000))
     assert set(draws) == {4, 8, 16, 32, 64} and all(900 < n < 1100 for n in draws.values())
-    steps, seeds = ({rollout.gated_frames(*key, "task") for key in keys}
+    steps, seeds = ({rollout.overview_frames("gated", *key, "task") for key in keys}
                     for keys in ([(0, s) for s in range(60)], [(s, 0) for s in range(60)]))
     assert steps == seeds == {4, 8, 16, 32, 64}
 
@@ -601,10 +598,10 @@ def test_every_flag_of_the_command_line_is_a_field_of_the_agent():
     rollout.add_agent_arguments(parser)
     args = parser.parse_args([
         "--max-parallel", "2", "--no-tools", "--set", "sub_fps=0.5", "dispatch=sequential",
-        "--set", "open_thought=drop", "sub_question=false", "sub_frames=3"])
+        "--set", "sub_question=false", "sub_frames=3"])
     agent, source = rollout.agent_settings(args, __file__)
     assert agent == rollout.Agent(max_parallel=2, tools=False, sub_fps=0.5, dispatch="sequential",
-                                  open_thought="drop", sub_question=False, sub_frames=3)
+                                  sub_question=False, sub_frames=3)
     assert source.root == os.path.dirname(__file__)
     assert rollout.agent_settings(parser.parse_args([]), __file__)[0] == rollout.Agent()
     flags = {action.dest for action in parser._actions} | set(rollout.settings())
@@ -626,7 +623,7 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
         assert (again.context.ids, again.context.mask, again.context.logps) == (
             episode.context.ids, episode.context.mask, episode.context.logps)
         assert again.context.items == episode.context.items and again.executed() == 1
-        assert again.parseable() == 1
+        assert [call["parseable"] for call in again.calls] == [True, False]
         reward = row["reward"]
         total = reward["acc"] + 0.3 * reward["fmt"] + reward["tool"]
         assert reward["total"] == pytest.approx(total)
@@ -715,7 +712,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--set", "sub_fps=0"), "sub_fps"), (("--set", "sub_frames=0"), "sub_frames"),
     (("--set", "sub_fps=nan"), "sub_fps"),
     (("--set", "sub_frames=x"), "sub_frames takes a whole number"),
-    (("--set", "speed=9"), "no such setting; there are dispatch, open_thought,"),
+    (("--set", "speed=9"), "no such setting; there are dispatch, sub_question,"),
     (("--set", "dispatch"), "dispatch takes parallel, sequential"),
     (("--set", "dispatch=turns"), "dispatch takes parallel, sequential"),
     (("--set", "sub_question=maybe"), "sub_question takes true, false"),

@@ -16,6 +16,7 @@ import grpo
 import launch
 import rollout
 from plumbing import data as data_py
+from plumbing import subtitles
 
 ANSWER = "I saw it.\n</think>\n<answer>red</answer>"
 # The frames of an overview of 4 stand at 8, 24, 40 and 56 s.
@@ -127,14 +128,14 @@ at a car\n \n
 
 def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
     (tmp_path / "a.vtt").write_text(ROLLING)
-    lines = data_py.read_subtitles(str(tmp_path / "a.vtt"))
+    lines = subtitles.read_subtitles(str(tmp_path / "a.vtt"))
     assert lines == [(0.0, 4.79, "today we look"), (2.4, 4.8, "at a car"), (6.0, 9.0, "[Music]"),
                      (9.5, 9.9, "[Music]")]
-    assert data_py.subtitle_text(lines, [3.0]) == "today we look\nat a car"
+    assert subtitles.subtitle_text(lines, [3.0]) == "today we look\nat a car"
     ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
     subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
                    check=True)
-    assert data_py.read_subtitles(str(tmp_path / "a.srt")) == lines
+    assert subtitles.read_subtitles(str(tmp_path / "a.srt")) == lines
 
 
 @pytest.mark.parametrize("text, wanted", [
@@ -146,7 +147,7 @@ def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
     ("{\\pos(1,2)\\i1}One{\\i0}", "One"), ("{sic} C:\\new", "{sic} C:\\new")])
 def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     (tmp_path / "a.srt").write_text(f"1\n00:00:01,000 --> 00:00:02,000\n{text}\n")
-    assert data_py.subtitle_text(data_py.read_subtitles(str(tmp_path / "a.srt"))) == wanted
+    assert subtitles.subtitle_text(subtitles.read_subtitles(str(tmp_path / "a.srt"))) == wanted
 
 
 @pytest.mark.parametrize("encoding, wanted", [
@@ -158,13 +159,13 @@ def test_another_encoding_than_utf_8_or_utf_16_is_an_error_that_names_the_cure(
     path.write_bytes(f"1\n00:00:01,000 --> 00:00:02,000\nGrüße{' 你好' * (encoding != 'cp1252')}\n"
                      .replace("\n", "\r\n").encode(encoding))
     if wanted:
-        assert data_py.read_subtitles(str(path)) == [(1.0, 2.0, wanted)]
+        assert subtitles.read_subtitles(str(path)) == [(1.0, 2.0, wanted)]
         return
     why = r"a\.srt: .*not UTF-8.*iconv"
     with pytest.raises(ValueError, match=why):
-        data_py.read_subtitles(str(path))
+        subtitles.read_subtitles(str(path))
     with pytest.raises(launch.UserError, match=why):
-        data_py.check_subtitles([{"subtitles": "a.srt"}], str(tmp_path))
+        subtitles.check_subtitles([{"subtitles": "a.srt"}], str(tmp_path))
 
 
 def test_a_run_ends_with_one_line(toy, data, tmp_path):

@@ -193,7 +193,7 @@ def test_the_data_speaks_the_protocol(toy):
         texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         if kind == "sub":
             start = re.search(r"Window: (\d+)", row["messages"][1]["content"][1]["text"])[1]
-            assert texts[0] == rollout.empty_summary() or all(
+            assert texts[0] == rollout.EMPTY_SUMMARY or all(
                 re.fullmatch(f"{start} ({flashes})", part) for part in texts[0].split(", "))
             continue
         assert all(text.startswith("<think>\n") for text in texts)

@@ -52,7 +52,8 @@ def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None
             continue
         for start, end in e.spans:
             pieces = chat.pieces_of(codec, e.context.ids[start:end])
-            e.struct += rollout.struct_places(pieces, start)
+            mask = rewards.structural_mask(pieces)
+            e.struct += [t for t, flag in enumerate(mask, start) if flag]
         # Positions need frames and ids that fit, so an error here means that they do not.
         try:
             model.rope_positions(codec, e.context.ids, e.context.items)

@@ -12,7 +12,7 @@ import pytest
 import eval as evaluation
 import launch
 from evaluation import benchmarks, scores
-from plumbing import data
+from plumbing import data, subtitles
 
 NO_PYARROW = "pyarrow is not installed (requirements-dev.txt brings it)"
 
@@ -398,7 +398,7 @@ def test_video_mme_v2(tmp_path):
         "subtitles": "subtitle/001.jsonl",
         "tags": {"group_type": "logic", "group_structure": "[1, [2, 3], 4]", "level": 2,
                  "second_head": "s"}}
-    assert data.task_subtitles(tasks["001-2"], [0.7], str(tmp_path), "aligned") == "Hello"
+    assert subtitles.task_subtitles(tasks["001-2"], [0.7], str(tmp_path), "aligned") == "Hello"
     put(tmp_path, "test.jsonl", [{**V2[0], "group_structure": "[1, 2]"}])
     with pytest.raises(launch.UserError, match="row 1: not as expected.*is not known"):
         benchmarks.read_split("videomme_v2", str(tmp_path))

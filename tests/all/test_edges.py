@@ -13,7 +13,7 @@ from conftest import run_script
 import launch
 import rewards
 from evaluation import benchmarks, endpoint, folders
-from plumbing import checkpoint, data, metrics, runs
+from plumbing import checkpoint, metrics, runs, subtitles
 from tools import replay
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -47,7 +47,7 @@ def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text)
     with pytest.raises(launch.UserError, match="rows.json: "):
         benchmarks.read_rows(str(tmp_path / "rows.json"))
     with pytest.raises(ValueError, match="unreadable subtitles"):
-        data.read_subtitles(str(tmp_path / "rows.json"))
+        subtitles.read_subtitles(str(tmp_path / "rows.json"))
     for name in ("config.json", "summary.json", "args.json"):
         (tmp_path / name).write_text(text)
     with pytest.raises(launch.UserError):
@@ -88,7 +88,7 @@ def test_one_invalid_byte_or_odd_line_in_the_log_loses_that_line(tmp_path):
 def test_a_subtitle_file_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "words.srt")
     with pytest.raises(ValueError, match="words.srt: unreadable subtitles"):
-        data.read_subtitles(str(tmp_path / "words.srt"))
+        subtitles.read_subtitles(str(tmp_path / "words.srt"))
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def test_gated_frames_reach_the_decoder_and_the_prompt(run_grpo, toy, codec, mon
     rows = read_rollouts(folder)
     budgets = {}
     for r in rows:
-        assert r["K"] == rollout.gated_frames(0, r["version"], r["task"]["id"])
+        assert r["K"] == rollout.overview_frames("gated", 0, r["version"], r["task"]["id"])
         assert [v["frames"] for v in r["vision"][:1]] == [r["K"]]
         assert r["ids"].count(codec.image_pad) == r["K"]
         budgets.setdefault(r["group"], set()).add(r["K"])
@@ -58,7 +58,7 @@ def test_the_next_steps_overviews_are_decoded_while_this_one_trains(
         sources.append(source)
         if len(sources) > 1:
             specs = [{"video": t["video"], "frames": budget if isinstance(budget, int)
-                      else rollout.gated_frames(0, step, t["id"])} for t in mine]
+                      else rollout.overview_frames("gated", 0, step, t["id"])} for t in mine]
             before = len(asked)
             for spec in specs:
                 source.load(spec)

@@ -28,6 +28,7 @@ import video
 from engine import Completion
 from evaluation import episodes, folders, systems
 from plumbing import data as data_py
+from plumbing import subtitles
 
 CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
         '</tool_call>')
@@ -120,8 +121,7 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
         said["texts"] += 1
         return mutated(rng)
 
-    agent = rollout.Agent(max_turns=2, think_prefix=seed % 2 == 0, sub_frames=2,
-                          open_thought=("run", "drop")[seed // 2])
+    agent = rollout.Agent(max_turns=2, think_prefix=seed % 2 == 0, sub_frames=2)
     step = 0
     while said["texts"] < 2500:
         sampler = rollout.Sampler(Talker(say), None, source, replace(agent, seed=step))
@@ -339,12 +339,12 @@ def test_subtitles_outside_the_folder_are_not_read(tmp_path, path):
     root = tmp_path / "root"
     root.mkdir()
     with pytest.raises(video.VideoError, match="outside"):
-        data_py.task_subtitles({"subtitles": path}, [0.0], str(root), "full")
+        subtitles.task_subtitles({"subtitles": path}, [0.0], str(root), "full")
 
 
 def test_a_broken_subtitle_file_is_a_counted_outcome(toy, source, codec):
     task = {**data_py.read_tasks(str(toy / "rl.jsonl"))[0], "subtitles": "rl.jsonl"}
-    source.subtitles = partial(data_py.task_subtitles, root=source.root, which="full")
+    source.subtitles = partial(subtitles.task_subtitles, root=source.root, which="full")
     sampler = rollout.Sampler(Talker(lambda: "x"), None, source, rollout.Agent())
     (episode,) = episodes.run(sampler, [{**task, "subtitles": "none.srt"}], episodes.Protocol(), 4)
     assert episode.status == "video_error" and "none.srt: unreadable subtitles" in episode.error

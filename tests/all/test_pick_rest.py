@@ -25,7 +25,7 @@ def teacher(tasks):
     def reply(body):
         text = json.dumps(body["messages"])
         asked = [task for (question, _), task in by_question.items() if question in text]
-        if body["messages"][0]["content"] == rollout.sub_prompt():
+        if body["messages"][0]["content"] == rollout.SUB_PROMPT:
             return "18 purple"
         task = asked[0]
         number = tasks.index(task)

@@ -170,7 +170,7 @@ def test_answers_and_summaries_hold_what_frames_showed(toy):
         if kind == "sub":
             start = re.search(r"Window: (\d+)", question["text"])[1]
             told = set(re.findall(rf"{start} ([a-z]+)", said))
-            assert told == shown and (said == rollout.empty_summary()) == (not shown)
+            assert told == shown and (said == rollout.EMPTY_SUMMARY) == (not shown)
         else:
             answer = rewards.final_answer([said.removeprefix("<think>\n")], True).split(", ")
             told = {word for m in row["messages"] if m["role"] == "tool"
@@ -202,7 +202,7 @@ def test_whole_numbers_and_fixed_phrases_are_single_tokens(codec):
     phrases = toy_world.fixed_phrases("qwen3_vl")
     assert all(chat.encode(codec, phrase) == [codec.tokenizer.convert_tokens_to_ids(phrase)]
                for phrase in phrases)
-    assert {rewards.task_types()["list"].prompt_suffix, rollout.empty_summary()} <= set(phrases)
+    assert {rewards.task_types()["list"].prompt_suffix, rollout.EMPTY_SUMMARY} <= set(phrases)
     assert all(line in phrases for line in rollout.main_prompt().split("\n"))
     call = pieces(codec, toy_world.call_text(16, 24))
     assert (call[-7:] == ["16", ', "end_time": ', "24", "}", "}", "\n", "</tool_call>"]
