@@ -74,8 +74,6 @@ def build_parser():
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video")
     add("--samples", type=int, default=1, help="episodes per task; above 1 needs --temperature")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
-    add("--shard", type=shard_argument, default=(0, 1), metavar="I/N",
-        help="run part I of N; the tasks of a video stay together; --rescore merges the parts")
     add("--allow-errors", action="store_true", help="print a headline with over 1%% failed items")
 
     systems.add_arguments(parser)
@@ -84,7 +82,7 @@ def build_parser():
                         "the judge's name; without --judge-url earlier verdicts count")
 
     add = parser.add_argument_group("finished folders, no model").add_argument
-    add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
+    add("--rescore", nargs="+", metavar="DIR", help="grade the records again")
     add("--compare", nargs="+", metavar="DIR",
         help="one table from these --out folders; NAME= DIR DIR ..: pooled runs of one system")
     add("--table", nargs="+", metavar="DIR",
@@ -107,15 +105,6 @@ def build_parser():
 def frames_argument(text: str) -> int | str:
     """--frames: as in rollout.py, or 0."""
     return 0 if text == "0" else rollout.frames_argument(text)
-
-
-def shard_argument(text: str) -> tuple[int, int]:
-    """--shard: "I/N" -> (I, N), counted from 0."""
-    part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
-        why = "expected I/N with 0 <= I < N, for example 0/4"
-        raise argparse.ArgumentTypeError(f"{text!r}: {why}")
-    return int(part), int(parts)
 
 
 def parse_args(protocol: str | None = None):
@@ -251,15 +240,11 @@ def whole_checkpoint(args):
 def unfinished(suites: list[Suite], args) -> list[tuple]:
     """-> [(suite, K, mode, tasks)], one job each. A task with an unfinished item is asked with all
     samples again, because they are drawn as one group."""
-    # A shard is a share of the videos, so that only one machine decodes each of them.
-    part, parts = args.shard
     jobs = []
     for suite in suites:
-        # Dealt before finished tasks are left out: the other shards do not see these records.
-        mine = costs.deal([(suite.source.root, task) for task in suite.tasks], parts)[part]
         for k, mode in folders.cells(vars(args)):
             todo = []
-            for task in [suite.tasks[i] for i in sorted(mine)]:
+            for task in suite.tasks:
                 items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
                 if not items <= suite.done.keys():
                     todo.append(task)
@@ -270,7 +255,6 @@ def unfinished(suites: list[Suite], args) -> list[tuple]:
 def evaluate(args):
     """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    part, parts = args.shard
     launch.beat(args.patience)
     if args.data:  # a bad row is named now, because torch takes seconds to load
         data.read_tasks(args.data)
@@ -280,10 +264,9 @@ def evaluate(args):
     runs.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
-    shard = f"shard{part}of{parts}." if parts > 1 else ""
     for suite in suites:
         check_prompts(protocol, suite.tasks, suite.agent, 1)
-        launch.lock(suite.out, f".{shard}lock")
+        launch.lock(suite.out)
     if world > 1:
         # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.
         launch.start_process_group(0, args.cpu or args.engine == "openai")
@@ -312,7 +295,7 @@ def evaluate(args):
             folders.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
             folders.write_json(kept, suite.out, "args.json")
     if needed:
-        name = f"records.{shard}rank{rank}.jsonl"  # a file per rank needs no lock
+        name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
         # This rank's tasks of every job.
         own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]
         run_jobs(own, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
@@ -324,10 +307,7 @@ def evaluate(args):
         for suite in suites:
             if not suite.part:
                 folders.write_json(kept | {"served": sorted(engine.served)}, suite.out, "args.json")
-    if rank == 0 and parts > 1:  # no summary, because a reader would take the part for the whole
-        then = f"python eval.py --rescore {args.out} (or the folder of every shard, with --out)"
-        print(f"shard {part} of {parts} is done; when all are: {then}")
-    elif rank == 0:
+    if rank == 0:
         folders.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                {s.out: s.tasks for s in suites if s.part})
     if world > 1 or args.engine == "vllm":  # the other ranks wait here for the summary of rank 0

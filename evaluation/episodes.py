@@ -65,7 +65,6 @@ class Reply:
     messages: list
     specs: list = field(default_factory=list)
     frames: list = field(default_factory=list)
-    fresh: bool = False  # the messages are a new conversation, not the next turn of this one
 
 
 def trained_opening(task, num_frames, agent, subtitles, duration):
@@ -164,11 +163,6 @@ async def play(episode, sampler, protocol):
         reply = await protocol.answer(records, calls, episode, sampler, turn)
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
-        if reply.fresh:
-            context = open_chat(codec, reply.messages, reply.specs, reply.frames, tools)
-            episode.context = context
-            episode.spans.clear()  # of the last context alone
-            continue
         spoken_turn = {"role": "assistant", "content": prefill + said.text}
         context.messages = [*context.messages, spoken_turn, *reply.messages]
         context.frames += reply.frames
@@ -347,12 +341,11 @@ def opening(task, num_frames, agent, subtitles, duration,
     """
     Protocol.opening of most systems: a system text, then one user turn of frames and text.
 
-    user: template, see filled. tail: follows unchanged, except {video} and {duration}.
+    user: template, see filled. tail: follows unchanged, except {video}.
     """
     if "{subtitles}" not in user:  # publishers' texts have no place for them
         user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))
-    tail = tail.replace("{duration}", clock(duration))
     text = filled(user, task, duration, subtitles, label, between) + tail
     # The spec of the overview: the frames themselves are loaded by the loop.
     frames = {"type": "video", "video": task["video"], "frames": num_frames,

@@ -437,7 +437,7 @@ def test_a_spoilt_record_is_named(world):
 
 
 # ------------------------------------------------------------------------------------------------
-# Benchmarks, samples, shards, grading again
+# Benchmarks, samples, grading again
 
 
 @pytest.fixture
@@ -482,31 +482,6 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert any(line.startswith("| ParaVT-8B (the paper's) | 62.1 | 69.4 |") for line in table)
 
 
-def test_shards_are_merged_into_the_same_numbers(world, tmp_path):
-    whole = world(out=tmp_path / "whole")
-    parts = [world("--shard", f"{i}/2", out=tmp_path / f"part{i}") for i in range(2)]
-    assert [p.code for p in parts] == [0, 0]
-    assert not any((p.folder / "summary.json").exists() for p in parts)
-    assert [len(records(p.folder)) for p in parts] == [3, 3]
-    merged = world("--rescore", *[p.folder for p in parts], out=tmp_path / "merged",
-                   drop=("--data", "--ckpt"))
-    assert merged.code == 0, merged.err
-
-    def timeless(results):
-        return [{k: v for k, v in r.items() if k != "seconds_per_episode"} for r in results]
-
-    assert timeless(merged.results) == timeless(whole.results) and merged.engine is None
-    inside = world("--rescore", tmp_path / "merged", parts[0].folder, out=tmp_path / "merged",
-                   drop=("--data", "--ckpt"))  # --out is one of those that are merged
-    assert inside.code == 0 and timeless(inside.results) == timeless(whole.results), inside.err
-    half = world("--rescore", tmp_path / "part0", drop=("--data", "--ckpt"))
-    assert half.code == 2 and "3 items have no record" in half.err
-    other = world("--seed", 5, "--shard", "0/2", out=tmp_path / "other")
-    mixed = world("--rescore", other.folder, parts[1].folder, out=tmp_path / "mixed",
-                  drop=("--data", "--ckpt"))
-    assert mixed.code == 2 and "other settings" in mixed.err
-
-
 def test_rescore_grades_what_was_said_without_a_model(world):
     first = world(rows=ROWS[:2])
     path = first.folder / "records.rank0.jsonl"
@@ -547,7 +522,6 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     (("--out", "/proc/no"), (), "output folder"),
     (("--limit", -1), (), "--limit"), (("--live", -1), (), "--live"),
     (("--samples", 2), (), "--temperature"), (("--samples", 0), (), "--samples"),
-    (("--shard", "2/2"), (), "expected I/N"), (("--shard", "x"), (), "I/N"),
     (("--bench", "videomme"), ("--data",), "--root"),
     (("--bench", "nobench"), ("--data",), "invalid choice"),
     (("--bench", "mlvu", "--root", "/x"), (), "no --data"),

@@ -83,14 +83,11 @@ def play(toy, source, codec, monkeypatch):
 def scripts():
     """name -> texts of a model, turn by turn, sub-agents too; one answer if there is none."""
     clip = "<think>x</think><clip>00:00:05-00:00:10</clip><answer></answer>"
-    window = dict(timestamp_start="00:00:08", timestamp_end="00:00:16")
     return {
         "paravt": [crops((0, 2)), "it is blue"], "paper": [crops((0, 3), (70, 72))],
         "paper-general": [crops((0, 3))], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
         "conan": [clip, clip],
-        "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>'],
-        "sage": [tool("identify_timestamps_visually", event="blue", **window), "at 00:00:12",
-                 sage(final_answer="B", answerable={"verdict": True})]}
+        "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>']}
 
 
 def readable(body):
@@ -142,7 +139,7 @@ def test_protocols_are_told(monkeypatch, capsys, tmp_path):
     for name, part in (("longvt", "1 a second, 1 to 512"), ("longvt", "49152 tokens"),
                        ("longvt", "crop_video(video_path, start_time, end_time)"),
                        ("videozoomer", "stops   at </video_zoom>"), ("conan", "text 6:"),
-                       ("sage", "<<<tools_so_far>>>"), ("videochat-r1", "2809856 in all"),
+                       ("videochat-r1", "2809856 in all"),
                        ("time-r1", "</think>"), ("video-r1", "TYPE_TEMPLATE[free-form]")):
         assert part in told[name], (name, part)
     assert "system:" not in told["qwen3-vl"] and "system:" in told["direct"]
@@ -188,17 +185,3 @@ CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "en
 
 def crops(*windows):
     return "I look.</think>" + "\n".join(CROP % w for w in windows)
-
-
-# ------------------------------------------------------------------------------------------------
-# Conan, VideoZoomer, SAGE
-
-
-def sage(**fields):
-    return "<json>" + json.dumps({"final_answer": None, **fields}) + "</json>"
-
-
-def tool(name, **arguments):
-    calls = [{"rationale": "r", "name": name, "arguments": arguments},
-             {"name": "never run", "arguments": {}}]
-    return sage(video_context="a square", recommended_tools={"needed": True, "tool_calls": calls})

@@ -12,7 +12,7 @@ Reads:  a checkpoint folder, a film: a file or a folder of frames; --subtitles o
 Writes: --out, if given: rollout JSONL without rewards.
 
   python tools/ask.py --ckpt C --video film.mp4 --question "Who opens the door?"
-  python tools/ask.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol sage
+  python tools/ask.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol conan
       --video film.mp4 --question "Who opens the door?" --options "the butler" "a guest"
 """
 import argparse

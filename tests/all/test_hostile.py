@@ -135,7 +135,7 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
     assert min(said[n] for n in (0, 1, 2, 3)) > 20  # all kinds of episodes were met
 
 
-@pytest.mark.parametrize("protocol", ["conan", "videozoomer", "sage", "longvt"])
+@pytest.mark.parametrize("protocol", ["conan", "videozoomer", "longvt"])
 def test_no_text_breaks_another_systems_protocol(protocol, toy, source, monkeypatch):
     pieces = ["<clip>00:00:01-00:00:09</clip>", "<clip>", "</clip>",
               '<video_zoom>{"segment": [1, 9], "fps": 1}</video_zoom>', "<video_zoom>",

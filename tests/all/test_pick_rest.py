@@ -131,7 +131,7 @@ def test_records_hold_all_that_the_agents_were_told(recorded, tmp_path):  # noqa
 
 
 @pytest.mark.parametrize("settings, why", [
-    ({"protocol": "sage"}, "--protocol paravt"), ({"crop_reply": "frames"}, "--protocol paravt"),
+    ({"protocol": "conan"}, "--protocol paravt"), ({"crop_reply": "frames"}, "--protocol paravt"),
     ({}, "another task")])
 def test_records_that_cannot_be_chats_of_this_agent_are_refused(
         recorded, tmp_path, settings, why):  # noqa: F811

@@ -19,8 +19,6 @@ from test_protocols import (
     TASK,
     crops,
     play,  # noqa: F401
-    sage,
-    tool,
 )
 
 import chat
@@ -275,8 +273,8 @@ def test_native_settings_differ_and_yield_to_flags(monkeypatch):
 
 
 @pytest.mark.parametrize("name, seconds, frames", [
-    ("longvt", 31.0, 30), ("sage", 31.0, 31), ("videozoomer", 31.0, 16), ("rewatch-r1", 31.0, 62),
-    ("longvt", 4000.0, 512), ("sage", 4000.0, 128), ("videozoomer", 4000.0, 64),
+    ("longvt", 31.0, 30), ("videozoomer", 31.0, 16), ("rewatch-r1", 31.0, 62),
+    ("longvt", 4000.0, 512), ("videozoomer", 4000.0, 64),
     ("rewatch-r1", 4000.0, 192), ("videozoomer", 0.4, 1), ("conan", 31.0, 16),
     ("direct", 31.0, 64), ("videorft", 31.0, 32), ("video-r1", 31.7, 62), ("video-r1", 1.0, 4),
     ("videochat-r1", 31.0, 62), ("videochat-r1", 4000.0, 768), ("qwen3-vl", 31.0, 62),
@@ -505,7 +503,7 @@ def test_longvt_cuts_a_window_at_the_end_of_the_video(play):
 
 
 @pytest.mark.parametrize("name, tokens", [("longvt", 49152), ("videozoomer", 4096),
-                                          ("sage", 32768), ("qwen3-vl", 32768)])
+                                          ("qwen3-vl", 32768)])
 def test_long_thoughts_have_their_tokens(monkeypatch, name, tokens):
     """And the context holds them beside the frames."""
     monkeypatch.setattr(sys, "argv", f"eval.py --data d --ckpt c --protocol {name}".split())
@@ -542,7 +540,7 @@ def test_an_endpoint_may_get_the_overview_as_one_video(play):
     reader = io.VideoMediaIO(io.ImageMediaIO(), **told)
     frames, meta = reader.load_base64(*read_url(url)).media
     assert frames.shape == asked[1].frames[0].images.shape and meta["fps"] == 1000.0
-    for flags in ("videozoomer --frames 4", "sage --frames 1"):
+    for flags in ("videozoomer --frames 4", "conan --frames 1"):
         _, asked, _ = play(f"--protocol {flags}", "<answer>B</answer>")
         assert "media_io_kwargs" not in engine.body(asked[0])
         assert engine.body(asked[0])["messages"] == endpoint.OpenAIEngine(
@@ -556,7 +554,7 @@ def read_url(url):
 
 
 # ------------------------------------------------------------------------------------------------
-# Conan, VideoZoomer, SAGE
+# Conan, VideoZoomer
 
 
 def test_conan_gets_eight_new_frames_a_round(play):
@@ -652,134 +650,12 @@ def test_videozoomer_zooms_once_a_turn(play, codec, said, status, why, ids):
         assert "<frame0_time" in text and "<frame3_time63.00s>" in text
 
 
-def test_sage_goes_step_by_step_in_text(play):
-    """Only the first call of a step runs; every step is a new conversation that holds the latest
-    results; frames are shown once."""
-    script = [tool("identify_timestamps_visually", event="a red square", timestamp_start="00:00:00",
-                   timestamp_end="00:00:30"),
-              tool("extract_parts_from_timestamp", timestamp_start="00:00:08",
-                   timestamp_end="00:00:16", extract_type="frames"),
-              tool("perform_reasoning", query="which colour?", media_paths=["part1"]),
-              tool("unified_web_search", query="x"),
-              "```json\n" + json.dumps({"final_answer": "(B) blue", "x": [1]})[:-1] + ",}\n```"]
-    episode, asked, record = play("--protocol sage --frames 4", *script)
-    assert record["score"] == 1.0 and record["said"] == "(B) blue"
-    main = [r for r in asked if r.id.count("/") == 3]
-    assert len(main) == 5 and [len(r.frames) for r in main] == [1, 0, 0, 0, 0]
-    assert all(len(r.messages) == 2 for r in main)
-    assert "Video Path: eval-0000.mp4 of duration 00:01:04." in texts(main[0].messages[1])
-    assert "(A) red\n(B) blue" in texts(main[0].messages[1])
-    assert [c["status"] for c in episode.calls] == ["ok", "ok", "ok", "unavailable"]
-    last = main[-1].messages[1]["content"]
-    assert "identify_timestamps_visually_#1: seen at 00:00:10" in last
-    assert "extract_parts_from_timestamp_#2: media_paths: [part1]" in last
-    assert "perform_reasoning_#3: seen at" in last
-    assert "unified_web_search_#4: error: this tool is not available" in last
-    assert "Video context: a square" in last
-    assert "Video Path: eval-0000.mp4 of duration 00:01:04." in last
-    assert 'Last tool: unified_web_search with arguments {"query": "x"}' in last
-    for request in main:  # the tools are named, as the publisher's place for them asks
-        lines = request.messages[0]["content"].split("<tools>\n")[1].split("\n</tools>")[0]
-        named = [json.loads(line)["function"]["name"] for line in lines.splitlines()]
-        assert len(named) == 6 and "perform_reasoning" in named
-    subs = [r for r in asked if r.id.count("/") == 4]
-    assert [f.seconds[0] >= 8 for r in subs for f in r.frames] == [False, True]
-    assert "a red square" in texts(subs[0].messages[1])
-
-
-@pytest.mark.parametrize("guess, ends", [
-    (dict(final_answer="A", recommended_tools={"needed": False, "tool_calls": []}), True),
-    (dict(final_answer="A", answerable={"verdict": True}), True),
-    (dict(final_answer="A", answerable={"verdict": False}), False),
-    (dict(final_answer="A", recommended_tools={"needed": True, "tool_calls": []}), True)])
-def test_sage_goes_on_while_it_needs_tools(play, guess, ends):
-    """A guess beside a needed call, or one that its own verdict takes back, is not the answer."""
-    answer = sage(final_answer="B", answerable={"verdict": True})
-    _, asked, record = play("--protocol sage --frames 4", sage(**guess), answer)
-    assert record["said"] == ("A" if ends else "B") and len(asked) == 2 - ends
-    call = {"name": "perform_reasoning", "arguments": {
-        "query": "how?", "media_paths": ["/data/videos/eval-0000.mp4"]}}
-    wanted = {"needed": True, "tool_calls": [call]}
-    episode, asked, record = play("--protocol sage --frames 4",
-                                  sage(final_answer="A", recommended_tools=wanted), answer)
-    assert record["said"] == "B" and episode.calls[0]["status"] == "ok"
-    # the video itself, by whatever folder: the whole of it
-    (sub,) = [request for request in asked if request.id.count("/") == 4]
-    assert sub.frames[0].seconds[-1] > 50
-
-
-@pytest.mark.parametrize("verdict, graded", [(True, "A"), (False, None)])
-def test_sage_grades_no_guess_that_its_own_verdict_takes_back(verdict, graded):
-    """Also in the last step, after which no call is run."""
-    turn = sage(final_answer="A", answerable={"verdict": verdict})
-    assert systems.sage_final([turn]) == graded
-
-
-def test_sage_arguments_may_lie_as_deep_as_json_is_read(play, monkeypatch):
-    def deep(value):
-        raise RecursionError
-
-    said = tool("unified_web_search", query="x")
-    monkeypatch.setattr(systems, "json", SimpleNamespace(
-        **{**vars(json), "dumps": lambda value: deep(value) if "query" in value else "[]"}))
-    _, asked, _ = play("--protocol sage --frames 4", said, '<json>{"final_answer": "B"}</json>')
-    assert "unified_web_search with arguments {}" in asked[1].messages[1]["content"]
-
-
-def test_sage_gets_its_publishers_texts_filled(play, tmp_path):
-    """Places of the form <<<name>>>; what a tool returned is never taken for one."""
-    (tmp_path / "one.txt").write_text("First.\n<<<tools>>>")
-    (tmp_path / "two.txt").write_text("Further.\n<<<tools>>>")
-    (tmp_path / "msg.txt").write_text(
-        "<<<previous_tool_call>>>|<<<visual_context>>>|<<<query>>>|<<<video_info>>>|"
-        "<<<tools_so_far>>>|<<<other>>>")
-    odd = tool("unified_web_search", query="<<<query>>>")
-    _, asked, _ = play("--protocol sage --frames 4", odd, sage(final_answer="B"),
-                       files=[f"{tmp_path}/{name}.txt" for name in ("one", "two", "msg")])
-    assert [r.messages[0]["content"].split("\n{")[0] for r in asked] == [
-        "First.\n<tools>", "Further.\n<tools>"]
-    parts = asked[1].messages[1]["content"].split("|")
-    assert parts[0] == 'unified_web_search with arguments {"query": "<<<query>>>"}'
-    assert parts[1] == "a square" and parts[2].startswith("Which {colour}")
-    assert parts[3:] == ["Video Path: eval-0000.mp4 of duration 00:01:04.",
-                         "unified_web_search_#1: error: this tool is not available", "<<<other>>>"]
-
-
-@pytest.mark.parametrize("said, why", [
-    ("no json at all", "not one JSON object"), (sage(), "neither a final answer"),
-    (tool("fly"), "unknown tool"),
-    (tool("identify_timestamps_visually", event="x", timestamp_start="00:00:00",
-          timestamp_end="00:20:00"), "at most 600 seconds"),
-    (tool("perform_reasoning", query="x", media_paths=["nowhere"]), "media_paths"),
-    (tool("perform_reasoning", query="x", media_paths=7), "media_paths"),
-    (sage(recommended_tools={"tool_calls": [{"name": "perform_reasoning", "arguments": []}]}),
-     "neither"),
-    ("{" * 5000, "not one JSON object")])
-def test_sage_is_told_what_was_wrong_and_asked_again(play, said, why):
-    episode, asked, record = play("--protocol sage --frames 4", said, sage(final_answer="B"))
-    assert record["score"] == 1.0 and why in episode.calls[0]["summary"]
-    assert episode.calls[0]["status"] == "error" and why in asked[-1].messages[1]["content"]
-
-
-@pytest.mark.parametrize("text, final", [
-    ('<json>{"final_answer": "B"}</json>', "B"), ('so\n```json\n{"final_answer": "B",}\n```', "B"),
-    ('```\n{"final_answer": "B"}', "B"), ('{"final_answer": "B"} ok', "B"),
-    ('<json>\n{"final_answer": "A"}</json> no: <json>{"final_answer": "B"}</json>', "B"),
-    ('<json>{"final_answer": "B"', None), ('{"a": {"final_answer": "B"}}', None),
-    ('{"final_answer": null}', None), ('{"final_answer": ["B"]}', '["B"]'), ("[1]", None),
-    ("", None)])
-def test_sage_replies_are_read_in_every_wrapping(text, final):
-    assert systems.sage_final([text]) == final
-
-
-@pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips, systems.parse_sage])
+@pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips])
 @pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>",
-                                  "<json>{" * 30000, '{"a":' * 50000, "[" * 100000, "</clip><clip>",
+                                  "</clip><clip>",
                                   "\0",
                                   '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}'
-                                  "</video_zoom>", "<clip>99999999999:1-2,-,--</clip>",
-                                  '<json>{"recommended_tools": {"tool_calls": [{"name": {}, '
-                                  '"arguments": {"timestamp_start": {}}}]}}</json>'])
+                                  "</video_zoom>", "<clip>99999999999:1-2,-,--</clip>"])
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):
     for call in parse(text):
         assert call.error or call.name
@@ -837,16 +713,15 @@ def test_prompts_are_read_from_a_publishers_file_and_hashed(play, tmp_path, monk
                        ("driver.py:OTHER", "driver.py:OTHER"), ("none.txt", "No such file")):
         with pytest.raises(launch.UserError, match=why):
             systems.read_prompts([f"{tmp_path}/{flags}"])
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", "--ckpt", "c", "--protocol", "sage",
-                                      "--prompt-file", f"{tmp_path}/user.txt"])
-    with pytest.raises(launch.UserError, match="takes 3: context_vlm"):
+    given = "eval.py --data d --ckpt c --protocol conan --prompt-file".split()
+    monkeypatch.setattr(sys, "argv", [*given, f"{tmp_path}/user.txt"])
+    with pytest.raises(launch.UserError, match="takes 6: texts made"):
         systems.make_protocol(evaluation.parse_args())
 
 
 @pytest.mark.parametrize("name, call", [("conan", "<clip>00:00:01-00:00:05</clip>"),
                                         ("videozoomer",
                                          '<video_zoom>{"segment": [1, 3], "fps": 1}</video_zoom>'),
-                                        ("sage", tool("unified_web_search", query="x")),
                                         ("longvt", "<think>x</think>" + CROP % (0, 2)),
                                         ("paravt", crops((0, 2)))])
 def test_an_agent_that_never_answers_is_stopped_after_its_rounds(play, name, call):

@@ -107,50 +107,6 @@ def test_the_test_has_its_size_although_answers_about_a_video_err_together(bench
 
 
 # ------------------------------------------------------------------------------------------------
-# Sample sizes
-
-
-@pytest.mark.parametrize("bench, spread", [(None, 0.3), ("mlvu", 0.3), ("mmvu", 0.1)])
-def test_as_many_videos_as_said_show_the_difference_in_four_of_five_worlds(bench, spread):
-    rng = np.random.default_rng(2)
-    needed = scores.videos_needed(worlds(rng, 3000, bench, spread=spread), bench, 12)
-    assert 20 < needed < 150
-    seen = [scores.sign_flip_p(worlds(rng, needed, bench, 0.12, spread), bench, draws=1000) < 0.05
-            for _ in range(300)]
-    assert 0.73 <= np.mean(seen) <= 0.87  # 3 standard errors around 0.8
-
-
-def test_sample_sizes_by_hand():
-    """Half of the videos +1, half -1: a variance of 1, and (1.960 + 0.842)^2 / 0.02^2 videos."""
-    records = [record(i, 1.0 - 2 * (i % 2)) for i in range(1000)]
-    assert scores.videos_needed(records, None, 2) == pytest.approx(7.849 / 0.0004 * 1.001, rel=1e-3)
-    assert scores.videos_needed(records, None, 4) == pytest.approx(7.849 / 0.0016 * 1.001, rel=2e-3)
-    # The spread is around the mean: 1 and 0 have a quarter of the variance.
-    records = [record(i, float(i % 2)) for i in range(1000)]
-    assert scores.videos_needed(records, None, 2) == pytest.approx(7.849 / 0.0016 * 1.001, rel=2e-3)
-    # A video with three items is no error if every item differs alike.
-    uneven = [record(f"{v}/{i}", 0.5, video=v) for v in range(9) for i in range(1 + v % 3)]
-    assert scores.videos_needed(uneven, None, 2) is None
-    # Five videos can never reach 0.05: 2 / 2^5 = 0.0625.
-    assert scores.videos_needed(records, None, 100) >= 6
-    tiny = [record(i, 0.001 * (i % 2)) for i in range(10)]
-    assert scores.videos_needed(tiny, None, 50) == 6
-    assert scores.videos_needed([record(i, 0.0) for i in range(9)], None, 2) is None
-
-
-def test_items_are_needed_as_videos_are(made, command, tmp_path):
-    """Two items a video: twice as many items as videos."""
-    videos = [i // 2 for i in range(24)]
-    a = made("a", [i % 2 for i in range(24)], videos=videos)
-    b = made("b", [i % 3 == 0 for i in range(24)], videos=videos)
-    lines, kept = compared(command, tmp_path, a, b)
-    (row,) = kept["differences"]
-    assert row["items_needed"] == 2 * row["videos_needed"] and (row["videos"], row["n"]) == (12, 24)
-    assert "2 points need" in lines[-3] and lines[-1].split()[-2:] == [
-        str(row["videos_needed"]), str(row["items_needed"])]
-
-
-# ------------------------------------------------------------------------------------------------
 # Comparisons
 
 
@@ -337,7 +293,7 @@ def test_departures_are_numbered_footnotes(made, command):
 
 
 def test_one_video_or_none_gives_no_interval(made, command, tmp_path):
-    """In every table; a p-value and a sample size need two videos as well."""
+    """In every table; a p-value needs two videos as well."""
     alone = [record(i, i % 2, video="v") for i in range(6)]
     value, draws = scores.resampled(alone, None)
     assert value == 0.5 and scores.interval(draws) is None
@@ -346,7 +302,7 @@ def test_one_video_or_none_gives_no_interval(made, command, tmp_path):
     mixed = [*alone, record("open", 1.0, type="open")]
     assert len(scores.resampled(mixed, "mmvu")[1]) == 0
     assert len(scores.resampled(mixed, None)[1]) == 2000
-    assert scores.sign_flip_p(alone, None) is scores.videos_needed(alone, None, 2) is None
+    assert scores.sign_flip_p(alone, None) is None
     one = made("one", [1, 1, 0], bench="mlvu", videos=[0, 0, 0])
     two = made("two", [1, 0, 0], bench="mlvu", videos=[0, 0, 0])
     _, printed, _ = command("--rescore", one)
