@@ -409,7 +409,6 @@ def main():
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
     log = open_run(args, policy, start, f"{args.prompts} prompts x {args.group} rollouts = "
                    f"{args.prompts * args.group} a step, K {args.frames}")
-    labels = metrics.labels_by_type(tasks)
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     stop_asked = launch.stop_on_signal()
@@ -462,7 +461,7 @@ def main():
 
         # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
         write_rollouts(args.out, step, rank, episodes)
-        metrics.log_step(log, step, steps, episodes, labels, stats, {
+        metrics.log_step(log, step, steps, episodes, stats, {
             "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "judge": judge is not None,
             "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})

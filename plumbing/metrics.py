@@ -11,59 +11,55 @@ grpo.py.
 import contextlib
 import importlib.util
 import json
-import math
 import os
-import statistics
 import sys
 import time
 
 import launch
 import rewards
 
+PHASES = ("rollout_s", "train_s", "sync_s")  # their seconds are logged
 
-def log_step(log, step, steps, episodes, labels, stats, counts):
+
+def log_step(log, step, steps, episodes, stats, counts):
     """Writes the metrics of a step, and warns of signs that the run learns nothing. episodes,
-    counts: of this rank; stats: of all ranks. labels: see by_chance. Collective."""
-    rows = launch.gather_rows([episode_row(e, labels) for e in episodes])
+    counts: of this rank; stats: of all ranks. Collective."""
+    rows = launch.gather_rows([episode_row(e) for e in episodes])
     counts = launch.gather_rows([counts])
-    if log:  # rank 0
-        m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
-        log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
-        found = {name: line for name, line in signs(log.rows).items() if name not in log.warned}
-        # Once per run, and one line per step: the first sign is the cause, others follow from it.
-        # After a collapse of the whole run every other number looks bad too.
-        if found and not log.warned & {"f_tau", "entropy", "failed"}:
-            print(f"WARNING step {step + 1}: {next(iter(found.values()))}", flush=True)
-        log.warned |= found.keys()
+    if not log:  # rank 0 alone writes
+        return
+    # Numbers that are summed over ranks instead of averaged over rollouts. Seconds and speeds are
+    # those of rank 0, because ranks wait for each other at the update.
+    first, packed = counts[0], sum(c["packed"] for c in counts)
+    sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
+    m = {**summarise(rows), **stats, **{name: first[name] for name in PHASES},
+         "zero_variance": sum(c["skipped"] for c in counts),
+         "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
+         "decode_s": max(c["decode_s"] for c in counts),
+         "rollout_tokens_per_s": sampled / max(first["rollout_s"], 1e-9),
+         "train_tokens_per_s": packed / max(first["train_s"], 1e-9), "step": step + 1}
+    if first["judge"]:
+        judged = [row for row in rows if row["judge"] is not None]
+        m |= {"judged": len(judged),
+              "judge_failed": sum(row["judge"] == "fallback" for row in judged),
+              "judge_cached": sum(row["judge_cached"] for row in judged
+                                  if row["judge"] != "fallback")}
+    seconds_per_step = (time.monotonic() - log.began) / (step + 1 - log.start)
+    log.write(m, step_line(m, steps, seconds_per_step * (steps - step - 1)))
+    warnings = {name: line for name, line in signs(log.rows).items() if name not in log.warned}
+    # Once per run, and one line per step: the first sign is the cause, others follow from it.
+    # After a collapse of the whole run every other number looks bad too.
+    if warnings and not log.warned & {"f_tau", "entropy", "failed"}:
+        print(f"WARNING step {step + 1}: {next(iter(warnings.values()))}", flush=True)
+    log.warned |= warnings.keys()
 
 
-def labels_by_type(tasks):
-    """Tasks -> {type: [(id, answer)]}, for by_chance."""
-    return {kind: [(task["id"], task["answer"]) for task in tasks if task["type"] == kind]
-            for kind in {task["type"] for task in tasks}}
-
-
-def by_chance(e, labels):
-    """R_acc that the answer of `e` earns against the label of another task of the same type. Right
-    answers earn more against their own labels. None if there is no other task."""
-    known = labels.get(e.task["type"], [])
-    # A digest, so that the same rollout is compared with the same label in every run.
-    at = launch.stable_number("label", e.group, e.sample) % max(1, len(known))
-    # The task itself may be drawn. Its neighbour is another one, because ids are unique.
-    two = [known[(at + n) % len(known)] for n in range(min(2, len(known)))]
-    others = [a for name, a in two if name != e.task["id"] and a is not None]
-    answer = rewards.final_answer(e.turns, e.think_open)
-    return rewards.accuracy(answer, e.task["type"], others[0],
-                            e.task.get("options")) if others else None
-
-
-def episode_row(e, labels):
+def episode_row(e):
     """The numbers of one episode for the log, small enough to send to rank 0."""
     # f_tau uses the paper's terms in every run, so that runs with other terms can be compared.
     ruler = rewards.format_reward(e.turns, e.think_open)
     return {
         "K": e.num_frames, "type": e.task["type"], "group": e.group, "status": e.status,
-        "chance": by_chance(e, labels),
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
         # All numbers of the reward, so a term that is added in rewards.score is logged by itself.
         "reward": {name: n for name, n in e.reward.items() if name not in ("judge", "windows")},
@@ -114,13 +110,6 @@ def call_minus_skip(rows):
                 if called and skipped)
 
 
-def window_means(rows):
-    """{"window_recall": .., ..}: means over rollouts that looked and whose tasks have evidence. {}
-    if there are none."""
-    judged = [row["windows"] for row in rows if row["windows"]]
-    return {f"window_{name}": average(judged, name) for name in judged[0]} if judged else {}
-
-
 def summarise(rows):
     """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
     broken video has no accuracy and no format, so zeros for it would blame the policy."""
@@ -128,35 +117,34 @@ def summarise(rows):
     terms = dict.fromkeys(name for row in rows for name in row["reward"])
     # From here on only rollouts that are ok. None stands for a mean over nothing.
     rows = [row for row in rows if row["status"] == "ok"]
-    out = {"total": None, "acc": None}  # if no task has a label
+
+    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
+    # type among several shows per type only.
+    def cell(some):
+        out = {"n": len(some), **{name: average(some, name) for name in ("acc", "f_tau",
+                                                                        "well_formed")},
+               "kappa": average(some, "executed"), "call_minus_skip": call_minus_skip(some)}
+        # Means over rollouts that looked and whose tasks have evidence.
+        looked = [row["windows"] for row in some if row["windows"]]
+        return out | {f"window_{name}": average(looked, name) for name in (looked or [{}])[0]}
+
+    out = {"total": None}  # if no task has a label
     out |= {name: mean(row["reward"][name] for row in rows if row["reward"]) for name in terms}
-    out |= {name: average(rows, name) for name in ("length", "turns", "f_tau", "well_formed",
-                                                   "sub_tokens")}
-    out |= {name: average(rows, column) for name, column in (
-        ("kappa", "executed"), ("written_calls", "written"), ("valid_calls", "parseable"))}
+    out |= {name: number for name, number in cell(rows).items() if name != "n"}
+    out |= {"length": average(rows, "length"), "turns": average(rows, "turns"),
+            "sub_tokens": average(rows, "sub_tokens"),
+            "written_calls": average(rows, "written"), "valid_calls": average(rows, "parseable")}
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
     # Of all turns of the step, a rollout of three turns counts three times.
     turns = sum(row["turns"] for row in rows)
     out["cut_turns"] = sum(row["cut"] for row in rows) / turns if turns else None
     out["not_ok"] = failed
-    out |= window_means(rows)
-    out["call_minus_skip"] = call_minus_skip(rows)
     # Closed / opened over all turns of the step. None: no such tag was opened.
     out["closure"] = {}
     for tag in rewards.KINDS:
         opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
         out["closure"][tag] = closed / opened if opened else None
-    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
-    # type among several shows per type only.
-    def cell(some):
-        return {"n": len(some), "acc": average(some, "acc"), "f_tau": average(some, "f_tau"),
-                "well_formed": average(some, "well_formed"), "kappa": average(some, "executed"),
-                "call_minus_skip": call_minus_skip(some), **window_means(some)}
-
-    out["by_K"] = by_value(rows, "K", cell)
-    out["by_type"] = by_value(rows, "type",
-                              lambda some: {**cell(some), "chance": average(some, "chance")})
-    return out
+    return out | {"by_K": by_value(rows, "K", cell), "by_type": by_value(rows, "type", cell)}
 
 
 def signs(history):
@@ -193,21 +181,12 @@ def signs(history):
         if lasting(lambda share: share is not None and share < 0.5, shares):
             found[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
                                      "start did not teach the format, or --lr is too high")
-    for kind, cell in m["by_type"].items():
+    for kind in m["by_type"]:
         cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
         if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
             found[f"type {kind}"] = (
                 f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
                 "the labels are right and in the form that the answers have (--show-every 1)")
-        # Rollouts of one step vary together, so the spread over steps is the measure of noise.
-        apart = [c["acc"] - c["chance"] for c in cells[-5:] if c["chance"] is not None]
-        if cell["acc"] and len(apart) == 5:
-            # Not "no better than noise": few prompts are noisy. Surely hardly better.
-            if mean(apart) + 2 * statistics.stdev(apart) / math.sqrt(5) < 0.05:
-                found[f"chance {kind}"] = (
-                    f"answers to tasks of type {kind} fit their own labels no better than the "
-                    "labels of other tasks, for 5 steps: see whether labels are mixed up between "
-                    "rows, or the checkpoint cannot do the task yet")
     # Without a signal no weight moves, so the next steps look the same. A few groups may be equal
     # by chance.
     equal = lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three)
@@ -238,25 +217,6 @@ def step_line(m, steps, eta):
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
 
 
-def step_counts(rows, counts):
-    """Numbers that are summed over ranks instead of averaged over rollouts, and speeds by the clock
-    of rank 0."""
-    # Seconds are rank 0's, because ranks wait for each other at the update.
-    times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
-    packed = sum(c["packed"] for c in counts)
-    sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
-    judged = [row["judge"] for row in rows if row["judge"] is not None]
-    judge = {"judged": len(judged), "judge_failed": judged.count("fallback"),
-             "judge_cached": sum(row["judge_cached"] for row in rows
-                                 if row["judge"] in (True, False))}
-    return {**times, **(judge if counts[0]["judge"] else {}),
-            "zero_variance": sum(c["skipped"] for c in counts),
-            "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
-            "decode_s": max(c["decode_s"] for c in counts),
-            "rollout_tokens_per_s": sampled / max(times["rollout_s"], 1e-9),
-            "train_tokens_per_s": packed / max(times["train_s"], 1e-9)}
-
-
 class Log:
     """Rank 0's numbers of each step: the same to log.jsonl, to the terminal and to --track."""
 
@@ -277,24 +237,20 @@ class Log:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         print(line, flush=True)
-        numbers = flat(record)
-        self.track("log", numbers, step=numbers.pop("step"))
+        if self.tracker:
+            numbers = flat(record)
+            self.track("log", numbers, step=numbers.pop("step"))
 
     def track(self, call, *given, **named):
         """Calls a function of --track. Errors are printed once, and end no run."""
         try:
-            if self.tracker:
-                getattr(self.tracker, call)(*given, **named)
+            getattr(self.tracker, call)(*given, **named)
         except Exception as error:  # of whatever kind: log.jsonl has the numbers
             if "track" not in self.warned:
                 why = f"{type(error).__name__}: {launch.printable(error)}"
                 print(f"--track: {why}; the run goes on, log.jsonl has all numbers",
                       file=sys.stderr, flush=True)
             self.warned.add("track")
-
-    def eta(self, step, steps):
-        """Seconds until step `steps` at the pace so far."""
-        return (time.monotonic() - self.began) / (step - self.start) * (steps - step)
 
     def close(self, step, steps):
         """Prints how the run ended."""
@@ -304,7 +260,8 @@ class Log:
             end = f"stopped after step {step} of {steps}; the same command goes on from {self.out}"
         print(end, flush=True)
         self.file.close()
-        self.track("finish")
+        if self.tracker:
+            self.track("finish")
 
 
 def add_track_arguments(add):

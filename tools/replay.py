@@ -136,7 +136,7 @@ def main():
     trees, tokens, skipped = grpo.training_trees(groups, args)
     stats = grpo.update(policy, reference, optimizer, trees, tokens, args, teacher)
     grpo.check_gap(0, stats["gap"], grpo.gap_tolerance())
-    metrics.log_step(log, 0, 1, episodes, {}, stats, {
+    metrics.log_step(log, 0, 1, episodes, stats, {
         "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
         "judge": judge is not None, "decode_s": 0.0, "rollout_s": rollout_s,
         "train_s": time.monotonic() - clock, "sync_s": 0.0})

@@ -370,7 +370,7 @@ def test_each_number_of_the_log_has_its_curve(tmp_path):
     """A null is a missing point and no zero: nothing was ok in step 2."""
     first = {"step": 1, "acc": 0.5, "cut_turns": 0.25, "not_ok": 0, "gap": 1e-6, "f_released": 0.4,
              "by_K": {"16": {"acc": 0.5}, "4": {"acc": 0.25}},
-             "by_type": {"mcq": {"acc": 1.0, "n": 2, "chance": 0.25}, "a.b": {"acc": 0.0, "n": 1}}}
+             "by_type": {"mcq": {"acc": 1.0, "n": 2}, "a.b": {"acc": 0.0, "n": 1}}}
     second = {**dict.fromkeys(first), "step": 2, "not_ok": 6, "by_K": {}, "by_type": {}}
     third = {**first, "step": 3, "by_type": {"mcq": {"acc": None}}, "val": HELD_OUT}
     held_out = {"step": 4, "val": {"not_ok": 1}}  # in a row of its own
@@ -380,7 +380,7 @@ def test_each_number_of_the_log_has_its_curve(tmp_path):
     assert drawn["Accuracy term"] == {"run": [[1, 0.5], [3, 0.5]]}
     assert drawn["Log-prob gap"] == {"run mean": [[1, 1e-6], [3, 1e-6]]}
     assert drawn["Accuracy by type"] == {
-        "run a.b": [[1, 0.0]], "run mcq": [[1, 1.0]], "run mcq by chance": [[1, 0.25]]}
+        "run a.b": [[1, 0.0]], "run mcq": [[1, 1.0]]}
     assert list(drawn["Accuracy by K"]) == ["run K 4", "run K 16"]
     assert drawn["Held-out accuracy"] == {"run with tools": [[3, 0.5]], "run without": [[3, 0.25]]}
     assert drawn["Held-out accuracy by K"] == {"run K 4": [[3, 0.125]], "run K 16": [[3, 1.0]]}

@@ -455,7 +455,7 @@ def test_a_thought_that_the_template_opens_is_scored_as_a_forced_one(codec, kind
             "think"] == [2, 2]
     else:
         assert len(forced.context.ids) == len(free.context.ids) + 4
-    same = metrics.episode_row(free, {})["f_tau"] == metrics.episode_row(forced, {})["f_tau"]
+    same = metrics.episode_row(free)["f_tau"] == metrics.episode_row(forced)["f_tau"]
     assert same == (kind == "thinking")
 
 
