@@ -390,7 +390,7 @@ def main():
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
-    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see runs.is_best
+    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see metrics.is_best
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
@@ -469,7 +469,7 @@ def main():
         # the same number, so all of them save or none.
         if eval_due:
             acc, unread = evaluate(log, sampler, held, step + 1, args)
-            if runs.is_best(acc, best, unread, best_unread):
+            if metrics.is_best(acc, best, unread, best_unread):
                 best, best_step, best_unread = acc, step + 1, unread
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_asked.is_set())
@@ -481,7 +481,7 @@ def main():
             checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state)
             launch.beat(args.patience)
         if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
-            launch.give_back_memory()
+            video.give_back_memory()
         if stopping:
             break
 

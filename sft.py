@@ -366,7 +366,7 @@ def main():
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, best = state.get("step", 0), state.get("best", math.inf)
-    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see runs.is_best
+    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see metrics.is_best
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
@@ -444,7 +444,7 @@ def main():
                 known = None if math.isnan(value) else value
                 log.write({"step": step + 1, "val_loss": known}, line)
             # Every rank has the same numbers, so all of them save or none.
-            if runs.is_best(-value, -best, unread, best_unread):
+            if metrics.is_best(-value, -best, unread, best_unread):
                 best, best_step, best_unread = value, step + 1, unread
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.

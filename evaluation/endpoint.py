@@ -24,16 +24,8 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.judge import (
-    Client,
-    Reply,
-    address,
-    open_judge,
-    passing,
-    probe_messages,
-    read_verdicts,
-    refusal,
-)
+from plumbing.endpoint import PROBE, Client, Reply, address, passing, refusal
+from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
 
@@ -158,7 +150,7 @@ class OpenAIEngine(Client):
         """Asks one server for a few tokens of text, or for a call of `tools` -> (Completion,
         status, seconds to wait), as `post` does."""
         request = ChatRequest("probe", [], [], [], [], 64 if tools else 16, 0.0, 0,
-                              call_messages() if tools else probe_messages(), tools=tools)
+                              call_messages() if tools else PROBE, tools=tools)
         done, *rest = await self.said(url, request, json.dumps(self.body(request)).encode(),
                                       seconds)
         if done.error == NO_TEXT:  # a thought is longer than a probe
@@ -179,7 +171,7 @@ class OpenAIEngine(Client):
                 # server is more often a mistake.
                 if not done.error or not passing(status) or status == 0 or attempt == self.retries:
                     break
-                await self.pause(max(2.0**attempt, after))
+                await asyncio.sleep(max(2.0**attempt, after))
             if done.error:
                 reply = Reply(status, error=done.error)
                 raise launch.UserError(refusal(url, self.model_name, reply))
@@ -297,7 +289,7 @@ class OpenAIEngine(Client):
                         self.awake.set()
                 if not fails or attempt == self.retries:
                     return done
-                await self.pause(max(2.0**attempt, after))
+                await asyncio.sleep(max(2.0**attempt, after))
 
     async def check_refusal(self, url):
         """Ends the run if the server refuses a plain request, too: a wrong key would fail every
@@ -312,7 +304,7 @@ class OpenAIEngine(Client):
         until = time.monotonic() + self.server_wait
         for attempt in itertools.count():
             if pause:
-                await self.pause(min(pause, max(0.0, until - time.monotonic())))
+                await asyncio.sleep(min(pause, max(0.0, until - time.monotonic())))
             if self.ending:
                 return
             for url in self.busy:

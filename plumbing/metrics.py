@@ -197,6 +197,18 @@ def signs(history):
     return found
 
 
+def is_best(value, best, unread, best_unread):
+    """Whether a held-out value, higher is better, is the new best one. unread: rows whose videos
+    could not be read, so that the value is a mean over the others; means over other rows cannot be
+    compared. best_unread: those of the best value, None: there is none yet."""
+    if best_unread not in (None, unread):
+        more = set(unread) < set(best_unread)
+        launch.say(f"held-out rows not read: {len(best_unread)} at `best`, {len(unread)} now,"
+                   + (" so `best` begins anew" if more else " so this is no `best`"))
+        best = float("-inf" if more else "inf")
+    return value > best  # no number, NaN, is no best
+
+
 def number(value, form=".2f"):
     """A number for the terminal, "-" for None."""
     return "-" if value is None else format(value, form)

@@ -12,7 +12,7 @@ import rollout
 from engine import Completion
 from evaluation import episodes
 from evaluation.endpoint import call_messages
-from plumbing.judge import probe_messages
+from plumbing.endpoint import PROBE
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 AGENT = rollout.Agent(context=4096, max_new_tokens=512, sub_max_new_tokens=64)
@@ -110,7 +110,7 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if body["messages"] in (probe_messages(), call_messages()):
+                if body["messages"] in (PROBE, call_messages()):
                     outer.probes += 1
                     reply = probe
                 else:

@@ -20,7 +20,7 @@ import launch
 import rollout
 import video
 from evaluation import endpoint
-from plumbing.judge import Client
+from plumbing.endpoint import Client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

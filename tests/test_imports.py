@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "plumbing.data",
-         "plumbing.judge", "plumbing.runs", "plumbing.checkpoint", "plumbing.metrics", "rollout",
-         "toy", "sft", "grpo",
+ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "plumbing.subtitles",
+         "plumbing.data",
+         "plumbing.endpoint", "plumbing.judge", "plumbing.runs", "plumbing.checkpoint",
+         "plumbing.metrics", "plumbing.frozen", "rollout", "toy", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.readers", "evaluation.sources", "evaluation.episodes", "evaluation.paper",
          "evaluation.paper_driver", "evaluation.paper_texts", "evaluation.systems",

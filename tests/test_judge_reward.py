@@ -61,7 +61,8 @@ def pay(judge, *episodes):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr(client.Client, "pause", lambda self, seconds: asyncio.sleep(0))
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
 
 
 @pytest.fixture

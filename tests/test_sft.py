@@ -24,7 +24,7 @@ import launch
 import model
 import sft
 import video
-from plumbing import checkpoint, data, runs
+from plumbing import checkpoint, data, metrics, runs
 
 
 def settings_for_chats(**changed):
@@ -488,12 +488,12 @@ def test_an_evaluation_without_its_videos_is_no_best(outage, tmp_path):
 
 
 def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
-    assert runs.is_best(-2.0, -3.0, [], []) and not runs.is_best(-3.0, -3.0, [], [])
-    assert runs.is_best(-9.0, -float("inf"), [7], None) and runs.is_best(-2.0, -3.0, [7], [7])
-    assert not runs.is_best(float("nan"), -float("inf"), [], None)
+    assert metrics.is_best(-2.0, -3.0, [], []) and not metrics.is_best(-3.0, -3.0, [], [])
+    assert metrics.is_best(-9.0, -float("inf"), [7], None) and metrics.is_best(-2.0, -3.0, [7], [7])
+    assert not metrics.is_best(float("nan"), -float("inf"), [], None)
     assert not capsys.readouterr().out
     # As many rows that are others cannot be compared either.
     for unread, before in (([7], []), ([7], [8]), ([7, 8], [7])):
-        assert not runs.is_best(-0.1, -3.0, unread, before)
+        assert not metrics.is_best(-0.1, -3.0, unread, before)
         assert "no `best`" in capsys.readouterr().out
-    assert runs.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
+    assert metrics.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out

@@ -41,18 +41,6 @@ def test_neither_the_base_of_adapters_nor_a_bare_checkpoint_is_written_to(refuse
     assert "args.json" not in os.listdir(bare)
 
 
-@pytest.mark.parametrize("link", ["last", "best"])
-def test_a_link_that_became_a_folder_is_refused_at_the_start(refused, toy, tmp_path, link):
-    """As cp -rL copies a run: the first save could not replace it."""
-    begun(toy, tmp_path / "run", ckpt="elsewhere")
-    shutil.copytree(tmp_path / "run" / "last", tmp_path / "copy")
-    (tmp_path / "run" / "last").unlink()
-    shutil.move(tmp_path / "copy", tmp_path / "run" / link)
-    why = refused("sft", toy / "init", tmp_path / "run", "--no-resume")
-    assert f"run/{link} is a folder" in why and "move it elsewhere" in why
-    assert runs.is_complete(str(tmp_path / "run" / link))
-
-
 # ------------------------------------------------------------------------------------------------
 # A folder that another run writes to
 
@@ -160,17 +148,6 @@ def refused_with(number):
         raise OSError(number, os.strerror(number))
 
     return refuse
-
-
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_filesystem_without_links_is_refused_at_the_start(refused, monkeypatch, toy, tmp_path,
-                                                            number):
-    """As exFAT, SMB and some FUSE answer."""
-    monkeypatch.setattr(os, "symlink", refused_with(number))
-    for script in ("sft", "grpo"):
-        why = refused(script, toy / "init", tmp_path / "run")
-        assert os.strerror(number) in why and "are links" in why and "\n" not in why
-    assert os.listdir(tmp_path / "run") == ["rollouts"]
 
 
 def test_a_filesystem_without_modes_or_the_fsync_of_a_folder_is_enough(monkeypatch, tmp_path):
