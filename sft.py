@@ -40,7 +40,7 @@ import chat
 import launch
 import model
 import video
-from plumbing import checkpoint, data, metrics, runs
+from plumbing import checkpoint, data, metrics, runs, tracker
 
 
 def build_parser():
@@ -76,7 +76,7 @@ def build_parser():
     add = parser.add_argument_group("looking and saving").add_argument
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
-    metrics.add_track_arguments(add)
+    tracker.add_track_arguments(add)
     launch.add_arguments(add)
     return parser
 
@@ -102,7 +102,7 @@ def parse_args():
     launch.at_least(1, args, "batch_size", "pack_tokens", "max_len")
     if args.lora and args.optimizer == "muon":
         raise launch.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
-    metrics.check_tracker(args)
+    tracker.check_tracker(args)
     return args
 
 
@@ -385,7 +385,10 @@ def main():
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:  # a resumed run: fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizers, folder)
-    log = open_run(args, policy, train, start, steps, rank, world)
+    # --steps and --batch-size decide, so the passes over the data may be no whole number.
+    epochs = steps * args.batch_size / len(train.rows)
+    log = metrics.open_log(args, start, f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} "
+                           f"steps of {args.batch_size} chats | {checkpoint.weights_line(policy)}")
 
     # A thread decodes, tokenises and packs the next batch while this one trains. One thread: the
     # batches come in order, and no two threads change the same Chats.
@@ -464,22 +467,6 @@ def main():
         log.close(step + 1, steps)
     prefetch.shutdown(cancel_futures=True)  # after SIGTERM a batch may still be in the making
     launch.end_process_group()
-
-
-def open_run(args, policy, train, start, steps, rank, world):
-    """On rank 0: writes the settings beside the outputs, prints the size of the run -> Log. None on
-    other ranks."""
-    if rank:
-        return None
-    # args.json before the first step: a run that dies early still says how it was started.
-    runs.write_args(os.path.join(args.out, "args.json"), args)
-    runs.clean_run(args.out, start)
-    # --steps and --batch-size decide, so the passes over the data may be no whole number.
-    epochs = steps * args.batch_size / len(train.rows)
-    print(f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} steps of {args.batch_size} "
-          f"chats on {world} rank{'s' if world > 1 else ''} | {checkpoint.weights_line(policy)}",
-          flush=True)
-    return metrics.Log(args.out, start, args)
 
 
 def step_line(r, steps, eta):

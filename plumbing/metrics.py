@@ -9,7 +9,6 @@ What each number means: docs/metrics.md. Reads and writes --out/log.jsonl. Used 
 grpo.py.
 """
 import contextlib
-import importlib.util
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ import time
 
 import launch
 import rewards
+from plumbing import runs, tracker
 
 PHASES = ("rollout_s", "train_s", "sync_s")  # their seconds are logged
 
@@ -209,6 +209,33 @@ def is_best(value, best, unread, best_unread):
     return value > best  # no number, NaN, is no best
 
 
+def log_held_out(log, step, rows):
+    """Logs the held-out accuracy of an evaluation, with and without tools, per K and type -> (that
+    with tools, ids of the tasks that failed, which it leaves out). rows: of this rank.
+    Collective."""
+    # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
+    rows = launch.gather_rows(rows)
+    good = [row for row in rows if row["status"] in ("ok", "context")]
+
+    def cell(some):
+        with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
+        return {"n": len(with_tools), "acc": average(with_tools, "acc"),
+                "acc_without_tools": average(without, "acc")}
+
+    # A K or a type may be worse while the mean is better.
+    val = {**cell(good), "not_ok": len(rows) - len(good),
+           **{f"by_{name}": by_value(good, name, cell) for name in ("K", "type")}}
+    if log:
+        failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
+        log.write({"step": step, "val": val},
+                  f"step {step:04d} | held-out acc {number(val['acc'])} no tools "
+                  f"{number(val['acc_without_tools'])}{failed}")
+    # An answer that token F1 scored, because the judge was away, cannot be compared either.
+    comparable = {row["id"] for row in good if row["tools"] and row["judge"] != "fallback"}
+    unread = sorted({row["id"] for row in rows} - comparable)
+    return -1.0 if val["acc"] is None else val["acc"], unread
+
+
 def number(value, form=".2f"):
     """A number for the terminal, "-" for None."""
     return "-" if value is None else format(value, form)
@@ -229,6 +256,20 @@ def step_line(m, steps, eta):
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
 
 
+def open_log(args, start, size):
+    """On rank 0: writes the settings beside the outputs, prints `size`, the size of the run -> Log.
+    None on other ranks. start: the step after which the run goes on."""
+    rank, world = launch.rank_and_world()
+    if rank:
+        return None
+    # args.json before the first step: a run that dies early still says how it was started.
+    runs.write_args(os.path.join(args.out, "args.json"), args)
+    # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
+    runs.clean_run(args.out, start)
+    print(f"{size} | {world} rank{'s' if world > 1 else ''}", flush=True)
+    return Log(args.out, start, args)
+
+
 class Log:
     """Rank 0's numbers of each step: the same to log.jsonl, to the terminal and to --track."""
 
@@ -241,7 +282,7 @@ class Log:
         kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
         launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(path, "a", encoding="utf-8")
-        self.tracker = start_tracker(out, start, args)
+        self.tracker = tracker.start_tracker(out, start, args)
 
     def write(self, record, line):
         """Adds a row to log.jsonl and to --track, and prints `line`."""
@@ -250,7 +291,7 @@ class Log:
         self.file.flush()
         print(line, flush=True)
         if self.tracker:
-            numbers = flat(record)
+            numbers = tracker.flat(record)
             self.track("log", numbers, step=numbers.pop("step"))
 
     def track(self, call, *given, **named):
@@ -274,53 +315,6 @@ class Log:
         self.file.close()
         if self.tracker:
             self.track("finish")
-
-
-def add_track_arguments(add):
-    """Flags of a tracker. add: add_argument of a parser's group."""
-    add("--track", choices=["trackio", "wandb", "swanlab"],
-        help="send the numbers of log.jsonl there too; needs the package of this name")
-    add("--project", default="paravt", help="of --track")
-
-
-def check_tracker(args):
-    """Raises UserError if the package of --track is missing: before models are loaded."""
-    # A folder wandb/ of earlier runs is found too, as a package without an origin.
-    if args.track and not getattr(importlib.util.find_spec(args.track), "origin", None):
-        raise launch.UserError(f"--track {args.track}: the package is not installed: "
-                        f"pip install {args.track}")
-
-
-def start_tracker(out, start, args):
-    """-> the module of --track, in which a run has begun, or goes on if start > 0. None without
-    --track. Raises UserError if the tracker refuses."""
-    if not args.track:
-        return None
-    path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
-    if not start or not os.path.exists(path):
-        launch.write_atomic(path, os.urandom(16).hex()[:21])
-    with open(path, encoding="utf-8") as f:
-        identity = f.read()
-    # trackio knows a run by its name, so the name must be its own.
-    name = f"{os.path.basename(os.path.abspath(out))}-{identity[:6]}"
-    place = {"trackio": {}, "wandb": {"id": identity, "dir": out},
-             "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
-    try:
-        tracker = importlib.import_module(args.track)
-        tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it
-                     resume="allow", **place)
-    except Exception as error:  # no login, no network: every tracker has errors of its own
-        why = " ".join(str(error).split())
-        raise launch.UserError(f"--track {args.track}: {type(error).__name__}: {why}") from None
-    return tracker
-
-
-def flat(value, name=""):
-    """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
-    if isinstance(value, dict):
-        parts = [flat(part, f"{name}/{key}") for key, part in value.items()]
-        return {key: number for part in parts for key, number in part.items()}
-    return {name[1:]: value} if isinstance(value, (int, float)) else {}
 
 
 def whole_rows(path):

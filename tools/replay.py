@@ -27,7 +27,7 @@ import rewards
 import rollout
 import video
 from evaluation import folders
-from plumbing import checkpoint, metrics, runs
+from plumbing import checkpoint, metrics, policies, runs
 from plumbing.judge import open_judge
 from tools import pick
 
@@ -107,12 +107,12 @@ def main():
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     complete(episodes, codec)
-    policy, reference, optimizer = grpo.load_models(args, ckpt, codec, source, device, None)
-    teacher = grpo.load_teacher(wise, args, codec, device)
+    policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, None)
+    teacher = policies.load_teacher(wise, args, codec, device)
     if teacher is not None:
         teacher.features.load = source.load
-    log = grpo.open_run(args, policy, 0,
-                        f"one update from the rollouts of {len(args.rollouts)} files")
+    log = metrics.open_log(args, 0, f"one update from the rollouts of {len(args.rollouts)} files | "
+                           f"{checkpoint.weights_line(policy)}")
 
     # A rank takes whole groups, because sigma needs all rollouts of a group.
     clock = time.monotonic()

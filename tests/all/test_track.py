@@ -16,6 +16,7 @@ from conftest import ROOT
 
 import launch
 from plumbing import metrics
+from plumbing import tracker as tracker_py
 
 TRACKERS = ["trackio", "wandb", "swanlab"]
 ROW = {"acc": 0.25, "n": 3, "val": None, "why": "text", "by_K": {"4": {"acc": 0.5, "tau": None}}}
@@ -66,7 +67,7 @@ def log(out, start, *steps, name):
 
 def test_the_numbers_of_the_log_are_sent_and_a_run_goes_on(tracker, tmp_path):
     out = tmp_path / "some run"
-    metrics.check_tracker(flags(tracker.__name__))
+    tracker_py.check_tracker(flags(tracker.__name__))
     log(out, 0, 1, 2, name=tracker.__name__)
     log(out, 2, 3, name=tracker.__name__)
     (_, first), (_, second) = tracker.calls[0], tracker.calls[4]
@@ -112,8 +113,8 @@ def test_a_missing_package_is_one_line(name, folder, tmp_path, monkeypatch):
     importlib.invalidate_caches()
     with pytest.raises(launch.UserError, match=f"--track {name}: the package is not installed: pip "
                        f"install {name}"):
-        metrics.check_tracker(flags(name))
-    metrics.check_tracker(flags(None))
+        tracker_py.check_tracker(flags(name))
+    tracker_py.check_tracker(flags(None))
 
 
 def test_without_the_flag_nothing_is_sent_or_written(tmp_path):
