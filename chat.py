@@ -85,12 +85,6 @@ def vision_item(spec: dict, frames) -> VisionItem:
     return VisionItem(dict(spec), frames.key, t, height, width, frames.seconds.tolist())
 
 
-def tokens_per_item(codec, item):
-    """Vision tokens of one frame (channel image) or of one pair of frames (channel video)."""
-    side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
-    return (item.height // side) * (item.width // side)
-
-
 def frame_times(codec, item):
     """Seconds that stand before each run of placeholders: of one frame, or the mean of a pair."""
     step = 1 if codec.channel == "image" else codec.temporal  # frames in a run of placeholders
@@ -220,7 +214,9 @@ def expand(codec, compact, items):
     """
     runs = []  # ids that take the place of each placeholder
     for item in items:
-        tokens = [codec.pad] * tokens_per_item(codec, item)
+        # Vision tokens of one frame (channel image) or of one pair of frames (channel video).
+        side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
+        tokens = [codec.pad] * (item.height // side) * (item.width // side)
         if codec.channel == "image":
             runs += [tokens] * item.frames
             continue

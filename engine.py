@@ -94,17 +94,17 @@ class Pump:
     def load(self, function, *args):
         """Starts function(*args) in a thread -> Future. Awaiting the Future raises the function's
         error, if there was one."""
+        def loaded(future):
+            self.loading -= 1
+            if self.loading == 0:
+                self.quiet.set()
+            self.news.set()
+
         self.loading += 1
         self.quiet.clear()
         future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
-        future.add_done_callback(self.loaded)
+        future.add_done_callback(loaded)
         return future
-
-    def loaded(self, future):
-        self.loading -= 1
-        if self.loading == 0:
-            self.quiet.set()
-        self.news.set()
 
     async def steps(self):
         """Runs the engine until this coroutine is cancelled."""

@@ -422,7 +422,9 @@ def main():
                 engine.wake(checkpoint.full_weights(policy, run.engine_dtype))
 
         # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
-        write_rollouts(args.out, step, episodes)
+        # tools/replay.py trains on the rollouts again. A file per rank: they share no file handle.
+        name = f"{args.out}/rollouts/step_{step:06d}.rank{launch.rank_and_world()[0]}.jsonl"
+        launch.write_atomic(name, "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
         metrics.log_step(run.log, step, args.steps, episodes, stats, {
             **seconds, "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "judge": run.sampler.judge is not None})
@@ -441,7 +443,7 @@ def main():
                                 {**run.best, "args": vars(args), "inputs": run.inputs})
             launch.beat(args.patience)
         if step % 10 == 9:
-            video.give_back_memory()
+            data.give_back_memory()
         if stopping:
             break
 
@@ -543,13 +545,6 @@ def pay_of(args):
     return config(**{f.name: getattr(args, f.name) for f in fields(config)})
 
 
-def write_rollouts(out, step, episodes):
-    """Writes the rollouts of this rank and step; tools/replay.py trains on them again."""
-    # One file per rank, because ranks share no file handle.
-    name = f"rollouts/step_{step:06d}.rank{launch.rank_and_world()[0]}.jsonl"
-    launch.write_atomic(f"{out}/{name}", "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
-
-
 def evaluate(log, sampler, val_tasks, step, args):
     """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, ids
     of the tasks that failed, which it leaves out). The K, the seeds and so the noise of a task are
@@ -593,7 +588,7 @@ def add_update_arguments(parser):
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--tool-reward", dest="tool_weight", type=float, default=1.0, help="w_tool; 0 = off")
     add("--window-reward", dest="window_weight", type=float, default=0.0,
-        help="w_win, for the IoU of the windows looked at with the task's `evidence`; 0 = the paper")
+        help="w_win, for the IoU of windows with the task's `evidence`; 0 = the paper")
     add("--call-cost", type=float, default=0.0, help="c, price of an executed call; 0 = the paper")
     add("--teacher", help="checkpoint with the same ids, to which the policy is drawn; no answers")
     add("--distill", type=float, default=1.0, help="W, weight of --teacher; 0 = off")

@@ -30,7 +30,6 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --gr
 """
 import argparse
 import asyncio
-import collections
 import contextlib
 import itertools
 import json
@@ -476,11 +475,10 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
 def load_error(error) -> dict:
     """Why a window could not be loaded, for the record of the call. error: VideoError, or
     ValueError if the window holds no part of the video."""
-    if not isinstance(error, video.VideoError):
-        return {"status": "error", "summary": f"error: {error}"}
-    # Only the reason, since the text of a VideoError also holds the path on this machine.
-    return {"status": "video_error",
-            "summary": f"error: the window could not be read ({error.why})"}
+    broken = isinstance(error, video.VideoError)
+    # Of a VideoError only the reason, since its text also holds the path on this machine.
+    reason = f"the window could not be read ({error.why})" if broken else error
+    return {"status": "video_error" if broken else "error", "summary": f"error: {reason}"}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -592,16 +590,15 @@ def show(episode: Episode, codec: chat.ChatProcessor, colour: bool = True) -> st
         kinds[start:end] = ["sampled"] * (end - start)
     for t in episode.struct:  # the very tokens that selective anchoring credits
         kinds[t] = "struct"
-    pads = {codec.image_pad, codec.video_pad}
-    text = []
+    text, pads = [], {codec.image_pad, codec.video_pad}
     for kind, places in itertools.groupby(range(len(ids)), kinds.__getitem__):
         # Of a run of placeholders only the first is shown: a frame has dozens.
         run = [ids[i] for i in places if ids[i] not in pads or ids[i - 1] != ids[i]]
         on, off = marks[kind]
         # Characters that steer a terminal are replaced: a model may write any.
         text.append(on + launch.printable(chat.decode(codec, run, True)) + off)
-    r = episode.reward
-    terms = " ".join(f"{k} {r[k]:.2f}" for k in ("total", "acc", "fmt", "tool")) if r else ""
+    terms = " ".join(f"{k} {episode.reward[k]:.2f}" for k in ("total", "acc", "fmt", "tool")
+                     if episode.reward)
     head = (f"== {episode.task['id']} sample {episode.sample} | K {episode.num_frames} | "
             f"{episode.status} | {terms} | gold {episode.task['answer']}")
     calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}"
@@ -631,20 +628,18 @@ class Set(argparse.Action):
 
     def __call__(self, parser, namespace, texts, option_string=None):
         for text in texts:
-            name, _, said = text.partition("=")
+            name, _, word = text.partition("=")
             if name not in self.const:
                 raise launch.UserError(f"--set {text}: no such setting; there are "
                                        + ", ".join(self.const))
             values = self.const[name]
             # Values as a user types them: true, false, parallel, ..
-            known = {str(v).lower(): v for v in values} if isinstance(values, tuple) else {}
+            choices = {str(v).lower(): v for v in values} if isinstance(values, tuple) else {}
             try:
-                value = known[said] if known else type(values)(said)
+                setattr(namespace, name, choices[word] if choices else type(values)(word))
             except (KeyError, ValueError):
-                kind = "a whole number" if isinstance(values, int) else "a number"
-                raise launch.UserError(f"--set {text}: {name} takes {', '.join(known) or kind}"
-                                       ) from None
-            setattr(namespace, name, value)
+                takes = ", ".join(choices) or "a number"
+                raise launch.UserError(f"--set {text}: {name} takes {takes}") from None
 
 
 def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
@@ -684,10 +679,9 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     launch.at_least(1, args, "max_new_tokens", "context", "max_parallel", "max_seqs")
     launch.at_least(0, args, "max_turns")
     # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
-    if not 0 <= args.temperature <= 2:
-        raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
-    if not 0 < args.engine_share < 1:
-        raise launch.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
+    if not (0 <= args.temperature <= 2 and 0 < args.engine_share < 1):
+        raise launch.UserError("--temperature must lie between 0 and 2, --engine-share between 0 "
+                               f"and 1; got {args.temperature} and {args.engine_share}")
     # NaN fails this comparison too.
     min_setting = min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens)
     if not min_setting > 0 or agent.sub_fps == float("inf"):
@@ -698,9 +692,9 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
-    shown = partial(task_subtitles, root=root, which=args.subtitles)
     return agent, Source(root, video.frame_cache(args), min_pixels, args.max_pixels,
-                         subtitles=shown if args.subtitles != "none" else None,
+                         subtitles=None if args.subtitles == "none" else partial(
+                             task_subtitles, root=root, which=args.subtitles),
                          snap=args.snap == "keyframe", own_labels=bool(data_path))
 
 
@@ -734,10 +728,8 @@ def check_context(codec, tasks, agent, source, frames) -> None:
             raise launch.UserError(f"--context {agent.context} is too small: {why}; raise "
                                    "--context, or lower --frames or --max-pixels")
         return
-    if len(tasks) == 1:  # a question about one film, say
-        raise launch.UserError(f"the video cannot be read: {first}")
-    raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; "
-                           f"is --video-root right? {first}")
+    raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; is "
+                           f"--video-root right? {first}")
 
 
 def prompt_tokens(codec, task, item, num_frames, agent, spoken) -> int:
@@ -765,9 +757,7 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
             return f"task {task['id']}: {error}", 0
         # Only sizes and times enter the ids, so the largest prompt needs no decoding.
         item = replace(chat.vision_item(spec, seen), frames=len(times), seconds=times.tolist())
-        spoken = ""
-        if source.subtitles and task.get("subtitles"):
-            spoken = source.subtitles(task, times)
+        spoken = source.subtitles(task, times) if source.subtitles else ""
         tokens = prompt_tokens(codec, task, item, most, agent, spoken)
         fault = (f"task {task['id']}: {tokens} tokens with {most} frames do not fit into --context "
                  f"{agent.context}")
@@ -776,11 +766,10 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
     # Threads, because most of the time goes into decoders.
     with ThreadPoolExecutor(video.decode_threads()) as pool:
         looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
-    kinds = collections.Counter(task["type"] for task in tasks)
-    print(f"{len(tasks)} tasks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
     largest = max((tokens for _, tokens in looked), default=0)
-    print(f"{len({task['video'] for task in tasks})} videos; the largest prompt has {largest} "
-          f"tokens with {most} frames, of --context {agent.context}")
+    videos = {task["video"] for task in tasks}
+    print(f"{len(tasks)} tasks, {len(videos)} videos; the largest prompt has {largest} tokens with "
+          f"{most} frames, of --context {agent.context}")
     return [fault for fault, _ in looked if fault]
 
 
@@ -823,12 +812,12 @@ def toy_lengths() -> dict[str, int]:
     return dict(context=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
 
 
-def check_rollout_file(out: str | None, read: str) -> None:
+def check_rollout_file(out: str, read: str) -> None:
     """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
-    if out and (os.path.isdir(out) or not out.endswith(".jsonl")):  # a file of a checkpoint, say
+    if os.path.isdir(out) or not out.endswith(".jsonl"):  # a file of a checkpoint, say
         raise launch.UserError(f"--out {out}: the name of a rollout file ends in .jsonl, and it is "
                                "no folder")
-    runs.keep_inputs(filter(None, [out]), [read, out and verdicts_beside(out)])
+    runs.keep_inputs([out], [read, verdicts_beside(out)])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -840,7 +829,7 @@ def parse_args():
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--data", required=True, help="task JSONL")
-    add("--out", help="rollout JSONL to write; default: none is written")
+    add("--out", default="rollouts.jsonl", help="rollout JSONL to write")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
     add("--group", type=int, default=1, help="rollouts per task")
@@ -857,19 +846,17 @@ def parse_args():
     launch.at_least(0, args, "limit")
     check_rollout_file(args.out, args.data)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise launch.UserError("rollout.py is one process: start it with python, and give each GPU "
-                               "a part of --data")
+        raise launch.UserError("rollout.py is one process: start it with python for each GPU")
     return args
 
 
-def write(rows: list[dict], out: str | None) -> None:
-    """Writes records to --out, if it is given, in place of its .part, and ends the run there."""
+def write(rows: list[dict], out: str) -> None:
+    """Writes records to --out in place of its .part, and ends the run there."""
     # Episodes finish in any order; the file does not depend on that order.
     rows.sort(key=lambda row: (row["group"], row["sample"]))
-    if out:
-        launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(f"{out}.part")
+    launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{out}.part")
     launch.unlock()
 
 
@@ -884,14 +871,10 @@ def summary_line(rows, new, seconds):
     # Failed episodes stay in every denominator: leaving them out would flatter a run.
     mean = {k: sum(row["reward"][k] for row in rows) / n for k in ("total", "acc", "fmt", "tool")}
     kappa = sum(c["status"] == "ok" for row in rows for c in row["calls"]) / n
-    failed = sum(row["status"] != "ok" for row in rows)
-    judged = [row["reward"]["judge"] for row in rows if "judge" in row["reward"]]
-    judge = f" | judged {len(judged)}, {judged.count('fallback')} failed" if judged else ""
-    kept = f"{n - new} were there, " if n > new else ""
-    return (f"{kept}{new} rollouts in {seconds:.1f} s ({new / seconds:.1f}/s) | "
-            f"R {mean['total']:.3f} "
-            f"(acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} tool {mean['tool']:.3f}) | "
-            f"kappa {kappa:.2f} calls/rollout | {failed} not ok{judge}")
+    return (f"{new} new rollouts in {seconds:.1f} s ({new / seconds:.1f}/s), {n} in all | "
+            f"R {mean['total']:.3f} (acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} "
+            f"tool {mean['tool']:.3f}) | kappa {kappa:.2f} calls/rollout | "
+            f"{sum(row['status'] != 'ok' for row in rows)} not ok")
 
 
 def main():
@@ -906,11 +889,9 @@ def main():
     agent, source = agent_settings(args, args.data)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
                              data.files_of(args, (args.data, tasks))[1])
+    wanted = len(tasks) * args.group
     names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
-    kept = {*RECORD_FIELDS, "ids"}  # keys of a whole record
-    rows, wanted = [], len(tasks) * args.group
-    if args.out:
-        rows = runs.claim_file(args.out, args, inputs, names, kept)
+    rows = runs.claim_file(args.out, args, inputs, names, {*RECORD_FIELDS, "ids"})
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first
@@ -918,21 +899,17 @@ def main():
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     check_context(codec, tasks, agent, source, args.frames)
-    judge = open_judge(args, args.out and verdicts_beside(args.out))
+    judge = open_judge(args, verdicts_beside(args.out))
     sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
 
     # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    if args.out:
-        runs.write_args(runs.beside(args.out), args, inputs=inputs)
+    runs.write_args(runs.beside(args.out), args, inputs=inputs)
     stop_asked, began = launch.stop_on_signal(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
-    bar = tqdm(episodes, total=wanted, initial=len(done), desc="rollouts", disable=None)
-    with (contextlib.closing(episodes),
-          open(f"{args.out}.part" if args.out else os.devnull, "a", encoding="utf-8") as part):
-        if part.tell():
-            part.write("\n")  # ends a line that a kill has torn
-        for episode in bar:
+    with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
+        part.write("\n" * (part.tell() > 0))  # ends a line that a kill has torn
+        for episode in tqdm(episodes, total=wanted, initial=len(done), disable=None):
             launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
             rows.append(episode.to_json())
             part.write(json.dumps(rows[-1]) + "\n")
@@ -942,11 +919,11 @@ def main():
             if stop_asked.is_set():
                 break
     write(rows, args.out)
-    print(summary_line(rows, len(rows) - len(done), time.monotonic() - began)
-          + (f" -> {args.out}" if args.out else ""))
+    seconds = time.monotonic() - began
+    print(f"{summary_line(rows, len(rows) - len(done), seconds)} -> {args.out}")
     if len(rows) < wanted:
-        raise launch.RunError(f"stopped after {len(rows)} of {wanted} rollouts"
-                              + ("; the same command goes on" if args.out else ""))
+        raise launch.RunError(f"stopped after {len(rows)} of {wanted} rollouts; the same command "
+                              "goes on")
     sampler.engine.close()  # on a GPU this ends the process
 
 

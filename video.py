@@ -16,8 +16,8 @@ A broken or a dangerous file is a VideoError. docs/faults.md tells which files a
 times, and which are refused. A decoder process may use MAX_MEMORY (an hour of 4K HEVC took 0.5
 GiB). Without a timeout this process decodes, and has no such bound.
 
-Reads one video. Writes only the folder of a FrameCache, if the cache has one.
-  python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
+Reads one video. Writes only the folder of a FrameCache, if the cache has one. As a script this file
+is a decoder process, see ChildDecoder.
 """
 
 import contextlib
@@ -71,6 +71,17 @@ class VideoInfo:
     fps: float  # num_frames / duration: an average, frames need not be evenly spaced
     width: int  # pixels, as displayed (rotation applied)
     height: int
+
+
+@dataclass(frozen=True)
+class VideoTable:
+    """When the frames of a video are displayed, and where a decoder can begin."""
+
+    state: tuple  # real path, identity, READER: another state of the file is another video
+    starts: np.ndarray  # [N] seconds, strictly increasing, the first is 0; read-only
+    info: VideoInfo
+    ticks: np.ndarray  # [N] the same times in the stream's own unit, or numbers of frames
+    key_ticks: np.ndarray  # of the key frames at which decoding can begin
 
 
 @dataclass
@@ -176,16 +187,15 @@ def root_of(args, path):
 
 def probe(path, cache=None):
     """Path -> VideoInfo (seconds, pixels). Raises VideoError."""
-    return (cache or FrameCache(0)).index(path)[1]
+    return (cache or FrameCache(0)).table(path).info
 
 
 def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, snap=False):
     """Path -> Frames, at most `num_frames`. snap: take key frames if they are near enough; fast in
     long files. Raises VideoError, ValueError for num_frames < 1."""
     cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
-    keys = cache.key_frames(path) if snap else ()
-    indices = overview_indices(starts, info.duration, num_frames, keys)  # [T]
+    table, keys = cache.table(path), cache.key_frames(path) if snap else ()
+    indices = overview_indices(table.starts, table.info.duration, num_frames, keys)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
@@ -197,8 +207,9 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
     VideoError also.
     """
     cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
-    indices = crop_indices(starts, info.duration, start, end, num_frames, fps, max_frames)  # [T]
+    table = cache.table(path)
+    indices = crop_indices(table.starts, table.info.duration, start, end, num_frames, fps,
+                           max_frames)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
@@ -229,32 +240,12 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
 
 
 def identity(path):
-    """Path -> [bytes, mtime in ns], or for a folder of frames [bytes, digest]: another film at this
-    path has another identity. Raises VideoError."""
-    return list(_identity(path)[1:3])
-
-
-# ---- below: decoders, cache (a reader of the training step may stop here) ----
-
-
-_folders = {}  # folder of frames -> (time in seconds, its _identity)
-
-
-def _identity(path):
-    """Path -> (real path, bytes, mtime in ns, READER), which changes with the file. VideoError.
-    Of a folder: a digest of these of all its files in place of the mtime, some seconds old."""
+    """Path -> [bytes, mtime in ns], or for a folder of frames [bytes, digest of these of all its
+    files], some seconds old: another film at this path has another identity. Raises VideoError."""
     try:
         status = os.stat(path)
         if os.path.isdir(path):
-            seen, known = _folders.get(path, (-math.inf, None))
-            if time.monotonic() - seen < 5:  # 100,000 images take 2.5 s
-                return known
-            files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
-                           for entry in os.scandir(path) if entry.is_file())
-            digest = sha256(repr(files).encode("utf-8", "surrogateescape")).hexdigest()
-            known = os.path.realpath(path), sum(size for _, size, _ in files), digest, READER
-            _folders[path] = time.monotonic(), known
-            return known
+            return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         missing = isinstance(error, FileNotFoundError)
         raise VideoError(path, "no such file" if missing else str(error)) from error
@@ -262,7 +253,25 @@ def _identity(path):
         raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
         raise VideoError(path, "is empty (0 bytes)")
-    return os.path.realpath(path), status.st_size, status.st_mtime_ns, READER
+    return [status.st_size, status.st_mtime_ns]
+
+
+# ---- below: decoders, cache (a reader of the training step may stop here) ----
+
+
+_folders = {}  # folder of frames -> (time in seconds, its identity)
+
+
+def _folder_identity(path):
+    """identity of a folder of frames."""
+    read_at, known = _folders.get(path, (-math.inf, None))
+    if time.monotonic() - read_at < 5:  # 100,000 images take 2.5 s
+        return known
+    files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
+                   for entry in os.scandir(path) if entry.is_file())
+    digest = sha256(repr(files).encode("utf-8", "surrogateescape")).hexdigest()
+    _folders[path] = time.monotonic(), [sum(size for _, size, _ in files), digest]
+    return _folders[path][1]
 
 
 def _promised_end(file):
@@ -450,9 +459,10 @@ def _open(path):
     key_ticks = np.unique(pts[begins > 0])
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
-    if (None in came or came != sorted(came) or untimed and not front or not len(key_ticks)
-            or not (sure or likely and not keys.all()) or len(ticks) < shown.sum()
-            or (overlap & (keys[1:] > 0)).any()):
+    disordered = None in came or came != sorted(came) or (overlap & (keys[1:] > 0)).any()
+    lacks_times = untimed and not front or len(ticks) < shown.sum()
+    can_seek = len(key_ticks) and (sure or likely and not keys.all())
+    if disordered or lacks_times or not can_seek:  # then the file is decoded in a row
         times, end = _show(path)
         last = {tick: n for n, tick in enumerate(times)}  # the last of frames with one time
         starts, key_ticks = np.array(sorted(last)), key_ticks[:0]  # [N], none
@@ -666,31 +676,30 @@ class ChildDecoder:
 
     def ask(self, request):
         """Like _answer. VideoError also if two children died, or if one stayed silent."""
-        answer = self._try(request) or self._try(request)  # a user may have killed the first
-        error, value = answer or ("the decoder process died, twice", None)
+        frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
+        patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
+        for _ in range(2):  # a user may have killed the first
+            if self.process is None:
+                # multiprocessing would import the caller's script, with torch, in each child.
+                self.pipe, theirs = Pipe()
+                self.process = subprocess.Popen([sys.executable, __file__], stdin=theirs)
+                theirs.close()  # then the child's death is an end of file here
+            try:
+                self.pipe.send(request)
+                if not self.pipe.poll(patience):
+                    why = f"no answer within {patience:g} s: encode it anew, or allow more time"
+                    raise VideoError(request[0], why)
+                error, value = self.pipe.recv()
+                break
+            except BaseException as failure:  # Ctrl-C too: a late answer must not serve the next
+                self.close()
+                if not isinstance(failure, (EOFError, OSError)):  # else the child died
+                    raise
+        else:
+            error, value = "the decoder process died, twice", None
         if error is not None:  # the child lives on
             raise VideoError(request[0], error) if isinstance(error, str) else error
         return value
-
-    def _try(self, request):
-        """Request -> (error or None, answer) from the child, None if the child died."""
-        if self.process is None:
-            # multiprocessing would import the caller's script, with torch, in each child.
-            self.pipe, theirs = Pipe()
-            self.process = subprocess.Popen([sys.executable, __file__, "--serve"], stdin=theirs)
-            theirs.close()  # then the child's death is an end of file here
-        frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
-        patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
-        try:
-            self.pipe.send(request)
-            if not self.pipe.poll(patience):
-                why = f"no answer within {patience:g} s: encode it anew, or allow more time"
-                raise VideoError(request[0], why)
-            return self.pipe.recv()
-        except BaseException as error:  # Ctrl-C too: a late answer must not serve the next request
-            self.close()
-            if not isinstance(error, (EOFError, OSError)):  # else the child died
-                raise
 
     def close(self):
         """Ends the child. The next request starts another."""
@@ -774,15 +783,15 @@ class Folder:
         self.path, self.most, self.writing = path, most, threading.Lock()  # one thread at a time
         self.unseen = math.inf  # bytes written since the last look through the folder
 
-    def through(self, name, file, read):
-        """-> the values of read(), arrays and numbers, from the folder if they are there. file:
-        `_identity` of the video."""
+    def through(self, name, state, read):
+        """-> the values of read(), arrays and numbers, from the folder if they are there. state:
+        of the video's VideoTable."""
         path = self.path and os.path.join(self.path, name + ".frames")
         values = self.load(path) if path else None
         if values is None:
             values = read()
-            if _identity(file[0]) != file:  # or frames of one film would have the key of another
-                raise VideoError(file[0], "changed while it was read")
+            if identity(state[0]) != list(state[1:3]):  # else another film's frames have its key
+                raise VideoError(state[0], "changed while it was read")
             if path:
                 self.store(path, values)
         return values
@@ -892,48 +901,53 @@ class FrameCache:
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
-        return self._table(_identity(path))[:2]
+        table = self.table(path)
+        return table.starts, table.info
 
     def key_frames(self, path):
         """Path -> indices of the key frames, at which a decoder can begin."""
-        return np.flatnonzero(np.isin(*self._table(_identity(path))[2:]))
+        table = self.table(path)
+        return np.flatnonzero(np.isin(table.ticks, table.key_ticks))
 
     def close(self):
         """Ends the decoders. The cache stays usable."""
         self.decoders.close()
 
-    def _table(self, file):
-        """`_identity` of a path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
+    def table(self, path):
+        """Path -> VideoTable: from memory, or from the folder, or read."""
+        state = os.path.realpath(path), *identity(path), READER
 
         def read():
             starts, *info, ticks, key_ticks = self.folder.through(
-                _digest(file), file, lambda: self.decoders.ask((file[0],)))
+                _digest(state), state, lambda: self.decoders.ask((state[0],)))
             starts.flags.writeable = False  # all callers share this array
-            return (starts, VideoInfo(*info), ticks, key_ticks), 3 * starts.nbytes  # at most
+            table = VideoTable(state, starts, VideoInfo(*info), ticks, key_ticks)
+            return table, 3 * starts.nbytes  # at most
 
-        return self.memory.once(file, read, last=False)  # a look that needs the table comes next
+        return self.memory.once(state, read, last=False)  # a look that needs the table comes next
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):
-        """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size). size:
+        """Path, ascending indices [T] -> Frames: from memory, or from the folder, or decoded. size:
         (height, width) in pixels in place of the two bounds."""
-        file = _identity(path)
-        starts, info, ticks, key_ticks = self._table(file)
-        height, width = size or smart_size(info.height, info.width, min_pixels, max_pixels)
-        names = [_digest((file, int(i), height, width)) for i in indices]
+        table = self.table(path)
+        height, width = size or smart_size(table.info.height, table.info.width, min_pixels,
+                                           max_pixels)
+        names = [_digest((table.state, int(i), height, width)) for i in indices]
         key = _digest(names)
 
-        def images():
+        def decode():
             sets = [self.sets.get(name) for name in names]
-            if None not in sets:  # nothing to decode
+            if None not in sets:  # other sets hold all of them
                 return [np.stack([s.images[s.frame_keys.index(n)] for s, n in zip(sets, names)])]
-            return [self.decoders.read(file[0], ticks[indices], key_ticks, height, width)]
+            return [self.decoders.read(path, table.ticks[indices], table.key_ticks, height, width)]
 
         def read():
-            (found,), seconds = self.folder.through(key, file, images), starts[indices]  # [T]
-            found.flags.writeable = seconds.flags.writeable = False  # all callers share them
-            frames = Frames(found, seconds, key, names)
+            (images,) = self.folder.through(key, table.state, decode)
+            seconds = table.starts[indices]  # [T]
+            images.flags.writeable = seconds.flags.writeable = False  # all callers share them
+            frames = Frames(images, seconds, key, names)
             self.sets.update(dict.fromkeys(names, frames))
-            return frames, found.nbytes
+            return frames, images.nbytes
 
         return self.memory.once(key, read)
 
@@ -947,15 +961,6 @@ def decode_threads():
     """How many videos a rank decodes at once: one per core, but for one core that feeds the GPU."""
     # At least two: a short window must not wait for a film. At most 32, each of which is a process.
     return min(32, max(2, launch.cores() - 1))
-
-
-def give_back_memory():
-    """Gives freed memory back to the system. glibc keeps the memory of decoding in an arena per
-    thread: hundreds of MiB after some hundred steps."""
-    import ctypes
-
-    with contextlib.suppress(AttributeError):  # other C libraries have no such function
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def add_arguments(add):
@@ -980,29 +985,5 @@ def frame_cache(args):
                       args.frame_cache_dir, int(args.frame_cache_dir_gb * 2**30))
 
 
-def main():
-    if sys.argv[1:2] == ["--serve"]:
-        return _serve()
-    parser = launch.parser("Prints the size and length of a video file, and decodes frames.")
-    parser.add_argument("file", help="video file, or a folder of frames")
-    parser.add_argument("--frames", type=int, help="how many (default: 8, or 1 fps of a window)")
-    parser.add_argument("--snap", action="store_true", help="of the overview: key frames nearby")
-    parser.add_argument("--start", type=float, help="seconds; start of a window")
-    parser.add_argument("--end", type=float, default=math.inf, help="seconds; end of a window")
-    args = parser.parse_args()
-    spec = {"video": args.file, "frames": args.frames or 8, "snap": args.snap}
-    if args.start is not None or args.end < math.inf:
-        spec = {"video": args.file, "start": args.start or 0.0, "end": args.end,
-                "num_frames": args.frames}
-    cache = FrameCache()  # opens the file once for both
-    try:
-        info, frames = probe(args.file, cache), load(spec, cache=cache)
-    except (VideoError, ValueError) as error:
-        sys.exit(str(error))  # one line, no traceback
-    print(f"{info.duration:g} s | {info.num_frames} frames | {info.fps:.3f} fps"
-          f" | {info.width}x{info.height}")
-    print(f"images {list(frames.images.shape)} | seconds", *(f"{t:g}" for t in frames.seconds))
-
-
 if __name__ == "__main__":
-    main()
+    _serve()

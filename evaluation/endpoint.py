@@ -171,7 +171,7 @@ class OpenAIEngine(Client):
                 # server is more often a mistake.
                 if not done.error or not passing(status) or status == 0 or attempt == self.retries:
                     break
-                await asyncio.sleep(max(2.0**attempt, after))
+                await self.pause(max(2.0**attempt, after))
             if done.error:
                 reply = Reply(status, error=done.error)
                 raise launch.UserError(refusal(url, self.model_name, reply))
@@ -289,7 +289,7 @@ class OpenAIEngine(Client):
                         self.awake.set()
                 if not fails or attempt == self.retries:
                     return done
-                await asyncio.sleep(max(2.0**attempt, after))
+                await self.pause(max(2.0**attempt, after))
 
     async def check_refusal(self, url):
         """Ends the run if the server refuses a plain request, too: a wrong key would fail every
@@ -304,7 +304,7 @@ class OpenAIEngine(Client):
         until = time.monotonic() + self.server_wait
         for attempt in itertools.count():
             if pause:
-                await asyncio.sleep(min(pause, max(0.0, until - time.monotonic())))
+                await self.pause(min(pause, max(0.0, until - time.monotonic())))
             if self.ending:
                 return
             for url in self.busy:

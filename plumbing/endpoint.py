@@ -96,6 +96,9 @@ class Client:
         except ValueError as error:
             return Reply(status, error=f"bad answer: {type(error).__name__}")
 
+    async def pause(self, seconds):
+        await asyncio.sleep(seconds)
+
     def end(self, why):
         """No request is sent any more. From any thread."""
         self.ending = self.ending or why

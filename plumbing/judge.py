@@ -78,6 +78,11 @@ class Judge(Client):
         for texts, verdict in read_verdicts(path, self.model).items():
             self.known[texts] = Future()
             self.known[texts].set_result(verdict)
+        if path and os.path.exists(path) and os.path.getsize(path):
+            with open(path, "rb") as f:
+                f.seek(-1, os.SEEK_END)
+                torn = f.read() != b"\n"
+            self.append(b"\n" * torn)  # else the next line would become a part of the torn one
 
     def ask(self, question, gold, answer):
         """-> (Future of True, False, or None after a failure; whether these texts were asked about
@@ -102,7 +107,7 @@ class Judge(Client):
             self.failed = self.failed + 1 if reply.error and passing(reply.status) else 0
             if not self.failed or attempt == 4:
                 return reply
-            await asyncio.sleep(max(2.0**attempt, min(reply.wait, 60.0)))
+            await self.pause(max(2.0**attempt, min(reply.wait, 60.0)))
 
     async def decide(self, texts):
         """-> verdict, see ask."""
@@ -123,11 +128,13 @@ class Judge(Client):
         if verdict is not None and self.path:
             row = dict(zip(("question", "gold", "answer"), texts), model=self.model,
                        verdict=verdict)
-            # One write to the end of the file, so lines of several threads and ranks stay apart. It
-            # begins with a newline, because a kill may have cut the last line off.
-            with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as f:
-                f.write(b"\n" + json.dumps(row).encode())  # a full disk does not lose the verdict
+            self.append(json.dumps(row).encode() + b"\n")
         return verdict
+
+    def append(self, line):
+        # One write to the end of the file, so lines of several threads and ranks stay apart.
+        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as f:
+            f.write(line)  # a full disk loses what is kept, not the verdict
 
 
 def open_judge(args, path=None):

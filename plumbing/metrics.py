@@ -44,8 +44,7 @@ def log_step(log, step, steps, episodes, stats, counts):
               "judge_failed": sum(row["judge"] == "fallback" for row in judged),
               "judge_cached": sum(row["judge_cached"] for row in judged
                                   if row["judge"] != "fallback")}
-    seconds_per_step = (time.monotonic() - log.began) / (step + 1 - log.start)
-    log.write(m, step_line(m, steps, seconds_per_step * (steps - step - 1)))
+    log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
     warnings = {name: line for name, line in signs(log.rows).items() if name not in log.warned}
     # Once per run, and one line per step: the first sign is the cause, others follow from it.
     # After a collapse of the whole run every other number looks bad too.
@@ -57,6 +56,7 @@ def log_step(log, step, steps, episodes, stats, counts):
 def episode_row(e):
     """The numbers of one episode for the log, small enough to send to rank 0."""
     # f_tau uses the paper's terms in every run, so that runs with other terms can be compared.
+    executed = sum(call["status"] == "ok" for call in e.calls)
     ruler = rewards.format_reward(e.turns, e.think_open)
     return {
         "K": e.num_frames, "type": e.task["type"], "group": e.group, "status": e.status,
@@ -67,13 +67,13 @@ def episode_row(e):
         # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
         "closure": rewards.closure_counts(e.turns, e.think_open),
         "written": len(e.calls), "parseable": sum(call["parseable"] for call in e.calls),
-        "executed": e.executed(),
+        "executed": executed,
         "turns": len(e.turns),
         "length": sum(e.context.mask) if e.context else 0,
         "cut": sum(reason == "length" for reason in e.finish),
         "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
         # Of rollouts that looked: `called` counts the others.
-        "windows": e.reward.get("windows") if e.executed() else None,
+        "windows": e.reward.get("windows") if executed else None,
         "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False),
     }
 
@@ -86,7 +86,8 @@ def mean(values):
 
 def average(rows, name):
     """Mean of a column over the rows that have a value, None if none has."""
-    return mean(float(row[name]) for row in rows if row[name] is not None)
+    values = [float(row[name]) for row in rows if row[name] is not None]
+    return sum(values) / len(values) if values else None
 
 
 def by_value(rows, name, cell):
@@ -304,6 +305,10 @@ class Log:
                 print(f"--track: {why}; the run goes on, log.jsonl has all numbers",
                       file=sys.stderr, flush=True)
             self.warned.add("track")
+
+    def eta(self, step, steps):
+        """Seconds until step `steps` at the pace so far."""
+        return (time.monotonic() - self.began) / (step - self.start) * (steps - step)
 
     def close(self, step, steps):
         """Prints how the run ended."""

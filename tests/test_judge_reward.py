@@ -61,8 +61,7 @@ def pay(judge, *episodes):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    sleep = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
+    monkeypatch.setattr(client.Client, "pause", lambda self, seconds: asyncio.sleep(0))
 
 
 @pytest.fixture

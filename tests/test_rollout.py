@@ -711,7 +711,7 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--temperature", "nan"), "temperature"), (("--max-turns", "-1"), "max-turns"),
     (("--set", "sub_fps=0"), "sub_fps"), (("--set", "sub_frames=0"), "sub_frames"),
     (("--set", "sub_fps=nan"), "sub_fps"),
-    (("--set", "sub_frames=x"), "sub_frames takes a whole number"),
+    (("--set", "sub_frames=x"), "sub_frames takes a number"),
     (("--set", "speed=9"), "no such setting; there are dispatch, sub_question,"),
     (("--set", "dispatch"), "dispatch takes parallel, sequential"),
     (("--set", "dispatch=turns"), "dispatch takes parallel, sequential"),

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from conftest import TOY
 
-import chat
 import launch
 import rewards
 import rollout
@@ -140,7 +139,7 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
 
 def test_one_frame_of_the_world_is_one_vision_token(toy, codec):
     frames = video.overview(str(toy / "videos" / "rl-0000.mp4"), 4)
-    assert chat.tokens_per_item(codec, chat.vision_item({}, frames)) == 1
+    assert frames.images.shape[1:3] == (codec.patch * codec.merge,) * 2
 
 
 def test_tasks_are_what_the_agent_reads(toy):

@@ -800,21 +800,3 @@ def test_load_message_items(minute):
                       max_pixels=1024).images.shape[1:3] == (32, 32)
     with pytest.raises(KeyError):
         video.load(item, root)
-
-
-def test_command_line(minute, long_gop, tmp_path):
-    command = [sys.executable, video.__file__]
-    ran = subprocess.run([*command, minute, "--frames", "4"], capture_output=True, text=True,
-                         check=True)
-    assert "64 s | 64 frames | 1.000 fps | 64x32" in ran.stdout
-    assert "seconds 8 24 40 56" in ran.stdout
-    ran = subprocess.run([*command, long_gop, "--frames", "1", "--snap"], capture_output=True,
-                         text=True, check=True)
-    snapped = video.overview(long_gop, 1, snap=True).seconds  # nearest to 6 s
-    assert f"seconds {snapped[0]:g}" in ran.stdout and snapped[0] != 6
-    ran = subprocess.run([*command, minute, "--start", "16", "--end", "19"], capture_output=True,
-                         text=True, check=True)
-    assert "seconds 16 17 18" in ran.stdout
-    ran = subprocess.run([*command, str(tmp_path / "no.mp4")], check=False, capture_output=True,
-                         text=True)
-    assert ran.returncode == 1 and "no such file" in ran.stderr and "Traceback" not in ran.stderr

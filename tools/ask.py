@@ -245,7 +245,8 @@ def parse_args():
             how = "download the film first" if "://" in path else "no such file"
             raise launch.UserError(f"{path}: {how}")
     args.video_root = args.video_root or os.path.commonpath([os.path.dirname(p) for p in paths])
-    rollout.check_rollout_file(args.out, args.video)
+    if args.out:
+        rollout.check_rollout_file(args.out, args.video)
     return args
 
 
