@@ -59,8 +59,7 @@ def build_parser():
     add("--data", help="task JSONL")
     add("--bench", nargs="+", choices=[*benchmarks.splits(), "all"], default=[],
         help="benchmarks as their publishers ship them; several give one table; all: the paper's")
-    add("--root", nargs="+", default=[], metavar="DIR",
-        help="one folder per benchmark, or one that holds a folder of each name")
+    add("--root", nargs="+", default=[], metavar="DIR", help="one per benchmark, or one of all")
     add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
@@ -83,18 +82,15 @@ def build_parser():
 
     add = parser.add_argument_group("finished folders, no model").add_argument
     add("--rescore", nargs="+", metavar="DIR", help="grade the records again")
-    add("--compare", nargs="+", metavar="DIR",
-        help="one table from these --out folders; NAME= DIR DIR ..: pooled runs of one system")
-    add("--table", nargs="+", metavar="DIR",
-        help="--bench folders beside the paper's rows, in Markdown; NAME= as in --compare")
+    add("--compare", nargs="+", metavar="DIR", help="one table; NAME= DIR DIR ..: pooled runs")
+    add("--table", nargs="+", metavar="DIR", help="beside the paper's rows, in Markdown")
     add("--prepare", metavar="JSONL", help="write the tasks of --bench (videos relative to --root)")
 
     # No flag of this group changes an answer, so settings_digest leaves them out.
     add = parser.add_argument_group("speed").add_argument
     add("--live", type=int, default=0, help="episodes at once; 0 = twice --max-seqs")
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
-    add("--decode-timeout", type=float, default=60.0,
-        help="seconds that 64 frames of a video may take; more frames may take more, in proportion")
+    add("--decode-timeout", type=float, default=60.0, help="seconds that 64 frames may take")
 
     rollout.add_agent_arguments(parser, tools=False, more=systems.rare_settings())
     # Training samples at 0.7, and its engine shares the card with the trainer.
@@ -133,10 +129,9 @@ def parse_args(protocol: str | None = None):
 def faults(args):
     """-> [(whether the flags contradict each other, why)], before any file is read."""
     benches, roots = len(args.bench), len(args.root)
-    found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model")]
     if args.compare or args.table or args.rescore or args.protocols:
-        return found  # all other settings come from the folders
-    found += [
+        return []  # all other settings come from the folders
+    found = [
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
          "with finished evaluations (tools/ask.py asks about one film)"),
         (args.prepare and benches != 1, "--prepare takes one --bench"),
@@ -243,11 +238,8 @@ def unfinished(suites: list[Suite], args) -> list[tuple]:
     jobs = []
     for suite in suites:
         for k, mode in folders.cells(vars(args)):
-            todo = []
-            for task in suite.tasks:
-                items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
-                if not items <= suite.done.keys():
-                    todo.append(task)
+            todo = [task for task in suite.tasks if not suite.done.keys() >= {
+                (task["id"], str(k), mode, sample) for sample in range(args.samples)}]
             jobs.append((suite, k, mode, todo))
     return jobs
 
@@ -256,8 +248,6 @@ def evaluate(args):
     """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     launch.beat(args.patience)
-    if args.data:  # a bad row is named now, because torch takes seconds to load
-        data.read_tasks(args.data)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
@@ -346,8 +336,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
     """Writes every episode, as soon as it ends, as a line of the file `name` of its suite."""
     from tqdm import tqdm
 
-    total = sum(len(todo) for *_, todo in jobs) * args.samples
     meter = costs.Meter(engine)  # counts the tokens of every request
+    total = sum(len(todo) for *_, todo in jobs) * args.samples
     with tqdm(total=total, desc="episodes", disable=quiet or None) as bar:
         for suite, k, mode, todo in jobs:  # one after the other, because their agents differ
             tools, show = scores.parts_of(mode)

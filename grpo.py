@@ -346,8 +346,8 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
             print(launch.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
     # Episodes come as they finish. Sums and files must not depend on that order.
     episodes.sort(key=lambda e: (order[e.group], e.sample))
-    if episodes and args.show_every and step % args.show_every == 0:
-        launch.say(rollout.show(episodes[0], sampler.codec, sys.stdout.isatty()))
+    if episodes and args.show_every and step % args.show_every == 0 and ranks[0] == 0:
+        print(rollout.show(episodes[0], sampler.codec, sys.stdout.isatty()), flush=True)
     return episodes, pump.idle_s
 
 
@@ -378,6 +378,7 @@ def main():
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     stop_asked = launch.stop_on_signal()
+    tolerance = gap_tolerance(run.engine_dtype)
     bad_steps = 0  # steps in a row without a finite gradient or a video
     if val_tasks and run.start == 0:  # the accuracy that training starts from
         evaluate(run.log, run.sampler, val_tasks, 0, args)
@@ -413,7 +414,7 @@ def main():
             bad_steps = bad_steps + 1 if stats["bad_updates"] or not read else 0
             if bad_steps:
                 runs.check_run(step, bad_steps, args.out, read)
-            check_gap(step, stats["gap"], gap_tolerance(run.engine_dtype))
+            check_gap(step, stats["gap"], tolerance)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         eval_due = val_tasks and (last or args.eval_every and (step + 1) % args.eval_every == 0)

@@ -136,7 +136,8 @@ def format_reward(turns: list[str], think_open=True, pay: RewardConfig | None = 
     R_anchor before the weight. `well_formed`: the flow holds and the reward is not capped.
     """
     pay = pay or RewardConfig()
-    texts = [with_think_prefix(turn, think_open) for turn in turns]
+    # With the forced <think> put back, so that the thought counts as opened.
+    texts = ["<think>\n" * think_open + turn for turn in turns]
     thoughts = [closed_thought(text) for text in texts]
     orders = ["".join(tag[0] for tag in TAG.finditer(text)) for text in texts]  # tags of a turn
     body, is_closed = last_answer(turns[-1], think_open) if turns else (None, False)
@@ -207,11 +208,6 @@ def never_closed(text, think_open=False):
 def has_word(text):
     """Whether a letter or digit is left without the tags: <answer><b></b></answer> is empty."""
     return any(char.isalnum() for char in ANY_TAG.sub("", text))
-
-
-def with_think_prefix(turn, think_open):
-    """A turn with the forced <think> put back, so that the thought counts as opened."""
-    return "<think>\n" + turn if think_open else turn
 
 
 # The tags of a turn pair up without nesting. Only calls may come twice.
@@ -340,7 +336,7 @@ def parse_tool_calls(text, think_open=False):
 
 def closure_counts(turns, think_open=True):
     """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
-    texts = [with_think_prefix(turn, think_open) for turn in turns]
+    texts = ["<think>\n" * think_open + turn for turn in turns]
     # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
     tags = {kind: "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
             for kind in KINDS}

@@ -80,20 +80,19 @@ def tool_schema() -> list[dict]:
         "start_time": {"type": "number", "description": start},
         "end_time": {"type": "number", "description": "end of the window in seconds"},
         "num_frames": {"type": "integer", "description": frames}}}
-    does = ("Look closely at one window of the video. "
-            "Returns a short text summary of what happens there.")
-    return [{"type": "function", "function": {"name": "crop_video", "description": does,
-                                              "parameters": arguments}}]
+    function = {"name": "crop_video", "description": "Look closely at one window of the video. "
+                "Returns a short text summary of what happens there.", "parameters": arguments}
+    return [{"type": "function", "function": function}]
 
 
 def question_text(task: dict) -> str:
     """Task -> the text after the frames: question, options, how to answer."""
     # Publishers label options in several ways; here every option gets the same kind of label.
-    options = zip(string.ascii_uppercase, data.bare_options(task.get("options") or []))
-    lines = [task["question"], *(f"{letter}. {option}" for letter, option in options)]
+    options = data.bare_options(task["options"]) if task.get("options") else ()
+    lines = [f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options)]
     # "style": a client of tools/serve.py has said how to answer.
     style = task.get("style", rewards.task_types()[task["type"]].prompt_suffix)
-    return "\n" + "\n".join([*lines, *filter(None, [style])])
+    return "\n" + "\n".join(filter(None, [task["question"], *lines, style]))
 
 
 def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: str = "") -> list:
@@ -638,8 +637,8 @@ class Set(argparse.Action):
             try:
                 setattr(namespace, name, choices[word] if choices else type(values)(word))
             except (KeyError, ValueError):
-                takes = ", ".join(choices) or "a number"
-                raise launch.UserError(f"--set {text}: {name} takes {takes}") from None
+                raise launch.UserError(f"--set {text}: {name} takes "
+                                       f"{', '.join(choices) or 'a number'}") from None
 
 
 def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
@@ -815,8 +814,7 @@ def toy_lengths() -> dict[str, int]:
 def check_rollout_file(out: str, read: str) -> None:
     """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
     if os.path.isdir(out) or not out.endswith(".jsonl"):  # a file of a checkpoint, say
-        raise launch.UserError(f"--out {out}: the name of a rollout file ends in .jsonl, and it is "
-                               "no folder")
+        raise launch.UserError(f"--out {out}: give the name of a file in .jsonl, not a folder")
     runs.keep_inputs([out], [read, verdicts_beside(out)])
 
 
@@ -843,7 +841,6 @@ def parse_args():
         parser.set_defaults(temperature=1.0, **toy_lengths())  # as grpo.py samples the toy
     args = parser.parse_args()
     launch.at_least(1, args, "group")
-    launch.at_least(0, args, "limit")
     check_rollout_file(args.out, args.data)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise launch.UserError("rollout.py is one process: start it with python for each GPU")
@@ -902,8 +899,6 @@ def main():
     judge = open_judge(args, verdicts_beside(args.out))
     sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
 
-    # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     runs.write_args(runs.beside(args.out), args, inputs=inputs)
     stop_asked, began = launch.stop_on_signal(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
@@ -915,7 +910,7 @@ def main():
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone
             if len(rows) - len(done) <= args.show:
-                print(show(episode, codec, colour), flush=True)
+                print(show(episode, codec, sys.stdout.isatty()), flush=True)
             if stop_asked.is_set():
                 break
     write(rows, args.out)

@@ -50,10 +50,8 @@ def build_parser():
     add("--data", required=True, help="SFT JSONL")
     add("--val", default=None, help="held-out SFT JSONL; none = no held-out loss, no `best`")
     add("--out", default="sft_out", help="run folder")
-    add("--check", action="store_true",
-        help="only look at the data: videos, tokens; builds no model, writes nothing")
-    add("--preset", choices=["paper", "toy"], default="paper",
-        help="toy: numbers that suit the world of toy.py")
+    add("--check", action="store_true", help="only look at the data: videos, tokens")
+    add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers for toy.py")
     add = parser.add_argument_group("data").add_argument
     video.add_arguments(add)
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
@@ -64,10 +62,8 @@ def build_parser():
     add("--steps", type=int, default=0, help="optimiser steps; 0 = from --epochs")
     add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
-    add("--optimizer", choices=["adamw", "muon"], default="adamw",
-        help="muon: for the decoder's matrices, adamw for the rest (toy)")
-    add("--lr", type=float, default=None,
-        help="peak learning rate of AdamW; default 1e-5, with --lora 1e-4; toy: 2e-3")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices (toy)")
+    add("--lr", type=float, default=None, help="peak of AdamW; default 1e-5, --lora 1e-4, toy 2e-3")
     add("--muon-lr", type=float, default=6e-3, help="peak learning rate of Muon")
     add("--min-lr", type=float, default=0.1, help="final learning rate as a fraction of the peak")
     add("--warmup", type=float, default=0.03, help="fraction of the steps")
@@ -365,15 +361,15 @@ def main():
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
-    start, best = state.get("step", 0), state.get("best", math.inf)
-    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see metrics.is_best
+    start = state.get("step", 0)
+    best = {"best": state.get("best", math.inf), "best_step": state.get("best_step"),
+            "best_unread": state.get("best_unread")}  # see metrics.is_best
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
-        launch.end_process_group()
-        return
+        return launch.end_process_group()
 
     policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
                                      lora=args.lora)
@@ -443,22 +439,20 @@ def main():
             value = held_out_loss(policy, held, args, rank, world)
             unread = sorted(launch.gather_rows(sorted(held.broken)))
             if rank == 0:
-                line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
-                known = None if math.isnan(value) else value
-                log.write({"step": step + 1, "val_loss": known}, line)
+                log.write({"step": step + 1, "val_loss": None if math.isnan(value) else value},
+                          f"step {step + 1:04d} | held-out loss {value:.4f} nats/token")
             # Every rank has the same numbers, so all of them save or none.
-            if metrics.is_best(-value, -best, unread, best_unread):
-                best, best_step, best_unread = value, step + 1, unread
+            if metrics.is_best(-value, -best["best"], unread, best["best_unread"]):
+                best = {"best": value, "best_step": step + 1, "best_unread": unread}
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(asked.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad
-        if stopping or last or due or best_step == step + 1:
+        if stopping or last or due or best["best_step"] == step + 1:
             # resume_point reads all of it again and compares the settings.
-            state = {"best": best, "best_step": best_step, "best_unread": best_unread,
-                     "args": vars(args), "inputs": inputs}
-            checkpoint.save_run(policy, codec, optimizers, args.out, step + 1, state)
+            checkpoint.save_run(policy, codec, optimizers, args.out, step + 1,
+                                {**best, "args": vars(args), "inputs": inputs})
             launch.beat(args.patience)
         if stopping:
             break

@@ -256,8 +256,7 @@ def test_compare_puts_finished_folders_side_by_side(world, tmp_path):
     assert lines[2][:5] == ["two", "4", "2", "1.000", "[-]"] and lines[2][6:8] == ["-", "-"]
     # The two items that both have: red is right in both, blue only in the second. They share a
     # video, and one video gives no interval.
-    assert lines[-1] == ["two", "-", "one", "4", "on", "+0.500", "[-]", "-", "-", "1", "2", "-",
-                         "-"]
+    assert lines[-1] == ["two", "-", "one", "4", "on", "+0.500", "[-]", "-", "-", "1", "2"]
     kept = json.loads((tmp_path / "both" / "summary.json").read_text())
     assert kept["differences"][0]["difference"] == 0.5 and kept["differences"][0]["n"] == 2
 
