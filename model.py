@@ -375,9 +375,8 @@ class Policy(torch.nn.Module):
         device = text.embed_tokens.weight.device
         ids, positions = to_device(pack.ids, device), to_device(pack.positions, device)
         predictor, target = to_device(pack.predictor, device), to_device(pack.target, device)
-        features = None
-        if pack.items:
-            features = torch.cat([self.features(item) for item in pack.items])  # [V, 1 + D, H]
+        # [V, 1 + D, H], None for text alone
+        features = torch.cat([self.features(item) for item in pack.items]) if pack.items else None
         seen = self.placeholders(pack.ids, features)  # [L], in host memory
         seen = None if seen is None else to_device(seen, device)
         embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]
@@ -396,9 +395,8 @@ class Policy(torch.nn.Module):
             return None
         # Counted on the host: masked_scatter would take too many features without a word.
         seen = (ids == self.codec.image_pad) | (ids == self.codec.video_pad)
-        found = int(seen.sum())
-        if found != len(features):
-            raise ValueError(f"{found} vision placeholders for {len(features)} vision tokens")
+        if seen.sum() != len(features):
+            raise ValueError(f"{seen.sum()} vision placeholders for {len(features)} vision tokens")
         return seen
 
     def embed(self, ids, seen, features):
@@ -678,8 +676,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 def engine_dtype(codec: chat.ChatProcessor, device: torch.device) -> torch.dtype:
     """The dtype in which vLLM computes, and takes weights."""
-    on_cpu = compute_dtype(device) == torch.float32
-    return getattr(torch, codec.base.cpu_dtype) if on_cpu else torch.bfloat16
+    return torch.bfloat16 if device.type == "cuda" else getattr(torch, codec.base.cpu_dtype)
 
 
 def with_our_kernels(tower):

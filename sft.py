@@ -52,7 +52,6 @@ def build_parser():
     add("--out", default="sft_out", help="run folder")
     add("--check", action="store_true", help="only look at the data: videos, tokens")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers for toy.py")
-    add = parser.add_argument_group("data").add_argument
     video.add_arguments(add)
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
     add("--seed", type=int, default=0, help="order of the data")
@@ -86,14 +85,13 @@ def parse_args():
     if early.preset == "toy":
         # A model of a million parameters from random weights: large steps, few of them, and less
         # memory of past gradients.
-        parser.set_defaults(optimizer="adamw" if lora else "muon", batch_size=24,
-                            pack_tokens=2048, max_len=2048, epochs=1.75, beta2=0.98,
-                            min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none",
-                            replicas=0)
+        parser.set_defaults(optimizer="adamw" if lora else "muon", batch_size=24, max_len=2048,
+                            pack_tokens=2048, epochs=1.75, beta2=0.98, min_lr=0.02, warmup=0.1,
+                            eval_every=100, save_every=0, recompute="none", replicas=0)
+    # Adapters start at zero and take larger steps.
+    parser.set_defaults(lr={"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[early.preset][lora > 0])
     args = parser.parse_args()
     args.lora = lora  # the rank of the adapters in --ckpt, if there are any
-    if args.lr is None:  # adapters start at zero and take larger steps
-        args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(0, args, "lora", "replicas")
     launch.at_least(1, args, "batch_size", "pack_tokens", "max_len")
     if args.lora and args.optimizer == "muon":
@@ -209,8 +207,7 @@ def check(args, codec, cache):
             if sequence is None:  # its video cannot be read; Chats has printed why
                 faults.append(f"{path}: chat {row['id']} would be skipped")
                 continue
-            longest = max(longest, len(sequence.ids))
-            trained += sum(sequence.mask)
+            longest, trained = max(longest, len(sequence.ids)), trained + sum(sequence.mask)
         print(f"{path}: {len(chats.rows)} chats, the longest has {longest} tokens, of --max-len "
               f"{args.max_len}; {trained} trained tokens")
     data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
@@ -382,8 +379,8 @@ def main():
     if folder:  # a resumed run: fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizers, folder)
     # --steps and --batch-size decide, so the passes over the data may be no whole number.
-    epochs = steps * args.batch_size / len(train.rows)
-    log = metrics.open_log(args, start, f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} "
+    log = metrics.open_log(args, start, f"{len(train.rows)} chats x "
+                           f"{steps * args.batch_size / len(train.rows):.2f} epochs = {steps} "
                            f"steps of {args.batch_size} chats | {checkpoint.weights_line(policy)}")
 
     # A thread decodes, tokenises and packs the next batch while this one trains. One thread: the

@@ -430,8 +430,7 @@ def main():
     launch.at_least(4, args, "scenes")
     from tqdm import tqdm
 
-    launch.make_out(args.out)  # proves that the folder can be written
-    os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
+    launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
     # The style has a generator of its own, so that the prior changes the chats alone.
     style = random.Random(f"style/{args.seed}")
