@@ -59,11 +59,10 @@ class ChatProcessor:
     token_bytes: list  # [vocab] bytes of every token
     files: dict  # name -> bytes, see small_files: every checkpoint we save holds them unchanged
     base: object  # ModelFamily of its model_type, see `bases`
+    pad: int = field(init=False)  # id of the placeholder that vision tokens replace, see channel
 
-    @property
-    def pad(self):
-        """The id of the placeholder that vision tokens replace, in this channel."""
-        return self.image_pad if self.channel == "image" else self.video_pad
+    def __post_init__(self):
+        self.pad = self.image_pad if self.channel == "image" else self.video_pad
 
 
 @dataclass

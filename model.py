@@ -700,8 +700,7 @@ def as_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: st
     for layer in hf.model.language_model.layers:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn.forward = functools.partial(packed_delta, layer.linear_attn)
-    tower = with_our_kernels(hf.model.visual)
-    tower.requires_grad_(False).to(compute_dtype(device))
+    tower = with_our_kernels(hf.model.visual).requires_grad_(False).to(compute_dtype(device))
     if recompute == "full":
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(hf, codec).train()
@@ -728,10 +727,11 @@ def clip_gradients(policy, limit):
     """Clips the gradients to the norm `limit` (0: no clipping). -> the norm before clipping, taken
     over the gradients of all ranks, so every rank gets the same number. Collective. Without FSDP
     the gradients are this rank's own until here, and are averaged first."""
-    grads = [p.grad for p in trained_parameters(policy) if p.grad is not None]
+    trained = [p for p in policy.parameters() if p.grad is not None]
+    grads = [p.grad for p in trained]
     world = torch.distributed.get_world_size()
     if world > 1 and grads and not hasattr(grads[0], "full_tensor"):
         torch.distributed.all_reduce(flat := torch.nn.utils.parameters_to_vector(grads))
         torch.nn.utils.vector_to_parameters(flat / world, grads)
-    norm = torch.nn.utils.clip_grad_norm_(trained_parameters(policy), limit or float("inf"))
+    norm = torch.nn.utils.clip_grad_norm_(trained, limit or float("inf"))
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()

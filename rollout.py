@@ -30,6 +30,7 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --gr
 """
 import argparse
 import asyncio
+import collections
 import contextlib
 import itertools
 import json
@@ -509,11 +510,18 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
             episode.fail(failed[0]["status"], f"a call: {failed[0]['summary']}")
         return await score_episode(episode, sampler.pay, sampler.judge)
 
+    # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
+    # their numbers go on, so that their seeds differ.
+    counts, numbered, seed = collections.Counter(), [], sampler.agent.seed
+    for task in tasks:
+        numbered.append((task, launch.name_of(step, task["id"]), counts[task["id"]]))
+        counts[task["id"]] += group
     # A generator: an Episode and its coroutine exist only once there is room for them.
-    works = (play_and_score(episode)
-             for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step)
-             if (episode.group, episode.sample) not in done)
-    finished = in_flight(sampler.pump, works, live + 256 * (sampler.judge is not None))
+    coroutines = (play_and_score(Episode(
+        task, name, sample, overview_frames(frames, seed, step, task["id"]), step))
+        for task, name, first in numbered for sample in range(first, first + group)
+        if (name, sample) not in done)
+    finished = in_flight(sampler.pump, coroutines, live + 256 * (sampler.judge is not None))
 
     async def following():
         return await anext(finished, None)
@@ -558,19 +566,6 @@ def compute_reward(episode: Episode, pay: rewards.RewardConfig | None = None,
     tokens = sum(episode.context.mask) if episode.context else 0  # sampled by the main agent
     return rewards.score(episode.turns, episode.task, episode.calls, episode.think_open, pay,
                          tokens, verdict)
-
-
-def new_episodes(tasks, seed, frames, group, step):
-    """Tasks -> Episodes that have not begun, `group` of each."""
-    # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
-    # their numbers go on, so that their seeds differ.
-    seen = {}  # task id -> rollouts so far
-    for task in tasks:
-        num_frames = overview_frames(frames, seed, step, task["id"])
-        first = seen.get(task["id"], 0)
-        seen[task["id"]] = first + group
-        for sample in range(first, first + group):
-            yield Episode(task, launch.name_of(step, task["id"]), sample, num_frames, step)
 
 
 # ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
