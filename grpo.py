@@ -366,7 +366,7 @@ class Run:
     log: metrics.Log  # on rank 0, None on the others
     inputs: dict  # see runs.identities
     start: int  # steps that have been taken
-    best: dict  # {"best": held-out accuracy, -1 if none yet; "best_step"; "best_unread"}
+    best: dict  # {"best": held-out accuracy, -1 if none yet; "best_step"; ..}, see metrics.is_best
 
 
 def main():
@@ -374,7 +374,8 @@ def main():
     run = setup(args)
     if run is None:
         return
-    engine, policy, val_tasks = run.sampler.engine, run.policy, run.val_tasks
+    policy, val_tasks, best = run.policy, run.val_tasks, run.best
+    engine, source = run.sampler.engine, run.sampler.source
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     stop_asked = launch.stop_on_signal()
@@ -403,17 +404,21 @@ def main():
             frames = {f.key: f for group in groups for e in group for f in e.context.frames}
             for reader in filter(None, (policy, run.teacher)):
                 reader.features.frames = frames
-            trees, tokens, skipped = training_trees(groups, args)
+            # Not after an outage, also of one rank, also of windows alone: the rest would teach the
+            # policy to make no calls.
+            failed = [e.status == "video_error" for e in episodes]
+            away = launch.any_rank(any(failed) and source.cache.away(source.root))
+            blind = away or not launch.any_rank(not all(failed))
+            trees, tokens, skipped = training_trees([] if blind else groups, args)
             stats = update(policy, run.reference, run.optimizer, trees, tokens, args, run.teacher)
-            if asleep_gb:  # on a GPU: memory that an engine does not give back grows step by step
-                stats["asleep_gb"] = asleep_gb
+            # On a GPU: memory that an engine does not give back grows from step to step.
+            stats |= {"asleep_gb": asleep_gb} if asleep_gb else {}
             # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
             # A single step without a finite gradient, or without a video that can be read, is
             # skipped; three in a row end the run.
-            read = launch.any_rank(any(e.status != "video_error" for e in episodes))
-            bad_steps = bad_steps + 1 if stats["bad_updates"] or not read else 0
+            bad_steps = bad_steps + 1 if stats["bad_updates"] or blind else 0
             if bad_steps:
-                runs.check_run(step, bad_steps, args.out, read)
+                runs.check_run(step, bad_steps, args.out, blind, last)
             check_gap(step, stats["gap"], tolerance)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
@@ -433,15 +438,16 @@ def main():
         # the same number, so all of them save or none.
         if eval_due:
             acc, unread = evaluate(run.log, run.sampler, val_tasks, step + 1, args)
-            if metrics.is_best(acc, run.best["best"], unread, run.best["best_unread"]):
-                run.best = {"best": acc, "best_step": step + 1, "best_unread": unread}
+            if metrics.is_best(acc, best["best"], unread, best["best_unread"], best["last_unread"]):
+                best.update(best=acc, best_step=step + 1, best_unread=unread)
+            best["last_unread"] = unread
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_asked.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad_steps
-        if stopping or last or due or run.best["best_step"] == step + 1:
+        if stopping or last or due or best["best_step"] == step + 1:
             checkpoint.save_run(policy, policy.codec, run.optimizer, args.out, step + 1,
-                                {**run.best, "args": vars(args), "inputs": run.inputs})
+                                {**best, "args": vars(args), "inputs": run.inputs})
             launch.beat(args.patience)
         if step % 10 == 9:
             data.give_back_memory()
@@ -519,10 +525,11 @@ def setup(args):
                            f"{args.prompts * args.group} a step, K {args.frames} | "
                            f"{checkpoint.weights_line(policy)} | format credit "
                            f"{args.format_credit}")
-    best = {name: state.get(name) for name in ("best_step", "best_unread")}  # see metrics.is_best
+    names = "best_step", "best_unread", "last_unread"  # see metrics.is_best
+    best = {"best": state.get("best", -1.0), **{name: state.get(name) for name in names}}
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
     return Run(tasks, val_tasks, policy, reference, teacher, optimizer, sampler, engine_dtype, log,
-               inputs, start, {"best": state.get("best", -1.0), **best})
+               inputs, start, best)
 
 
 def gap_tolerance(dtype=None):
@@ -547,9 +554,9 @@ def pay_of(args):
 
 
 def evaluate(log, sampler, val_tasks, step, args):
-    """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, ids
-    of the tasks that failed, which it leaves out). The K, the seeds and so the noise of a task are
-    the same in every evaluation. Collective."""
+    """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, NaN of
+    no task, ids of the tasks that failed, which it leaves out). The K, the seeds and so the noise
+    of a task are the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
     rank, world = launch.rank_and_world()
     rows = []
@@ -575,7 +582,6 @@ def evaluate(log, sampler, val_tasks, step, args):
 
 def add_update_arguments(parser):
     """Flags of an update, for grpo.py and tools/replay.py."""
-    yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument_group("what to start from and write").add_argument
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
     add("--out", default="grpo_out", help="run folder")
@@ -583,13 +589,11 @@ def add_update_arguments(parser):
     add("--vanilla", action="store_true", help="plain GRPO: no prefix, suffix, anchor, gating")
     add = parser.add_argument_group("reward and credit").add_argument
     add("--format-weight", type=float, default=1.0, help="w_fmt")
-    add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
-        help="sampled tokens that the format advantage reaches")
-    add("--answer-suffix", action=yes_no, default=True, help="pay more for an <answer> block")
+    add("--format-credit", choices=["struct", "sequence", "none"], default="struct", help="A_fmt")
+    add("--answer-suffix", action=argparse.BooleanOptionalAction, default=True, help="pay <answer>")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--tool-reward", dest="tool_weight", type=float, default=1.0, help="w_tool; 0 = off")
-    add("--window-reward", dest="window_weight", type=float, default=0.0,
-        help="w_win, for the IoU of windows with the task's `evidence`; 0 = the paper")
+    add("--window-reward", dest="window_weight", type=float, default=0.0, help="w_win; 0 = off")
     add("--call-cost", type=float, default=0.0, help="c, price of an executed call; 0 = the paper")
     add("--teacher", help="checkpoint with the same ids, to which the policy is drawn; no answers")
     add("--distill", type=float, default=1.0, help="W, weight of --teacher; 0 = off")
@@ -606,8 +610,7 @@ def add_update_arguments(parser):
         "rewards": ("on", "off"),  # off: logged, but only --teacher trains
         "gamma": 0.3,  # penalty of a thought that never closes, see rewards.format_reward
         "minibatches": 1})  # optimizer steps per batch; above 1 costs one more forward
-    add_judge_arguments(parser, "whether an open answer says what the label says; R_acc is then 1 "
-                        "or 0, and token F1 if it fails")
+    add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
 
 
 def build_parser():

@@ -122,7 +122,6 @@ class Chats:
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
         self.broken = set()  # rows whose video could not be read in this pass over the rows
-        self.witness = None  # the file that was read last; if it has gone, the disk has
 
     def frames(self, spec):
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
@@ -142,8 +141,6 @@ class Chats:
             specs = chat.videos_in(row["messages"])
             frames = [self.frames(spec) for spec in specs]
             items = list(map(chat.vision_item, specs, frames))
-            for spec in specs:
-                self.witness = video.resolve(spec["video"], self.root)
         # A broken video costs one chat, not the run. ValueError: a window beyond the video.
         except (video.VideoError, ValueError) as error:
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
@@ -224,7 +221,7 @@ def batch_packs(chats, step, codec, args, rank, world):
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, mine, codec, args.pack_tokens)
-    away = not chats.broken.isdisjoint(mine) and not os.path.exists(chats.witness or chats.root)
+    away = not chats.broken.isdisjoint(mine) and chats.cache.away(chats.root)
     return packs, frames, away, sorted(chats.broken)
 
 
@@ -359,8 +356,8 @@ def main():
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start = state.get("step", 0)
-    best = {"best": state.get("best", math.inf), "best_step": state.get("best_step"),
-            "best_unread": state.get("best_unread")}  # see metrics.is_best
+    names = "best_step", "best_unread", "last_unread"  # see metrics.is_best
+    best = {"best": state.get("best", math.inf), **{name: state.get(name) for name in names}}
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
@@ -413,7 +410,7 @@ def main():
                 o.step()
             o.zero_grad(set_to_none=True)  # frees the memory until the next backward
         last = step + 1 == steps
-        runs.check_run(step, bad, args.out, not blind, 1 if last and blind else 3)
+        runs.check_run(step, bad, args.out, blind, last)
 
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
@@ -439,8 +436,10 @@ def main():
                 log.write({"step": step + 1, "val_loss": None if math.isnan(value) else value},
                           f"step {step + 1:04d} | held-out loss {value:.4f} nats/token")
             # Every rank has the same numbers, so all of them save or none.
-            if metrics.is_best(-value, -best["best"], unread, best["best_unread"]):
-                best = {"best": value, "best_step": step + 1, "best_unread": unread}
+            if metrics.is_best(-value, -best["best"], unread, best["best_unread"],
+                               best["last_unread"]):
+                best.update(best=value, best_step=step + 1, best_unread=unread)
+            best["last_unread"] = unread
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(asked.is_set())

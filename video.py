@@ -23,7 +23,6 @@ is a decoder process, see ChildDecoder.
 import contextlib
 import functools
 import glob
-import io
 import math
 import mmap
 import os
@@ -34,7 +33,6 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -44,11 +42,12 @@ import numpy as np  # av and PIL are imported in the functions that decode; samp
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import launch
+from plumbing.disk_cache import DiskCache
 
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-READER = 3  # raise this if reading changes: older frames on disk are then not used
+READER = 4  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -371,7 +370,7 @@ def _picture(folder, name):
 
 @contextlib.contextmanager
 def _stream(path):
-    """Path -> (container, first video stream), closed at exit. VideoError for PyAV's errors."""
+    """Path -> (container, video stream), closed at exit. VideoError for PyAV's errors."""
     import av
     try:
         with open(path, "rb") as file:
@@ -383,7 +382,12 @@ def _stream(path):
                    "pattern_type": "none"}  # of stills: %d in a name means no other files
         # Tags need not be UTF-8.
         with av.open(str(path), options=options, metadata_errors="ignore") as container:
-            stream = next(iter(container.streams.video), None)
+            # ffmpeg's rule: the most pixels, where the default stream has five million more. A
+            # cover picture is no film.
+            kinds = av.stream.Disposition
+            streams = [s for s in container.streams.video if not s.disposition & kinds.attached_pic]
+            stream = max(streams, default=None, key=lambda s: s.codec_context and (
+                s.width * s.height + 5_000_000 * bool(s.disposition & kinds.default)) or 0)
             if stream is None or stream.codec_context is None:
                 raise VideoError(path, f"no {'decoder for its ' * bool(stream)}video stream")
             if stream.width * stream.height > MAX_PIXELS:
@@ -408,7 +412,7 @@ def _open(path):
     unit and clock. key_ticks are those of the key frames at which decoding can begin. They include
     key frames that an edit list hides; starts do not. Raises VideoError.
     """
-    early, packets, changed, sound = [], [], set(), 0.0  # changed: kinds; sound: its end in seconds
+    early, packets, changed, sound = [], [], set(), None  # changed: kinds; sound: its end, seconds
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         leaps = container.format.flags & 0x200  # AVFMT_TS_DISCONT: its clock may jump
@@ -419,8 +423,10 @@ def _open(path):
         likely = codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora")
         for packet in container.demux(stream, *container.streams.audio):
             if packet.stream.index != stream.index:
-                end = (packet.pts or 0) + (packet.duration or 0)
-                sound = max(sound, 0 if packet.is_discard else float(end * packet.time_base))
+                end = float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
+                # A clock that jumps ahead, by ffmpeg's 10 s, tells no length.
+                if not packet.is_discard and (sound is None or end <= sound + 10):
+                    sound = max(sound or 0.0, end)
                 continue
             if len(early) < (8 if reorders else 1):
                 early += packet.decode()
@@ -469,7 +475,7 @@ def _open(path):
         ticks = np.array([last[tick] for tick in starts])  # [N] numbers of frames in decoding order
     else:
         starts, end = ticks, ticks[-1] + lengths[shown][pts[shown].argmax()]
-    end, sound = (end - starts[0]) * unit, round(float(sound - starts[0] * unit), 1)
+    end, sound = (end - starts[0]) * unit, round(float((sound or 0) - starts[0] * unit), 1)
     starts = np.round((starts - starts[0]) * unit, 4)
     duration = _duration(starts, end)
     height, width = _upright(path, early[0]).shape[:2]  # the header may lie
@@ -774,81 +780,6 @@ class Decoders:
         [child.close() for child in idle]
 
 
-class Folder:
-    """Tables and frames on disk, for later runs and other processes; the least recently used are
-    deleted. path: None keeps nothing. most: bytes of all files; beyond 8 processes each may add
-    1/64."""
-
-    def __init__(self, path, most):
-        self.path, self.most, self.writing = path, most, threading.Lock()  # one thread at a time
-        self.unseen = math.inf  # bytes written since the last look through the folder
-
-    def through(self, name, state, read):
-        """-> the values of read(), arrays and numbers, from the folder if they are there. state:
-        of the video's VideoTable."""
-        path = self.path and os.path.join(self.path, name + ".frames")
-        values = self.load(path) if path else None
-        if values is None:
-            values = read()
-            if identity(state[0]) != list(state[1:3]):  # else another film's frames have its key
-                raise VideoError(state[0], "changed while it was read")
-            if path:
-                self.store(path, values)
-        return values
-
-    def load(self, path):
-        """-> [arrays and numbers], None if missing or damaged."""
-        with contextlib.suppress(OSError):  # no such file, or another user's
-            os.utime(path)  # marks the file as used now
-        with contextlib.suppress(OSError):  # another process may have made room
-            with open(path, "rb") as file:
-                check, data = file.read(4), file.read()
-            if check == zlib.crc32(data, 1).to_bytes(4, "big"):  # 1, so that no empty file passes
-                arrays = np.load(io.BytesIO(data)).values()  # refuses pickles, which could run code
-                return [array if array.ndim else array.item() for array in arrays]
-            os.unlink(path)
-
-    def store(self, path, values):
-        """Writes a whole file or none. After an error, reading goes on without the folder."""
-        stream = io.BytesIO()
-        np.savez(stream, *values)
-        data = zlib.crc32(stream.getbuffer(), 1).to_bytes(4, "big") + stream.getbuffer()
-        part = os.path.join(self.path, os.urandom(16).hex() + ".frames")  # not a name to look up
-        most = self.most * 7 // 8  # the rest is for files that others write meanwhile
-        with self.writing:
-            if len(data) > most:
-                return
-            try:
-                os.makedirs(self.path, exist_ok=True)
-                self.unseen += len(data)
-                if self.unseen > self.most / 64:  # thousands of files take 0.1 s
-                    self.make_room(most - len(data))
-                    self.unseen = 0
-                with open(part, "xb") as file:
-                    file.write(data)
-                with contextlib.suppress(FileNotFoundError):  # another process needed the room
-                    os.replace(part, path)
-            except OSError as error:
-                print(f"frames are no longer kept on disk: {error}", file=sys.stderr, flush=True)
-                self.most = 0  # reading goes on
-                with contextlib.suppress(OSError):
-                    os.unlink(part)
-
-    def make_room(self, most):
-        """Deletes the least recently used files until `most` bytes are left."""
-        found = []  # (mtime in ns, bytes, path)
-        for entry in os.scandir(self.path):
-            with contextlib.suppress(FileNotFoundError):  # another process makes room too
-                if entry.name.endswith(".frames") and len(entry.name) == 39:  # else: not of a cache
-                    found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-        excess = sum(size for _, size, _ in found) - most
-        for _, size, path in sorted(found):
-            if excess > 0:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)  # a reader keeps an open file
-                excess -= size
-
-
 class Memory:
     """Values by key, shared by threads; the least recently used are dropped.
 
@@ -895,9 +826,10 @@ class FrameCache:
 
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
-        self.memory, self.folder = Memory(max_bytes), Folder(folder, folder_bytes)
+        self.memory, self.folder = Memory(max_bytes), DiskCache(folder, folder_bytes)
         self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
+        self.witness = None  # the video that was opened last; if it has gone, the disk has
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
@@ -909,22 +841,46 @@ class FrameCache:
         table = self.table(path)
         return np.flatnonzero(np.isin(table.ticks, table.key_ticks))
 
+    def away(self, root):
+        """Whether the disk with the videos has gone: the first frame of the video that was opened
+        last does not decode any more, or, if none was opened, the folder `root` is missing."""
+        if self.witness is None:
+            return not os.path.isdir(root)
+        with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
+            table = self.table(self.witness)
+            self.decoders.read(self.witness, table.ticks[:1], table.key_ticks, 32, 32)
+            return False
+        return True
+
     def close(self):
         """Ends the decoders. The cache stays usable."""
         self.decoders.close()
+
+    def stored(self, name, state, read):
+        """-> the values of read(), arrays and numbers, from the folder if they are there. state:
+        of the video's VideoTable."""
+        values = self.folder.load(name)
+        if values is None:
+            values = read()
+            if identity(state[0]) != list(state[1:3]):  # else another film's frames have its key
+                raise VideoError(state[0], "changed while it was read")
+            self.folder.store(name, values)
+        return values
 
     def table(self, path):
         """Path -> VideoTable: from memory, or from the folder, or read."""
         state = os.path.realpath(path), *identity(path), READER
 
         def read():
-            starts, *info, ticks, key_ticks = self.folder.through(
+            starts, *info, ticks, key_ticks = self.stored(
                 _digest(state), state, lambda: self.decoders.ask((state[0],)))
             starts.flags.writeable = False  # all callers share this array
             table = VideoTable(state, starts, VideoInfo(*info), ticks, key_ticks)
             return table, 3 * starts.nbytes  # at most
 
-        return self.memory.once(state, read, last=False)  # a look that needs the table comes next
+        table = self.memory.once(state, read, last=False)  # a look that needs the table comes next
+        self.witness = state[0]
+        return table
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):
         """Path, ascending indices [T] -> Frames: from memory, or from the folder, or decoded. size:
@@ -942,7 +898,7 @@ class FrameCache:
             return [self.decoders.read(path, table.ticks[indices], table.key_ticks, height, width)]
 
         def read():
-            (images,) = self.folder.through(key, table.state, decode)
+            (images,) = self.stored(key, table.state, decode)
             seconds = table.starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # all callers share them
             frames = Frames(images, seconds, key, names)

@@ -151,10 +151,11 @@ class Source:
 
     def load_same(self, spec, film):
         """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
-        frames = self.load(spec)
-        if video.identity(video.resolve(spec["video"], self.root)) != film:
-            raise video.VideoError(spec["video"], "the file changed during the episode")
-        return frames
+        try:
+            return self.load(spec)
+        finally:  # also after the ValueError of a window that lies beyond another film's end
+            if video.identity(video.resolve(spec["video"], self.root)) != film:
+                raise video.VideoError(spec["video"], "the file changed during the episode")
 
     def duration(self, spec):
         """Seconds of the video."""

@@ -160,7 +160,8 @@ def resume_point(out, args, resume, inputs=None, base=None):
     adapters of --ckpt stand on, or --ckpt itself.
     """
     folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
-    check_apart(args.ckpt, base, out)
+    if args.ckpt != state.get("args", {}).get("ckpt"):  # else the run there began from it
+        check_apart(args.ckpt, base, out)
     if folder is None:
         torn = step_folders(out)
         if torn and resume is not False:  # damaged after it was saved: the user decides
@@ -221,11 +222,11 @@ def check_apart(ckpt, base, out):
                                    "deletes old checkpoints; choose another --out")
 
 
-def check_run(step, bad, out, read, limit=3):
-    """Raises RunError, on all ranks alike, after `limit` bad steps in a row. read: whether videos
-    can be read; if not, the disk is away."""
-    if bad >= limit:
-        reason = "no finite gradient" if read else "no video could be read (is the disk there?)"
+def check_run(step, bad, out, blind, last):
+    """Raises RunError, on all ranks alike, after three bad steps in a row, and after a last step
+    that was blind: the disk with the videos is away, so the run is not done."""
+    if bad >= (1 if last and blind else 3):
+        reason = "no video could be read (is the disk there?)" if blind else "no finite gradient"
         raise launch.RunError(f"step {step + 1}: {reason} for {bad} steps; the newest checkpoint "
                               f"is {newest_checkpoint(out)}")
 
@@ -268,8 +269,7 @@ def prune_checkpoints(newest, keep=2):
     # A newer one is damaged, else the run would have gone on from it.
     whole = list(filter(is_complete, step_folders(out)))  # torn folders are left out
     whole = whole[whole.index(newest):] if newest in whole else []
-    links = [os.path.join(out, name) for name in ("last", "best")]
-    kept = set(map(os.path.realpath, [*whole[:keep], *links]))
+    kept = set(map(os.path.realpath, [*whole[:keep], f"{out}/last", f"{out}/best"]))
     for folder in whole:
         if os.path.realpath(folder) not in kept:
             # Rename first: clean_run then finds a folder that a kill left half deleted.

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "plumbing.subtitles",
-         "plumbing.data",
-         "plumbing.endpoint", "plumbing.judge", "plumbing.runs", "plumbing.checkpoint",
+ORDER = ["launch", "rewards", "plumbing.disk_cache", "video", "chat", "model", "engine",
+         "plumbing.subtitles", "plumbing.data", "plumbing.endpoint", "plumbing.judge",
+         "plumbing.runs", "plumbing.checkpoint",
          "plumbing.tracker",
          "plumbing.metrics", "plumbing.policies", "rollout", "toy", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
