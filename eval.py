@@ -14,7 +14,7 @@ training. Departs from the authors' evaluation, which --protocol paper repeats
 (evaluation/paper.py): an error is never graded as text.
 
 --protocol evaluates other systems (evaluation/systems.py), also behind an endpoint
-(evaluation/endpoint.py). evaluation/folders.py grades records and works on finished folders,
+(evaluation/endpoint.py). evaluation/results.py grades records and works on finished folders,
 evaluation/scores.py computes intervals and tables.
 
 Reads:  --ckpt (or an OpenAI-compatible endpoint), --data or --bench with --root.
@@ -41,8 +41,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 import chat
 import launch
 import rollout
-from evaluation import benchmarks, costs, endpoint, folders, scores, systems
-from evaluation.episodes import check_prompts, reordered, run
+from evaluation import benchmarks, costs, endpoint, results, scores, systems
+from evaluation.protocol_loop import check_prompts, reordered, run
 from plumbing import data, runs
 from plumbing.judge import add_judge_arguments, open_judge
 
@@ -144,7 +144,7 @@ def faults(args):
     if args.prepare:
         return found  # nothing is sampled
     return found + run_faults(args) + [
-        (not folders.cells(vars(args)), "--frames 0 has no frames for --show to change"),
+        (not results.cells(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live) < 0, "--limit and --live may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
          "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
@@ -176,7 +176,7 @@ class Suite:
     agent: rollout.Agent
     source: rollout.Source  # of the videos and subtitles
     out: str = ""  # leaf folder of the records
-    digest: str = ""  # see folders.settings_digest
+    digest: str = ""  # see results.settings_digest
     done: dict = None  # item with a finished record -> seconds of that episode
     part: bool = False  # the folder holds more tasks than these; their summary is then left alone
 
@@ -190,7 +190,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         flags = argparse.Namespace(**{**vars(args), "tools": True})
         if bench:
             tasks, notes = benchmarks.read_split(bench, root)
-            folders.print_notes(bench, notes)
+            results.print_notes(bench, notes)
             flags.video_root = args.video_root or root
             shown = args.subtitles or benchmarks.splits()[bench].shown
         else:
@@ -202,15 +202,15 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         source = systems.source_of(source, args)
         # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
-        out = folders.leaf_of(args.out, bench)
+        out = results.leaf_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
         spoken = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
         texts = runs.digest_of(spoken) if spoken and shown != "none" else None
-        digest = folders.settings_digest(args, weights, shown, tasks, prompts, texts)
-        records = folders.read_records(out, digest)
+        digest = results.settings_digest(args, weights, shown, tasks, prompts, texts)
+        records = results.read_records(out, digest)
         seen = [(r["task"]["video"], r.get("film")) for r in records.values()]
-        if moved := folders.of_other_films(seen, source.root):
+        if moved := results.of_other_films(seen, source.root):
             launch.say(f"{out}: {len(moved)} of {len(records)} records are of films that have "
                        f"changed since, for example {moved[0]}; delete their lines to ask again")
         done = {item: r["timing"].get("total_s") for item, r in records.items()
@@ -237,7 +237,7 @@ def unfinished(suites: list[Suite], args) -> list[tuple]:
     samples again, because they are drawn as one group."""
     jobs = []
     for suite in suites:
-        for k, mode in folders.cells(vars(args)):
+        for k, mode in results.cells(vars(args)):
             todo = [task for task in suite.tasks if not suite.done.keys() >= {
                 (task["id"], str(k), mode, sample) for sample in range(args.samples)}]
             jobs.append((suite, k, mode, todo))
@@ -248,6 +248,8 @@ def evaluate(args):
     """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     launch.beat(args.patience)
+    if args.data:  # a bad row is named now, because torch takes seconds to load
+        data.read_tasks(args.data)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
@@ -282,8 +284,8 @@ def evaluate(args):
     kept = {**vars(args), "prompt_hash": prompts, "code": runs.code_digests("evaluation")}
     for suite in suites if rank == 0 else []:
         if not suite.part:
-            folders.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-            folders.write_json(kept, suite.out, "args.json")
+            results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
+            results.write_json(kept, suite.out, "args.json")
     if needed:
         name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
         # This rank's tasks of every job.
@@ -296,9 +298,9 @@ def evaluate(args):
         # Record which model answered: the same name may stand for another model next month.
         for suite in suites:
             if not suite.part:
-                folders.write_json(kept | {"served": sorted(engine.served)}, suite.out, "args.json")
+                results.write_json(kept | {"served": sorted(engine.served)}, suite.out, "args.json")
     if rank == 0:
-        folders.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
+        results.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                {s.out: s.tasks for s in suites if s.part})
     if world > 1 or args.engine == "vllm":  # the other ranks wait here for the summary of rank 0
         launch.end_process_group(engine)
@@ -347,9 +349,9 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             if show == "options":
                 todo = [reordered(task) for task in todo]
             episodes = run(sampler, todo, protocol, frames=k, group=args.samples)
-            with folders.append_to(os.path.join(suite.out, name)) as f:
+            with results.append_to(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
-                    record = folders.record_of(episode, suite.digest, k, mode, args, meter.taken)
+                    record = results.record_of(episode, suite.digest, k, mode, args, meter.taken)
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash then loses only the episodes under way
                     bar.update()
@@ -363,14 +365,14 @@ def main():
         names = [args.protocol] if own else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
-        folders.prepare(args.bench[0], args.root[0], args.prepare)
+        results.prepare(args.bench[0], args.root[0], args.prepare)
     elif args.table:
-        folders.table(args.table)
+        results.table(args.table)
     elif args.rescore:
-        folders.rescore(args.rescore, args)
+        results.rescore(args.rescore, args)
     elif args.compare:
         runs.keep_inputs([args.out], args.compare)
-        folders.compare(args.compare, args.out)
+        results.compare(args.compare, args.out)
     else:
         evaluate(args)
 

@@ -5,7 +5,7 @@ answers of an evaluation.
 Endpoints take messages and return text, without ids and log-probs, so they serve evaluation alone.
 A failure becomes the outcome of its episode, never a text that would be graded.
 
-Asks endpoints; writes the verdicts of a judge. Used by eval.py and evaluation/folders.py.
+Asks endpoints; writes the verdicts of a judge. Used by eval.py and evaluation/results.py.
 """
 
 import argparse
@@ -419,7 +419,7 @@ def content_parts(content, frames, numbers, kept, clip=None, jpeg=90):
             parts.append(text_part(item["text"]))
             continue
         shown = next(frames)
-        if hasattr(shown, "path"):  # sources.Film: the server reads the file
+        if hasattr(shown, "path"):  # frame_sources.Film: the server reads the file
             url = f"file://{shown.path}"
             parts.append({"type": "video_url", "video_url": {"url": url}})
             continue

@@ -7,7 +7,7 @@ evaluation/scores.py: turns the records of an evaluation into numbers and tables
   p          = how often |difference| is as large, if A and B change places in random VIDEOS
   pass@n     = mean over tasks of the best of n samples
 
-A record is a line of records.*.jsonl, read and graded by evaluation/folders.py. Reads and writes no
+A record is a line of records.*.jsonl, read and graded by evaluation/results.py. Reads and writes no
 file.
 """
 

@@ -2,7 +2,7 @@
 evaluation/systems.py: the protocols of the other systems in the paper's Table 1.
 
 A system is an entry of `protocols` and the functions that the entry names. The paper's own protocol
-lies in evaluation/paper.py, and evaluation/episodes.py plays all of them.
+lies in evaluation/paper.py, and evaluation/protocol_loop.py plays all of them.
 
 Departs from the publishers' code in wording, because the prompts here are ours. --texts-of takes
 the publishers' own from a checkout of their code; --prompt-file reads single files and never runs
@@ -26,8 +26,8 @@ import launch
 import rewards
 import rollout
 import video
-from evaluation import paper, paper_texts, sources
-from evaluation.episodes import (
+from evaluation import frame_sources, paper, paper_texts
+from evaluation.protocol_loop import (
     QUESTION,
     Protocol,
     Reply,
@@ -67,7 +67,7 @@ class System:
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
     held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
-    reader: dict = field(default_factory=dict)  # fields of sources.Source: how frames are read
+    reader: dict = field(default_factory=dict)  # fields of frame_sources.Source
 
 
 def protocols():
@@ -281,7 +281,7 @@ def source_of(source, args):
         fields["jpeg"] = 0  # the client writes JPEGs, and the server's processor resizes them
     elif fields.get("jpeg"):
         fields["processor"] = processor_bounds(args.ckpt)
-    return sources.Source(**fields)
+    return frame_sources.Source(**fields)
 
 
 def processor_bounds(ckpt):

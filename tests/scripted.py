@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import chat
 import rollout
 from engine import Completion
-from evaluation import episodes
+from evaluation import protocol_loop
 from evaluation.endpoint import call_messages
 from plumbing.endpoint import PROBE
 
@@ -164,7 +164,7 @@ def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
     if engine.codec:
         done = list(rollout.run(sampler, tasks, frames, group, step))
     else:
-        done = list(episodes.run(sampler, tasks, episodes.Protocol(), frames, group))
+        done = list(protocol_loop.run(sampler, tasks, protocol_loop.Protocol(), frames, group))
     return sorted(done, key=lambda e: (order[e.task["id"]], e.sample))
 
 

@@ -20,7 +20,7 @@ import launch
 import rewards
 import rollout
 from engine import Completion
-from evaluation import folders
+from evaluation import results
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}'
         "</tool_call>")
@@ -312,12 +312,12 @@ def episode(*turns, task=ROWS[0], status="ok", think_open=True):
     ([], True, 0.0),
 ])  # fmt: skip
 def test_the_last_answer_or_the_text_after_the_thought_is_graded(turns, think_open, score):
-    assert folders.grade(episode(*turns, think_open=think_open))["score"] == score
+    assert results.grade(episode(*turns, think_open=think_open))["score"] == score
 
 
 @pytest.mark.parametrize("status", ["video_error", "context", "engine_error"])
 def test_an_episode_that_did_not_finish_scores_nothing(status):
-    assert folders.grade(episode(answer("red"), status=status))["score"] == 0.0
+    assert results.grade(episode(answer("red"), status=status))["score"] == 0.0
 
 
 @pytest.mark.parametrize("text", ["A. The answer is B, or option C", "I think so",
@@ -326,15 +326,15 @@ def test_extraction_does_not_depend_on_the_gold_answer(text):
     """At most one gold letter can be right for one and the same text."""
     options = ["a", "b", "c", "d", "e"]
     tasks = [row("x", type="mcq", options=options, answer=gold) for gold in "ABCDE"]
-    scores = [folders.grade(episode(answer(text), task=task))["score"] for task in tasks]
+    scores = [results.grade(episode(answer(text), task=task))["score"] for task in tasks]
     assert sum(scores) <= 1
 
 
 def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
-    assert folders.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
-    graded = folders.grade(episode(answer("red, green"), task=task))
+    assert results.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
+    graded = results.grade(episode(answer("red, green"), task=task))
     assert graded["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 
@@ -343,7 +343,7 @@ def test_open_answers_are_matched_and_not_scored_by_overlap():
 def test_a_list_counts_whole_and_in_order(said, score):
     """Training pays for the places that are right."""
     task = row("x", type="list", answer="16 red, 40 blue")
-    assert folders.grade(episode(answer(said), task=task))["score"] == score
+    assert results.grade(episode(answer(said), task=task))["score"] == score
 
 
 # ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import eval as evaluation
 import rollout
 import video
 from engine import Completion
-from evaluation import endpoint, episodes, folders, systems
+from evaluation import endpoint, protocol_loop, results, systems
 from plumbing import runs
 
 STORED = Path(__file__).with_name("protocols.json")
@@ -72,8 +72,8 @@ def play(toy, source, codec, monkeypatch):
         protocol, digest = systems.make_protocol(args)
         engine = Chat(codec if ids else None, *script)
         sampler = rollout.Sampler(engine, engine.codec, systems.source_of(source, args), agent)
-        (episode,) = episodes.run(sampler, [task], protocol, args.frames[0])
-        record = folders.record_of(episode, "d", args.frames[0], "on", args)
+        (episode,) = protocol_loop.run(sampler, [task], protocol, args.frames[0])
+        record = results.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.asked, record
 
     return play
@@ -122,10 +122,10 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
         protocol, _ = systems.make_protocol(args)
         engine = endpoint.make_engine(args, bool(protocol.prefill))
         sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
-        (episode,) = episodes.run(sampler, [TASK], protocol, 2)
+        (episode,) = protocol_loop.run(sampler, [TASK], protocol, 2)
         engine.close()
         sent = [readable(body) for body in server.asked]
-    assert folders.record_of(episode, "d", 2, "on", args)["score"] == 1.0
+    assert results.record_of(episode, "d", 2, "on", args)["score"] == 1.0
     stored = json.loads(STORED.read_text())
     if name not in stored:
         STORED.write_text(json.dumps({**stored, name: sent}, indent=1) + "\n")
@@ -186,16 +186,16 @@ def test_an_episode_whose_disk_went_away_meanwhile_is_played_again(name, part, p
 
 
 def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
-    """With ids. An endpoint, another protocol and one call a turn go through `episodes.play`."""
+    """With ids. An endpoint, another protocol and one call a turn go through protocol_loop.play."""
     plays = []
     monkeypatch.setattr(rollout, "run",
                         lambda *given, play: plays.append(play is rollout.run_episode))
     sampler = rollout.Sampler(None, codec, source, rollout.Agent())
     turns = replace(sampler, agent=rollout.Agent(dispatch="turns"))
-    for some, protocol in ((sampler, episodes.Protocol()), (turns, episodes.Protocol()),
-                           (replace(sampler, codec=None), episodes.Protocol()),
-                           (sampler, episodes.Protocol(stop=("x",)))):
-        episodes.run(some, [], protocol)
+    for some, protocol in ((sampler, protocol_loop.Protocol()), (turns, protocol_loop.Protocol()),
+                           (replace(sampler, codec=None), protocol_loop.Protocol()),
+                           (sampler, protocol_loop.Protocol(stop=("x",)))):
+        protocol_loop.run(some, [], protocol)
     assert plays == [True, False, False, False]
 
 

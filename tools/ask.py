@@ -30,7 +30,7 @@ import eval as evaluation
 import launch
 import rewards
 import rollout
-from evaluation import endpoint, episodes, systems
+from evaluation import endpoint, protocol_loop, systems
 from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def set_up(args):
     agent, source = rollout.agent_settings(flags, args.video)
     film = film_task(args, 0, args.question or "", args.options)
     suite = evaluation.Suite(None, [film], agent, systems.source_of(source, args))
-    episodes.check_prompts(protocol, suite.tasks, agent, 1)
+    protocol_loop.check_prompts(protocol, suite.tasks, agent, 1)
     if args.ckpt:
         check_size(film, suite.source, args)
     ckpt, _ = evaluation.whole_checkpoint(args)
@@ -267,7 +267,7 @@ def set_up(args):
     codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
-    return episodes.player(sampler, protocol, args.frames[0])
+    return protocol_loop.player(sampler, protocol, args.frames[0])
 
 
 def check_size(film, source, args) -> None:

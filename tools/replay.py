@@ -26,7 +26,7 @@ import model
 import rewards
 import rollout
 import video
-from evaluation import folders
+from evaluation import results
 from plumbing import checkpoint, metrics, policies, runs
 from plumbing.judge import open_judge
 from tools import pick
@@ -101,7 +101,7 @@ def main():
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
     seen = [(e.task["video"], e.film) for e in episodes]
-    if moved := folders.of_other_films(seen, source.root):
+    if moved := results.of_other_films(seen, source.root):
         launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
                    f" for example {moved[0]}")
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")

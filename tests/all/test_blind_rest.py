@@ -19,7 +19,7 @@ from test_blind import (
 )
 
 import eval as evaluation
-from evaluation import episodes
+from evaluation import protocol_loop
 
 
 def test_shuffled_frames_are_the_same_at_each_others_times(toy):
@@ -43,18 +43,18 @@ def test_shuffled_options_keep_the_right_answer():
     for n in range(60):
         for place, letter in enumerate("ABC"):
             task = {**TASK, "id": f"q{n}", "answer": letter}
-            new = episodes.reordered(task)
+            new = protocol_loop.reordered(task)
             assert sorted(new["options"]) == sorted(task["options"])
             assert new["options"][string.ascii_uppercase.index(new["answer"])] == (
                 task["options"][place])
             assert [task["options"][i] for i in new["order"]] == new["options"]
-            assert episodes.reordered(task) == new
+            assert protocol_loop.reordered(task) == new
         orders.add(tuple(new["order"]))
     assert len(orders) == 6, "every order of three options comes up"
-    labelled = episodes.reordered({**TASK, "options": ["A. red", "B. blue", "C. green"]})
+    labelled = protocol_loop.reordered({**TASK, "options": ["A. red", "B. blue", "C. green"]})
     assert sorted(labelled["options"]) == ["blue", "green", "red"]
     grounding = {**TASK, "type": "grounding", "options": None, "answer": [1.0, 2.0]}
-    assert episodes.reordered(grounding) == grounding
+    assert protocol_loop.reordered(grounding) == grounding
 
 
 @pytest.mark.parametrize("name", ["paravt", "direct", "video-r1", "time-r1", "qwen3-vl"])
@@ -107,10 +107,10 @@ def test_options_that_speak_of_others_stay():
     for text in ("All of the above", "none of these", "Both A and B", "A, and C", "both the above",
                  "any of the other options", "(A) and (C)", "Neither A nor B", "A/B", "A, B, C",
                  "A & B", "Only A", "only (B) is right", "Options A to C", "A or (B)"):
-        assert episodes.names_others(text), text
+        assert protocol_loop.names_others(text), text
     for text in ("a red car and a bus", "both hands", "above the door", "Vitamin B", "all blue",
                  "only a dog", "a/the dog", "an option a man has", "Plan B", "A dog and a cat"):
-        assert not episodes.names_others(text), text
+        assert not protocol_loop.names_others(text), text
 
 
 @pytest.mark.parametrize("flags, why", [

@@ -65,14 +65,14 @@ def test_another_template_argument_is_another_setting(stage):
     import eval as evaluation
     import grpo
     import sft
-    from evaluation import folders
+    from evaluation import results
 
     parser = {"sft.py": sft, "grpo.py": grpo, "eval.py": evaluation}[stage].build_parser()
     low, again, none = (
         parser.parse_args(["--ckpt", "c", "--data", "d", *more])
         for more in (["--template-args", "reasoning_effort=low"],) * 2 + ((),))
     if stage == "eval.py":
-        low, again, none = (folders.settings_digest(args, "", None, [], "")
+        low, again, none = (results.settings_digest(args, "", None, [], "")
                             for args in (low, again, none))
         assert low == again != none
         return

@@ -12,7 +12,7 @@ from conftest import run_script
 
 import launch
 import rewards
-from evaluation import benchmarks, endpoint, folders
+from evaluation import benchmarks, endpoint, results
 from plumbing import checkpoint, metrics, runs, subtitles
 from tools import replay
 
@@ -53,14 +53,14 @@ def test_json_that_is_nested_too_deep_is_refused_by_every_reader(tmp_path, text)
     with pytest.raises(launch.UserError):
         checkpoint.resolve_checkpoint(str(tmp_path))
     with pytest.raises(launch.UserError, match="summary.json"):
-        folders.read_summary(str(tmp_path))
+        results.read_summary(str(tmp_path))
     (tmp_path / "tasks.jsonl").write_text('{"id": 1}\n')
     (tmp_path / "records.rank0.jsonl").write_text(text + "\n")
     with pytest.raises(launch.UserError, match="records.rank0.jsonl:1: not JSON"):
-        folders.read_records(str(tmp_path))
+        results.read_records(str(tmp_path))
     with pytest.raises(launch.UserError, match="args.json"):
         flags = argparse.Namespace(out=str(tmp_path))
-        folders.rescore([str(tmp_path)], flags)
+        results.rescore([str(tmp_path)], flags)
     step = tmp_path / "run" / "step_000001"
     step.mkdir(parents=True)
     (step / "state.json").write_text(text)
@@ -140,7 +140,7 @@ def test_cores_are_counted_without_an_affinity(monkeypatch, process_group):
 def test_a_line_that_is_no_record_and_no_verdict_is_named(tmp_path, line):
     (tmp_path / "records.rank0.jsonl").write_bytes(line + b"\n")
     with pytest.raises(launch.UserError, match="records.rank0.jsonl:1: not JSON, or no record"):
-        folders.read_records(str(tmp_path))
+        results.read_records(str(tmp_path))
     (tmp_path / "judge.jsonl").write_bytes(line + b"\n")
     judge = argparse.Namespace(judge_url=None, judge_model="m")
     endpoint.judge([], str(tmp_path / "judge.jsonl"), judge)  # asked again, as after a kill

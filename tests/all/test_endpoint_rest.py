@@ -22,7 +22,7 @@ from test_endpoint import (
 
 import launch
 import rollout
-from evaluation import costs, endpoint, episodes, folders
+from evaluation import costs, endpoint, protocol_loop, results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,7 +154,7 @@ def test_a_server_that_stays_away_ends_the_run(give_up, tasks, frames_of, monkey
             return
         found, sampler = [], rollout.Sampler(engine, None, frames_of, agent)
         with pytest.raises(launch.UserError, match="no server has answered for 0.5 s") as ended:
-            for episode in episodes.run(sampler, tasks[:1], episodes.Protocol(), 4, 6):
+            for episode in protocol_loop.run(sampler, tasks[:1], protocol_loop.Protocol(), 4, 6):
                 found.append(episode)
         assert not found if give_up < 5 else len(found) <= 1  # no try is lost in the wait
         assert "HTTP 503" in str(ended.value) and "the same command" in str(ended.value)
@@ -202,7 +202,7 @@ def test_a_thought_apart_is_kept_but_is_no_part_of_the_turn(name, tasks, frames_
         episode = ask(server, tasks, frames_of)
     assert episode.turns == ["<answer>red</answer>"] and not episode.calls
     args = argparse.Namespace(protocol="paravt")
-    assert folders.record_of(episode, "d", 4, "on", args)["reasoning"] == [thought]
+    assert results.record_of(episode, "d", 4, "on", args)["reasoning"] == [thought]
     with Server(ANSWER) as server:
         plain = ask(server, tasks, frames_of)
-    assert "reasoning" not in folders.record_of(plain, "d", 4, "on", args)
+    assert "reasoning" not in results.record_of(plain, "d", 4, "on", args)

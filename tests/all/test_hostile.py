@@ -26,7 +26,7 @@ import eval as evaluation
 import rollout
 import video
 from engine import Completion
-from evaluation import episodes, folders, systems
+from evaluation import protocol_loop, results, systems
 from plumbing import data as data_py
 from plumbing import subtitles
 
@@ -125,10 +125,10 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
     step = 0
     while said["texts"] < 2500:
         sampler = rollout.Sampler(Talker(say), None, source, replace(agent, seed=step))
-        for episode in episodes.run(sampler, tasks, episodes.Protocol(), 4, group=40):
+        for episode in protocol_loop.run(sampler, tasks, protocol_loop.Protocol(), 4, group=40):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
-            record = folders.grade({"status": "ok", "turns": episode.turns,
+            record = results.grade({"status": "ok", "turns": episode.turns,
                                        "think_open": episode.think_open, "task": episode.task})
             assert 0 <= record["score"] <= 1
         step += 1
@@ -158,9 +158,9 @@ def test_no_text_breaks_another_systems_protocol(protocol, toy, source, monkeypa
                        for _ in range(rng.randrange(4)))
 
     sampler = rollout.Sampler(Talker(say), None, source, agent)
-    for episode in episodes.run(sampler, [task], systems.make_protocol(args)[0], 4, group=300):
+    for episode in protocol_loop.run(sampler, [task], systems.make_protocol(args)[0], 4, group=300):
         assert episode.status == "ok" and len(episode.turns) <= 3
-        folders.record_of(episode, "d", 4, "on", args)
+        results.record_of(episode, "d", 4, "on", args)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -346,5 +346,6 @@ def test_a_broken_subtitle_file_is_a_counted_outcome(toy, source, codec):
     task = {**data_py.read_tasks(str(toy / "rl.jsonl"))[0], "subtitles": "rl.jsonl"}
     source.subtitles = partial(subtitles.task_subtitles, root=source.root, which="full")
     sampler = rollout.Sampler(Talker(lambda: "x"), None, source, rollout.Agent())
-    (episode,) = episodes.run(sampler, [{**task, "subtitles": "none.srt"}], episodes.Protocol(), 4)
+    (episode,) = protocol_loop.run(sampler, [{**task, "subtitles": "none.srt"}],
+                                   protocol_loop.Protocol(), 4)
     assert episode.status == "video_error" and "none.srt: unreadable subtitles" in episode.error

@@ -1,5 +1,6 @@
 """
-Tests of evaluation/paper.py, paper_texts.py, paper_driver.py, readers.py and sources.py:
+Tests of evaluation/paper.py, paper_texts.py, paper_driver.py, qwen_vl_sampling.py and
+frame_sources.py:
     python -m pytest tests/all/test_paper.py -q
 
 The authors' own code is the oracle in tests/publishers, with a clone of it. torch and transformers
@@ -15,7 +16,7 @@ import pytest
 
 import eval as evaluation
 import launch
-from evaluation import endpoint, paper, paper_texts, readers, sources, systems
+from evaluation import endpoint, frame_sources, paper, paper_texts, qwen_vl_sampling, systems
 
 
 def crop(start, end=None, name="crop_video"):
@@ -182,7 +183,7 @@ def test_frames_lie_where_torch_puts_them():
         first = draw.randrange(300_000)
         last, count = first + draw.randrange(1, 300_000), 2 * draw.randrange(1, 40)
         wanted = torch.linspace(first, last, count).round().long().tolist()
-        assert readers.spread(first, last, count) == wanted
+        assert qwen_vl_sampling.spread(first, last, count) == wanted
 
 
 def test_sizes_are_those_of_the_processors():
@@ -194,20 +195,21 @@ def test_sizes_are_those_of_the_processors():
         height, width = draw.randrange(40, 2200), draw.randrange(40, 2200)
         for factor, least, most in ((28, 100352, 602112), (28, 784, 50176), (32, 65536, 16777216)):
             wanted = smart_resize(height, width, factor, least, most)
-            assert readers.sides(height, width, factor, least, most) == wanted
-        assert readers.film(900, height, width, 25165824)[1] == of_film(
+            assert qwen_vl_sampling.sides(height, width, factor, least, most) == wanted
+        assert qwen_vl_sampling.film(900, height, width, 25165824)[1] == of_film(
             32, height, width, 2, 32, 4096, 25165824)
-    places, _ = readers.film(901, 480, 640, 25165824)
+    places, _ = qwen_vl_sampling.film(901, 480, 640, 25165824)
     assert places == np.linspace(0, 900, 32, dtype=int).tolist()
 
 
 def test_a_window_has_an_even_number_of_frames():
     """At 25 frames a second, 720p: 77 tokens a frame after the processor of the checkpoint."""
     def asked(start, end):
-        places, size = readers.qwen({"fps": 1, "min_frames": 1, "max_frames": 16, "min_pixels": 784,
-                                     "max_pixels": 50176, "video_start": start, "video_end": end},
+        places, size = qwen_vl_sampling.qwen({
+            "fps": 1, "min_frames": 1, "max_frames": 16, "min_pixels": 784, "max_pixels": 50176,
+            "video_start": start, "video_end": end},
                                     2500, 25.0, 720, 1280)
-        height, width = readers.sides(*size, 32, 65536, 16777216)
+        height, width = qwen_vl_sampling.sides(*size, 32, 65536, 16777216)
         assert height * width // 1024 == 77
         return len(places)
 
@@ -255,14 +257,14 @@ def test_written_lines_repeat_as_they_do_in_the_file(tmp_path):
     path = tmp_path / "lines.srt"
     path.write_text("1\n00:00:01,000 --> 00:00:02,000\n<i>A</i> kite.\nIt flies.\n\n"
                     "2\n00:00:02,000 --> 00:00:03,000\nIt flies.\n\n3\n00:00:03,000\n")
-    assert sources.written_lines(str(path)) == "A kite.\nIt flies.\nIt flies."
+    assert frame_sources.written_lines(str(path)) == "A kite.\nIt flies.\nIt flies."
     with pytest.raises(ValueError, match="none.srt: unreadable subtitles"):
-        sources.written_lines(str(tmp_path / "none.srt"))
+        frame_sources.written_lines(str(tmp_path / "none.srt"))
 
 
 def test_a_film_goes_to_an_endpoint_by_its_path():
     images = np.zeros((4, 32, 32, 3), np.uint8)
-    film = sources.Film(images, np.arange(4.0), "k", ["k"] * 4, "/v.mp4")
+    film = frame_sources.Film(images, np.arange(4.0), "k", ["k"] * 4, "/v.mp4")
     request = SimpleNamespace(frames=[film], messages=[
         {"role": "user", "content": [{"type": "video", "video": "v.mp4", "stamp": "none"},
                                      {"type": "text", "text": "When?"}]}])

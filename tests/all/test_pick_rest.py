@@ -13,7 +13,7 @@ from test_pick import recorded  # noqa: F401
 import launch
 import rewards
 import rollout
-from evaluation import folders, scores
+from evaluation import results, scores
 from tools import pick
 
 
@@ -88,7 +88,7 @@ def test_chats_from_text_are_those_from_ids(recorded, tmp_path):
     """Records of eval.py hold no ids. Failed replies, other frames and rows of --show are left."""
     episodes = [rollout.from_json(json.loads(row)) for row in recorded.read_text().splitlines()]
     flags = SimpleNamespace(protocol="paravt")
-    rows = [folders.record_of(e, "d", e.num_frames, mode, flags) for e in episodes
+    rows = [results.record_of(e, "d", e.num_frames, mode, flags) for e in episodes
             for mode in map(scores.mode_of, ({"tools": "on", "show": "real"},
                                                        {"tools": "on", "show": "blank"}))]
     path = tmp_path / "records.rank0.jsonl"
@@ -108,7 +108,7 @@ def records_of(recorded, folder, change=lambda row: row, **settings):  # noqa: F
     for line in recorded.read_text().splitlines():
         episode = rollout.from_json(change(json.loads(line)))
         mode = scores.mode_of({"tools": "on", "show": "real"})
-        rows.append(folders.record_of(episode, "d", episode.num_frames, mode, flags))
+        rows.append(results.record_of(episode, "d", episode.num_frames, mode, flags))
     folder.mkdir(exist_ok=True)
     path = folder / "records.rank0.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -28,7 +28,7 @@ import rewards
 import rollout
 import video
 from engine import Completion
-from evaluation import benchmarks, endpoint, episodes, systems
+from evaluation import benchmarks, endpoint, protocol_loop, systems
 from plumbing import data
 
 SPAN = {"id": "s", "video": "videos/eval-0000.mp4", "question": "When is it red?", "options": None,
@@ -91,12 +91,12 @@ def test_places_in_any_publishers_form_are_found_in_a_system_text(text, place):
     """The user turn holds the question, so only the place itself tells."""
     task = {"id": "t", "type": "mcq", "question": "What?", "options": ["a", "b"], "answer": "A",
             "video": "v.mp4"}
-    opening = partial(episodes.opening, system=text, stamp=None)
-    protocol = episodes.Protocol(opening=opening, schema=None)
+    opening = partial(protocol_loop.opening, system=text, stamp=None)
+    protocol = protocol_loop.Protocol(opening=opening, schema=None)
     if place is None:
-        return episodes.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
+        return protocol_loop.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
     with pytest.raises(launch.UserError) as told:
-        episodes.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
+        protocol_loop.check_prompts(protocol, [task], rollout.Agent(tools=False), 1)
     assert f"holds {place}, which no part" in str(told.value)
 
 
@@ -174,8 +174,8 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
 
     sampler = rollout.Sampler(Babble(codec), codec, source, agent)
     trained = records(sampler)
-    played = records(replace(sampler, open_context=episodes.open_chat),
-                     play=partial(episodes.play, protocol=episodes.Protocol()))
+    played = records(replace(sampler, open_context=protocol_loop.open_chat),
+                     play=partial(protocol_loop.play, protocol=protocol_loop.Protocol()))
     assert len(trained) == 48 and trained == played
     found = set()  # all of it came up
     for row, _ in trained:
@@ -206,9 +206,9 @@ def test_one_call_a_turn_cuts_a_turn_after_its_first_call(play, codec):
     assert whole.count("<tool_response>") == 2
     assert whole.count("</tool_call><|im_end|>\n") == 2
     text = Completion("x", text="é</think>" + "\n".join(calls))  # an endpoint without ids
-    assert episodes.cut_after(codec, text, ("</tool_call>",),
+    assert protocol_loop.cut_after(codec, text, ("</tool_call>",),
                              "</think>").text == "é</think>" + calls[0]
-    assert episodes.cut_after(codec, replace(text, text="no call"),
+    assert protocol_loop.cut_after(codec, replace(text, text="no call"),
                              ("</tool_call>",)).text == "no call"
     script = ["all at once</think>" + "\n".join(calls), "ok</think><answer>red</answer>"]
     assert [c["turn"] for c in play("--frames 4", *script, ids=True)[0].calls] == [0, 0]

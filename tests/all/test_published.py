@@ -40,7 +40,7 @@ import sft
 import toy
 import video
 from engine import Completion
-from evaluation import episodes
+from evaluation import protocol_loop
 from plumbing import checkpoint, data, metrics
 from tools import replay
 
@@ -431,10 +431,10 @@ def test_a_forced_start_never_opens_a_thought_twice(codec, kind):
     """An empty thought, as a protocol may force: after a template that has opened one, only its
     end is left."""
     prompt = chat.encode_prompt(codec, [{"role": "user", "content": "Q"}])[0]
-    whole = prompt + episodes.forced_ids(codec, prompt, "<think>\n\n</think>\n\n")
+    whole = prompt + protocol_loop.forced_ids(codec, prompt, "<think>\n\n</think>\n\n")
     assert chat.decode(codec, whole, True).endswith("assistant\n<think>\n\n</think>\n\n")
     assert whole.count(THINK) == 1
-    forced = episodes.forced_ids(codec, prompt, "<think>\n")
+    forced = protocol_loop.forced_ids(codec, prompt, "<think>\n")
     assert forced == ([] if kind == "thinking" else [THINK, 198])
 
 

@@ -1,5 +1,5 @@
 """
-evaluation/episodes.py: plays an episode by the protocol of a system, and builds its messages.
+evaluation/protocol_loop.py: plays an episode by the protocol of a system, and builds its messages.
 
 A Protocol is a system's prompt, the form of calls, the responses to calls, and when the system must
 answer; evaluation/systems.py and evaluation/paper.py have one for each system. `play` is the

@@ -1,5 +1,5 @@
 """
-evaluation/folders.py: reads and grades the records of an evaluation, and compares finished folders
+evaluation/results.py: reads and grades the records of an evaluation, and compares finished folders
 without a model.
 
 A record is one line per item, appended when the episode ends. An item is (task id, K, mode,
