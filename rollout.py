@@ -48,9 +48,9 @@ import rewards
 import video
 from engine import Limits, Pump, Request, VllmEngine, in_flight
 from plumbing import data, runs
-from plumbing.data import Source
 from plumbing.judge import add_judge_arguments, open_judge
 from plumbing.subtitles import check_subtitles, task_subtitles
+from video import Source
 
 # ------------------------------------------------------------------------------------------------
 # Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one

@@ -1,4 +1,5 @@
-"""video.py: a video, a file or a folder of frames -> frames with timestamps, cached.
+"""video.py: a video, a file or a folder of frames -> frames with timestamps, cached; and Source,
+where the frames of a task come from.
 
 T frames of H x W pixels; s_i = start of frame i in seconds, s_0 = 0; D = duration.
   frame on display at t   = the last i with s_i <= t; the frame's time is s_i, not t
@@ -253,6 +254,62 @@ def identity(path):
     if status.st_size == 0:
         raise VideoError(path, "is empty (0 bytes)")
     return [status.st_size, status.st_mtime_ns]
+
+
+@dataclass
+class Source:
+    """Where frames come from: the root folder, size bounds, the cache of this stage."""
+
+    root: str
+    cache: "FrameCache"
+    min_pixels: int = 1024  # of a frame after resizing
+    max_pixels: int = 50176
+    crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
+    subtitles: object = None  # (task that names a file, seconds of the frames [K]) -> their text
+    snap: bool = False  # overviews take nearby key frames, see overview_indices
+    own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
+
+    def overview_spec(self, task, num_frames):
+        """The overview of a task, as `load` reads it and as a rollout records it."""
+        # Only if set: records of runs without --snap have no such field.
+        snap = {"snap": True} if self.snap else {}
+        return {"video": task["video"], "frames": num_frames, **snap}
+
+    def load(self, spec: dict) -> Frames:
+        """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
+        ValueError if a window holds no part of the video."""
+        most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
+        return load(spec, self.root, self.cache, self.min_pixels, most)
+
+    def load_overview(self, spec, task):
+        """-> (Frames, seconds of the video, text of the subtitles, identity)."""
+        # One call for all, because each reads the disk and this runs in a decoder's thread.
+        film = identity(resolve(spec["video"], self.root))
+        duration, frames, spoken = self.duration(spec), self.load_same(spec, film), ""
+        if self.subtitles and task.get("subtitles"):
+            spoken = self.subtitles(task, frames.seconds)
+        return frames, duration, spoken, film
+
+    def load_window(self, spec, film):
+        """A crop as the model asked for -> (the same clamped to the video, Frames). film: the
+        identity at the overview. Raises as `load` does, and VideoError for another film."""
+        frames = self.load_same(spec, film)
+        # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
+        # the record name the part that was shown.
+        start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
+        return {**spec, "start": start, "end": end}, frames
+
+    def load_same(self, spec, film):
+        """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
+        try:
+            return self.load(spec)
+        finally:  # also after the ValueError of a window that lies beyond another film's end
+            if identity(resolve(spec["video"], self.root)) != film:
+                raise VideoError(spec["video"], "the file changed during the episode")
+
+    def duration(self, spec):
+        """Seconds of the video."""
+        return self.cache.table(resolve(spec["video"], self.root)).info.duration
 
 
 # ---- below: decoders, cache (a reader of the training step may stop here) ----

@@ -1,5 +1,5 @@
 """
-plumbing/data.py: rows of tasks and of chats, checked before any long work; the frames of a task.
+plumbing/data.py: rows of tasks and of chats, checked before any long work.
 
   task       {"id", "video", "question", "options", "answer", "type", "subtitles", ..}, one a line
   chat       {"id", "messages": [{"role", "content"}, ..], "tools"?}, one a line
@@ -11,7 +11,6 @@ Reads JSONL; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 import contextlib
 import re
 import string
-from dataclasses import dataclass
 
 import launch
 import rewards
@@ -106,63 +105,7 @@ def report_check(faults, of):
 # Films of tasks
 
 
-@dataclass
-class Source:
-    """Where frames come from: the root folder, size bounds, the cache of this stage."""
-
-    root: str
-    cache: video.FrameCache
-    min_pixels: int = 1024  # of a frame after resizing
-    max_pixels: int = 50176
-    crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
-    snap: bool = False  # overviews take nearby key frames, see video.py
-    subtitles: object = None  # (task that names a file, seconds of the frames [K]) -> their text
-    own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
-
-    def overview_spec(self, task, num_frames):
-        """The overview of a task, as `load` reads it and as a rollout records it."""
-        # Only if set: records of runs without --snap have no such field.
-        snap = {"snap": True} if self.snap else {}
-        return {"video": task["video"], "frames": num_frames, **snap}
-
-    def load(self, spec: dict) -> video.Frames:
-        """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
-        ValueError if a window holds no part of the video."""
-        most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
-        return video.load(spec, self.root, self.cache, self.min_pixels, most)
-
-    def load_overview(self, spec, task):
-        """-> (Frames, seconds of the video, text of the subtitles, video.identity)."""
-        # One call for all, because each reads the disk and this runs in a decoder's thread.
-        film = video.identity(video.resolve(spec["video"], self.root))
-        duration, frames, spoken = self.duration(spec), self.load_same(spec, film), ""
-        if self.subtitles and task.get("subtitles"):
-            spoken = self.subtitles(task, frames.seconds)
-        return frames, duration, spoken, film
-
-    def load_window(self, spec, film):
-        """A crop as the model asked for -> (the same clamped to the video, Frames). film: the
-        identity at the overview. Raises as `load` does, and VideoError for another film."""
-        frames = self.load_same(spec, film)
-        # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
-        # the record name the part that was shown.
-        start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
-        return {**spec, "start": start, "end": end}, frames
-
-    def load_same(self, spec, film):
-        """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
-        try:
-            return self.load(spec)
-        finally:  # also after the ValueError of a window that lies beyond another film's end
-            if video.identity(video.resolve(spec["video"], self.root)) != film:
-                raise video.VideoError(spec["video"], "the file changed during the episode")
-
-    def duration(self, spec):
-        """Seconds of the video."""
-        return self.cache.table(video.resolve(spec["video"], self.root)).info.duration
-
-
-def look_at_film(task: dict, source: Source, spec: dict, most: int) -> tuple:
+def look_at_film(task: dict, source: video.Source, spec: dict, most: int) -> tuple:
     """Reads the film and the subtitles of a task, for --check. spec: of an overview of few frames,
     which is decoded -> (its Frames, times of an overview of `most` frames [<= most], which is not).
     Raises UserError if one of them is broken, or if the label lies beyond the end."""
