@@ -923,6 +923,10 @@ class FrameCache:
         key = _digest(names)
 
         def images():
+            if len(indices) < len(starts) <= 2**18 // (3 * height * width):
+                # A tiny film is decoded whole, once: opening it takes longer than its frames.
+                with contextlib.suppress(VideoError):
+                    film = self.frames(path, range(len(starts)), min_pixels, max_pixels, size)
             sets = [self.sets.get(name) for name in names]
             if None not in sets:  # nothing to decode
                 return [np.stack([s.images[s.frame_keys.index(n)] for s, n in zip(sets, names)])]
