@@ -188,6 +188,8 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         threads, base, chunk = torch.get_num_threads(), codec.base, limits.max_num_batched_tokens
         from transformers import AutoConfig
+
+        gc.disable()  # a seventh of vLLM's import would be looking for garbage
         from vllm import LLM, ModelRegistry
 
         if gpu:
@@ -219,6 +221,7 @@ class VllmEngine:
                            enable_prefix_caching=not base.recurrent,
                            kv_cache_memory_bytes=max(2 * room, min(limits.max_seqs * room, 2**27)),
                            max_num_batched_tokens=chunk or max(limits.context, 8192))
+        gc.enable()
         gc.collect()
         # vLLM runs gc.collect() eight times at start; objects that are frozen now are not searched.
         gc.freeze()

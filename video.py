@@ -923,13 +923,14 @@ class FrameCache:
         key = _digest(names)
 
         def images():
+            sets = [self.sets.get(name) for name in names]
+            if None not in sets:  # nothing to decode
+                return [np.stack([s.images[s.frame_keys.index(n)] for s, n in zip(sets, names)])]
             if len(indices) < len(starts) <= 2**18 // (3 * height * width):
                 # A tiny film is decoded whole, once: opening it takes longer than its frames.
                 with contextlib.suppress(VideoError):
                     film = self.frames(path, range(len(starts)), min_pixels, max_pixels, size)
-            sets = [self.sets.get(name) for name in names]
-            if None not in sets:  # nothing to decode
-                return [np.stack([s.images[s.frame_keys.index(n)] for s, n in zip(sets, names)])]
+                    return [film.images[indices]]
             return [self.decoders.read(file[0], ticks[indices], key_ticks, height, width)]
 
         def read():
