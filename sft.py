@@ -297,13 +297,12 @@ def share_muon(optimizer, layers):
     turns = itertools.cycle(range(len(layers)))  # torch steps the matrices in this order
 
     def zeropower(matrix, *how):
-        mine = next(turns) % world == rank
-        return semi_orthogonal(matrix, *how) if mine else torch.zeros_like(matrix)
+        return semi_orthogonal(matrix, *how) if next(turns) % world == rank else 0 * matrix
 
     def send(*_):
         for owner in range(world):
             group = [p.detach() for p in layers[owner::world]]
-            dist._broadcast_coalesced(dist.group.WORLD, group, 2**26, owner)
+            dist._broadcast_coalesced(dist.group.WORLD, group, 2**26, owner)  # bytes of a message
 
     # torch's own iterations run in bf16. A CPU without bf16 instructions multiplies that a hundred
     # times slower than fp32.
@@ -315,14 +314,12 @@ def share_muon(optimizer, layers):
 def semi_orthogonal(matrix, coefficients, steps, eps):
     """The semi-orthogonal matrix near to `matrix`, by Newton-Schulz iterations as in torch.optim
     (torch 2.13), but in the dtype of the matrix."""
-    import torch
-
     a, b, c = coefficients
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
     for _ in range(steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = x.addmm(gram.addmm(gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if wide is not matrix else x
 
 
