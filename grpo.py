@@ -390,7 +390,8 @@ def main():
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, steps = state.get("step", 0), args.steps
     best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
-    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see runs.is_best
+    names = "best_step", "best_unread", "last_unread"  # see runs.is_best
+    best_step, best_unread, last_unread = map(state.get, names)
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         launch.end_process_group()
@@ -438,16 +439,20 @@ def main():
         policy.features.frames = frames_of(groups)
         if teacher is not None:
             teacher.features.frames = policy.features.frames
-        trees, tokens, skipped = training_trees(groups, args)
+        # Not after an outage, also of one rank, also of windows alone: the rest would teach the
+        # policy to make no calls.
+        failed = [e.status == "video_error" for e in episodes]
+        away = launch.any_rank(any(failed) and source.cache.away(source.root))
+        blind = away or not launch.any_rank(not all(failed))
+        trees, tokens, skipped = training_trees([] if blind else groups, args)
         stats = update(policy, reference, optimizer, trees, tokens, args, teacher)
         if asleep_gb:  # on a GPU: memory that an engine does not give back grows from step to step
             stats["asleep_gb"] = asleep_gb
         # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
         # A single step without a finite gradient, or without a video that can be read, is skipped;
         # three in a row end the run.
-        read = launch.any_rank(any(e.status != "video_error" for e in episodes))
-        bad_steps = bad_steps + 1 if stats["bad_updates"] or not read else 0
-        runs.check_run(step, bad_steps, args.out, read)
+        bad_steps = bad_steps + 1 if stats["bad_updates"] or blind else 0
+        runs.check_run(step, bad_steps, args.out, blind, last)
         check_gap(step, stats["gap"], gap_tolerance(engine_dtype))
         train_s = time.monotonic() - clock
         launch.beat(args.patience)
@@ -470,15 +475,16 @@ def main():
         # the same number, so all of them save or none.
         if eval_due:
             acc, unread = evaluate(log, sampler, held, step + 1, args)
-            if runs.is_best(acc, best, unread, best_unread):
+            if runs.is_best(acc, best, unread, best_unread, last_unread):
                 best, best_step, best_unread = acc, step + 1, unread
+            last_unread = unread
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_asked.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad_steps
         if stopping or last or due or best_step == step + 1:
             state = {"best": best, "best_step": best_step, "best_unread": best_unread,
-                     "args": vars(args), "inputs": inputs}
+                     "last_unread": last_unread, "args": vars(args), "inputs": inputs}
             checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state)
             launch.beat(args.patience)
         if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
@@ -610,9 +616,9 @@ def write_rollouts(out, step, rank, episodes):
 
 
 def evaluate(log, sampler, held, step, args):
-    """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, ids
-    of the tasks that failed, which it leaves out). The K, the seeds and so the noise of a task are
-    the same in every evaluation. Collective."""
+    """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, NaN of
+    no task, ids of the tasks that failed, which it leaves out). The K, the seeds and so the noise
+    of a task are the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
     rank, world = launch.rank_and_world()
     rows = []
@@ -649,7 +655,7 @@ def evaluate(log, sampler, held, step, args):
     # An answer that token F1 scored, because the judge was away, cannot be compared either.
     comparable = {row["id"] for row in good if row["tools"] and row["judge"] != "fallback"}
     unread = sorted({row["id"] for row in rows} - comparable)
-    return -1.0 if val["acc"] is None else val["acc"], unread
+    return math.nan if val["acc"] is None else val["acc"], unread
 
 
 # ------------------------------------------------------------------------------------------------

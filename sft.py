@@ -129,7 +129,6 @@ class Chats:
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
         self.broken = set()  # rows whose video could not be read in this pass over the rows
-        self.witness = None  # the file that was read last; if it has gone, the disk has
 
     def frames(self, spec):
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
@@ -149,8 +148,6 @@ class Chats:
             specs = chat.videos_in(row["messages"])
             frames = [self.frames(spec) for spec in specs]
             items = list(map(chat.vision_item, specs, frames))
-            for spec in specs:
-                self.witness = video.resolve(spec["video"], self.root)
         # A broken video costs one chat, not the run. ValueError: a window beyond the video.
         except (video.VideoError, ValueError) as error:
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
@@ -232,7 +229,7 @@ def batch_packs(chats, step, codec, args, rank, world):
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, mine, codec, args.pack_tokens)
-    away = not chats.broken.isdisjoint(mine) and not os.path.exists(chats.witness or chats.root)
+    away = not chats.broken.isdisjoint(mine) and chats.cache.away(chats.root)
     return packs, frames, away, sorted(chats.broken)
 
 
@@ -389,7 +386,8 @@ def main():
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, best = state.get("step", 0), state.get("best", math.inf)
-    best_step, best_unread = state.get("best_step"), state.get("best_unread")  # see runs.is_best
+    names = "best_step", "best_unread", "last_unread"  # see runs.is_best
+    best_step, best_unread, last_unread = map(state.get, names)
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
@@ -440,7 +438,7 @@ def main():
                 o.step()
             o.zero_grad(set_to_none=True)  # frees the memory until the next backward
         last = step + 1 == steps
-        runs.check_run(step, bad, args.out, not blind, 1 if last and blind else 3)
+        runs.check_run(step, bad, args.out, blind, last)
 
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
@@ -467,8 +465,9 @@ def main():
                 known = None if math.isnan(value) else value
                 log.write({"step": step + 1, "val_loss": known}, line)
             # Every rank has the same numbers, so all of them save or none.
-            if runs.is_best(-value, -best, unread, best_unread):
+            if runs.is_best(-value, -best, unread, best_unread, last_unread):
                 best, best_step, best_unread = value, step + 1, unread
+            last_unread = unread
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(asked.is_set())
@@ -477,7 +476,7 @@ def main():
         if stopping or last or due or best_step == step + 1:
             # resume_point reads all of it again and compares the settings.
             state = {"best": best, "best_step": best_step, "best_unread": best_unread,
-                     "args": vars(args), "inputs": inputs}
+                     "last_unread": last_unread, "args": vars(args), "inputs": inputs}
             checkpoint.save_run(policy, codec, optimizers, args.out, step + 1, state)
             launch.beat(args.patience)
         if stopping:

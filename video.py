@@ -48,7 +48,7 @@ import launch
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-READER = 3  # raise this if reading changes: older frames on disk are then not used
+READER = 4  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -362,7 +362,7 @@ def _picture(folder, name):
 
 @contextlib.contextmanager
 def _stream(path):
-    """Path -> (container, first video stream), closed at exit. VideoError for PyAV's errors."""
+    """Path -> (container, video stream), closed at exit. VideoError for PyAV's errors."""
     import av
     try:
         with open(path, "rb") as file:
@@ -374,7 +374,12 @@ def _stream(path):
                    "pattern_type": "none"}  # of stills: %d in a name means no other files
         # Tags need not be UTF-8.
         with av.open(str(path), options=options, metadata_errors="ignore") as container:
-            stream = next(iter(container.streams.video), None)
+            # ffmpeg's rule: the most pixels, where the default stream has five million more. A
+            # cover picture is no film.
+            kinds = av.stream.Disposition
+            streams = [s for s in container.streams.video if not s.disposition & kinds.attached_pic]
+            stream = max(streams, default=None, key=lambda s: s.codec_context and (
+                s.width * s.height + 5_000_000 * bool(s.disposition & kinds.default)) or 0)
             if stream is None or stream.codec_context is None:
                 raise VideoError(path, f"no {'decoder for its ' * bool(stream)}video stream")
             if stream.width * stream.height > MAX_PIXELS:
@@ -399,7 +404,7 @@ def _open(path):
     unit and clock. key_ticks are those of the key frames at which decoding can begin. They include
     key frames that an edit list hides; starts do not. Raises VideoError.
     """
-    early, packets, changed, sound = [], [], set(), 0.0  # changed: kinds; sound: its end in seconds
+    early, packets, changed, sound = [], [], set(), None  # changed: kinds; sound: its end, seconds
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         leaps = container.format.flags & 0x200  # AVFMT_TS_DISCONT: its clock may jump
@@ -410,8 +415,10 @@ def _open(path):
         likely = codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora")
         for packet in container.demux(stream, *container.streams.audio):
             if packet.stream.index != stream.index:
-                end = (packet.pts or 0) + (packet.duration or 0)
-                sound = max(sound, 0 if packet.is_discard else float(end * packet.time_base))
+                end = float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
+                # A clock that jumps ahead, by ffmpeg's 10 s, tells no length.
+                if not packet.is_discard and (sound is None or end <= sound + 10):
+                    sound = max(sound or 0.0, end)
                 continue
             if len(early) < (8 if reorders else 1):
                 early += packet.decode()
@@ -459,7 +466,7 @@ def _open(path):
         ticks = np.array([last[tick] for tick in starts])  # [N] numbers of frames in decoding order
     else:
         starts, end = ticks, ticks[-1] + lengths[shown][pts[shown].argmax()]
-    end, sound = (end - starts[0]) * unit, round(float(sound - starts[0] * unit), 1)
+    end, sound = (end - starts[0]) * unit, round(float((sound or 0) - starts[0] * unit), 1)
     starts = np.round((starts - starts[0]) * unit, 4)
     duration = _duration(starts, end)
     height, width = _upright(path, early[0]).shape[:2]  # the header may lie
@@ -889,6 +896,7 @@ class FrameCache:
         self.memory, self.folder = Memory(max_bytes), Folder(folder, folder_bytes)
         self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
+        self.witness = None  # the video that was opened last; if it has gone, the disk has
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
@@ -897,6 +905,16 @@ class FrameCache:
     def key_frames(self, path):
         """Path -> indices of the key frames, at which a decoder can begin."""
         return np.flatnonzero(np.isin(*self._table(_identity(path))[2:]))
+
+    def away(self, root):
+        """Whether the disk with the videos has gone: the first frame of the video that was opened
+        last does not decode any more, or, if none was opened, the folder `root` is missing."""
+        if self.witness is None:
+            return not os.path.isdir(root)
+        with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
+            ticks, key_ticks = self._table(_identity(self.witness))[2:]
+            return self.decoders.read(self.witness, ticks[:1], key_ticks, 32, 32) is None
+        return True
 
     def close(self):
         """Ends the decoders. The cache stays usable."""
@@ -911,7 +929,9 @@ class FrameCache:
             starts.flags.writeable = False  # all callers share this array
             return (starts, VideoInfo(*info), ticks, key_ticks), 3 * starts.nbytes  # at most
 
-        return self.memory.once(file, read, last=False)  # a look that needs the table comes next
+        table = self.memory.once(file, read, last=False)  # a look that needs the table comes next
+        self.witness = file[0]
+        return table
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):
         """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size). size:

@@ -161,7 +161,12 @@ async def play(episode, sampler, protocol):
                 record.update(status="not_run", summary="")
             break
 
-        reply = await protocol.answer(records, calls, episode, sampler, turn)
+        try:
+            reply = await protocol.answer(records, calls, episode, sampler, turn)
+        except video.VideoError as error:  # none of the windows, see rollout.run
+            for record in records:
+                rollout.refuse_window(record, error)
+            break
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
         if reply.fresh:
@@ -363,7 +368,7 @@ def opening(task, num_frames, agent, subtitles, duration,
     return [*messages, {"role": "user", "content": content}]
 
 # ------------------------------------------------------------------------------------------------
-# Answers to calls. Only `windows` and `load_all` wait for frames. A Protocol.answer is (records,
+# Answers to calls. Only `windows` waits for frames. A Protocol.answer is (records,
 # calls, episode, sampler, turn) -> Reply.
 
 
@@ -375,30 +380,23 @@ async def windows(records, calls, episode, sampler, spec_of=None):
     agent = sampler.agent
     wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
+    # All at once, in the decode threads. film: see Source.load_same.
+    jobs = [sampler.pump.load(sampler.source.load_same, spec, episode.film) for spec in specs]
     found = [(None, None)] * len(calls)
-    for i, spec, frames in zip(wanted, specs, await load_all(sampler, specs, episode.film)):
+    for i, spec, frames in zip(wanted, specs, await asyncio.gather(*jobs, return_exceptions=True)):
         if note_frames(records[i], frames):
             found[i] = spec, frames
     return found
 
 
-async def load_all(sampler, specs, film):
-    """Loads all specs at once, in the decode threads -> Frames of each, or the VideoError or
-    ValueError as a value. film: see Source.load_window."""
-    jobs = [sampler.pump.load(sampler.source.load_same, spec, film) for spec in specs]
-    results = await asyncio.gather(*jobs, return_exceptions=True)
-    for result in results:
-        expected = isinstance(result, (video.VideoError, ValueError))
-        if isinstance(result, BaseException) and not expected:
-            raise result
-    return results
-
-
 def note_frames(record, frames):
-    """Notes Frames or an error in a call's record -> whether there are Frames."""
-    if isinstance(frames, Exception):
+    """Notes Frames, a VideoError or a ValueError in a call's record -> whether there are Frames.
+    Raises any other error."""
+    if isinstance(frames, (video.VideoError, ValueError)):
         rollout.refuse_window(record, frames)
         return False
+    if isinstance(frames, BaseException):
+        raise frames
     seconds = [round(float(second), 3) for second in frames.seconds]
     record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
     return True

@@ -35,7 +35,6 @@ from evaluation.episodes import (
     clock,
     filled,
     filled_places,
-    load_all,
     opening,
     summaries_answer,
     tagged,
@@ -483,7 +482,7 @@ def rewatch_text():
 
 
 # ------------------------------------------------------------------------------------------------
-# Answers to calls. Only `windows`, `load_all` and the functions `*_answer` wait for frames. Each
+# Answers to calls. Only `windows` and the functions `*_answer` wait for frames. Each
 # `*_answer` is a Protocol.answer, (records, calls, episode, sampler, turn) -> Reply.
 
 
@@ -785,12 +784,10 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
     path = {"video": episode.task["video"]}
     starts = await sampler.pump.load(frame_starts, sampler.source, path)
     wanted = conan_times(records, calls, episode, starts)
-    frames = None  # if all frames have been seen, or the video breaks off: text alone
-    if wanted:
-        spec = {**path, "times": wanted}
-        (frames,) = await load_all(sampler, [spec], episode.film)
-    if frames is None or isinstance(frames, (video.VideoError, ValueError)):
+    if not wanted:  # all frames have been seen
         return Reply([{"role": "user", "content": text}])
+    spec = {**path, "times": wanted}
+    frames = await sampler.pump.load(sampler.source.load_same, spec, episode.film)
     episode.notes["seen"].update(wanted)
     reply = Reply([])
     content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": text}]
@@ -799,11 +796,8 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
 
 
 def frame_starts(source, spec):
-    """-> seconds at which the frames of a video come on display; [] for a broken video."""
-    try:
-        starts, info = source.cache.index(video.resolve(spec["video"], source.root))
-    except video.VideoError:
-        return []
+    """-> seconds at which the frames of a video come on display."""
+    starts, info = source.cache.index(video.resolve(spec["video"], source.root))
     return [start for start in map(float, starts) if 0 <= start < info.duration]
 
 

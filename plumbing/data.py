@@ -152,10 +152,11 @@ class Source:
 
     def load_same(self, spec, film):
         """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
-        frames = self.load(spec)
-        if self.film(spec) != film:
-            raise video.VideoError(spec["video"], "the file changed during the episode")
-        return frames
+        try:
+            return self.load(spec)
+        finally:  # also after the ValueError of a window that lies beyond another film's end
+            if self.film(spec) != film:
+                raise video.VideoError(spec["video"], "the file changed during the episode")
 
     def film(self, spec):
         """-> video.identity of a spec's file."""

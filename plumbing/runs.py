@@ -177,7 +177,8 @@ def resume_point(out, args, resume, inputs=None, base=None):
     adapters of --ckpt stand on, or --ckpt itself.
     """
     folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
-    check_apart(args.ckpt, base, out)
+    if args.ckpt != state.get("args", {}).get("ckpt"):  # else the run there began from it
+        check_apart(args.ckpt, base, out)
     if folder is None:
         torn = step_folders(out)
         if torn and resume is not False:  # damaged after it was saved: the user decides
@@ -245,22 +246,24 @@ def check_apart(ckpt, base, out):
                                    "deletes old checkpoints; choose another --out")
 
 
-def check_run(step, bad, out, read, limit=3):
-    """Raises RunError, on all ranks alike, after `limit` bad steps in a row. read: whether videos
-    can be read; if not, the disk is away."""
-    if bad >= limit:
-        reason = (f"no finite gradient for {bad} steps in a row;" if read else
-                  f"no video could be read for {bad} steps; is the disk there?")
+def check_run(step, bad, out, blind, last):
+    """Raises RunError, on all ranks alike, after three bad steps in a row, and after a last step
+    that was blind: the disk with the videos is away, so the run is not done."""
+    if bad >= (1 if last and blind else 3):
+        reason = (f"no video could be read for {bad} steps; is the disk there?" if blind else
+                  f"no finite gradient for {bad} steps in a row;")
         raise launch.RunError(f"step {step + 1}: {reason} the newest checkpoint is "
                               f"{newest_checkpoint(out)}")
 
 
-def is_best(value, best, unread, best_unread):
+def is_best(value, best, unread, best_unread, last_unread=None):
     """Whether a held-out value, higher is better, is the new best one. unread: rows whose videos
     could not be read, so that the value is a mean over the others; means over other rows cannot be
-    compared. best_unread: those of the best value, None: there is none yet."""
+    compared. best_unread: those of the best value, None: there is none yet. last_unread: those of
+    the evaluation before. `best` begins anew if more rows can be read than at `best`, and if the
+    same ones could not be read twice in a row: they have gone for good."""
     if best_unread not in (None, unread):
-        more = set(unread) < set(best_unread)
+        more = set(unread) < set(best_unread) or unread == last_unread
         launch.say(f"held-out rows not read: {len(best_unread)} at `best`, {len(unread)} now,"
                    + (" so `best` begins anew" if more else " so this is no `best`"))
         best = float("-inf" if more else "inf")

@@ -129,7 +129,7 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
 
 def test_ranks_end_together_if_the_disk_of_one_has_gone(run, tmp_path):
     """The other one still reads, so its tokens are in the log, but no such step counts."""
-    fault = """
+    done = run("sft", """
         real = sft.batch_packs
 
         def batch_packs(chats, step, *more):
@@ -137,17 +137,37 @@ def test_ranks_end_together_if_the_disk_of_one_has_gone(run, tmp_path):
                 raise video.VideoError(spec["video"], "is gone")
 
             if rank == 1 and step:
-                chats.frames, chats.witness = gone, "gone.mp4"
+                chats.frames, chats.cache.witness = gone, "gone.mp4"
             return real(chats, step, *more)
 
         sft.batch_packs = batch_packs
-    """
-    done = run("sft", fault, "--steps", 8)
+    """, "--steps", 8)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "step 4: no video could be read for 3 steps; is the disk there?" in done.stderr
     rows = list(map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines()))
     assert [row["bad_steps"] for row in rows] == [0, 1, 2]
     assert all(row["trained_tokens"] for row in rows)
+
+
+def test_grpo_ends_on_all_ranks_if_the_disk_of_one_has_gone(run, tmp_path):
+    """Else the other rank's films would be all that is trained on, to the end."""
+    done = run("grpo", """
+        real = grpo.sample_batch
+
+        def sample_batch(sampler, tasks, step, *more):
+            def gone(path):
+                raise video.VideoError(path, "is gone")
+
+            if rank == 1 and step:
+                video._identity = gone
+            return real(sampler, tasks, step, *more)
+
+        grpo.sample_batch = sample_batch
+    """, "--steps", 8)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "step 4: no video could be read for 3 steps; is the disk there?" in done.stderr
+    rows = list(map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines()))
+    assert [row["skipped_update"] for row in rows][1:] == [1, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_script
@@ -78,6 +79,18 @@ def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
     assert runs.is_complete(str(folder))
     left = set(os.listdir(folder.parent)) - {"rollouts", ".lock"}
     assert left == {"last", "step_000001"}
+
+
+def test_a_run_that_began_from_a_checkpoint_in_its_folder_goes_on(toy, tmp_path):
+    """Versions before the refusal let it begin. At a first start it is refused."""
+    start = str(shutil.copytree(toy / "init", tmp_path / "run" / "start"))
+    args = SimpleNamespace(ckpt=start)
+    with pytest.raises(launch.UserError, match="lies in --out"):
+        runs.resume_point(str(tmp_path / "run"), args, None)
+    folder = begun(toy, tmp_path / "run", ckpt=start)
+    assert runs.resume_point(str(tmp_path / "run"), args, None)[0] == str(folder)
+    with pytest.raises(launch.UserError, match="lies in --out"):
+        runs.resume_point(str(tmp_path / "run"), args, False)
 
 
 # ------------------------------------------------------------------------------------------------

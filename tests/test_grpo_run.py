@@ -8,6 +8,7 @@ import os
 import shutil
 import statistics
 import sys
+import threading
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from handmade import colourful
 import grpo
 import launch
 import rollout
+import video
 from plumbing import checkpoint
 
 
@@ -64,8 +66,14 @@ def test_agent_flags_reach_the_rollouts(run_grpo, given_rollouts, hard_tasks):
 
 def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
         run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
-    """Nothing was sampled: no group, no update, no crash."""
+    """Nothing was sampled: no group, no update, no crash. Unless it is the last step: a run that
+    ends so is not done."""
+    given = rollout.run
+
     def broken(sampler, batch, frames, group, step, pump):
+        if step != at:
+            yield from given(sampler, batch, frames, group, step, pump)
+            return
         for task in batch:
             e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error",
                                 error="gone")
@@ -73,9 +81,14 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
-    weights, m, _ = run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 2, "--group", 2)
+    flags, at = ("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 2, "--lr", 0), 0
+    weights, _, folder = run_grpo(*flags)
+    m = json.loads((folder / "log.jsonl").read_text().splitlines()[0])
     assert (m["not_ok"], m["groups"], m["skipped_update"]) == (2, 0, 1)
     assert all(torch.equal(weights[n], base[n]) for n in base)
+    at = 1
+    with pytest.raises(launch.RunError, match="^step 2: no video could be read for 1 step"):
+        run_grpo(*flags, out="last")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -182,6 +195,38 @@ def test_a_run_that_sees_no_video_for_three_steps_ends_and_goes_on_later(outage,
     _, last, folder = outage((), *flags)
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [row["not_ok"] for row in rows] == [6, 0, 0, 0, 0, 0] and last["step"] == 6
+
+
+@pytest.mark.parametrize("disk", ["away", "there"])
+def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
+        monkeypatch, run_grpo, hard_tasks, varied_rewards, disk):
+    """Overviews come from the cache, so the rollouts without calls are well; after an outage they
+    would be all that is trained on. If one film alone is broken, they are."""
+    real_run, real_ask, gone = rollout.run, video.Decoders.ask, threading.Event()
+
+    def run(sampler, tasks, frames, group, step, **more):
+        if step:
+            gone.set()
+        for episode in real_run(sampler, tasks, frames, group, step, **more):
+            if step and episode.sample == 0:
+                episode.fail("video_error", "a call: Input/output error")
+            yield episode
+
+    def ask(self, request):
+        if gone.is_set() and disk == "away":
+            raise video.VideoError(request[0], "Input/output error")
+        return real_ask(self, request)
+
+    monkeypatch.setattr(rollout, "run", run)
+    monkeypatch.setattr(video.Decoders, "ask", ask)
+    flags = ("--data", hard_tasks, *LIVE, "--frames", 4, "--steps", 4, "--save-every", 1)
+    if disk == "away":
+        with pytest.raises(launch.RunError, match="^step 4: no video could be read for 3 steps; is "
+                           "the disk there.*step_000001$"):
+            run_grpo(*flags)
+    else:
+        _, last, _ = run_grpo(*flags)
+        assert last["step"] == 4 and last["groups"] == 2 and not last["skipped_update"]
 
 
 # ------------------------------------------------------------------------------------------------

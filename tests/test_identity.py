@@ -227,6 +227,15 @@ def test_a_film_replaced_while_it_is_read_is_an_error_and_is_not_kept(films, mon
     assert np.array_equal(seen.images, wanted.images)
 
 
+def test_a_window_beyond_the_end_of_a_film_that_was_replaced_is_no_fault_of_the_model(films):
+    source, spec = rollout.Source(str(films), video.FrameCache()), {"video": "rl-0000.mp4"}
+    film = source.film(spec)
+    replace_film(films)
+    for window in ({"start": 900, "end": 901}, {"times": [900.0]}):
+        with pytest.raises(video.VideoError, match="changed during the episode"):
+            source.load_same({**spec, **window}, film)
+
+
 # ------------------------------------------------------------------------------------------------
 # Refused, not cut and not trained on
 

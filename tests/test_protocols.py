@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from scripted import Server
@@ -16,8 +17,10 @@ from scripted import Server
 import chat
 import eval as evaluation
 import rollout
+import video
 from engine import Completion
 from evaluation import endpoint, episodes, folders, systems
+from plumbing import runs
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
@@ -158,6 +161,27 @@ def test_a_tool_that_training_adds_is_not_offered_to_other_systems(monkeypatch):
     tools = rollout.tool_schema()
     monkeypatch.setattr(rollout, "tool_schema", lambda: json.loads(json.dumps([*tools, *tools])))
     assert len(systems.crop_schema(True, True)) == 1
+
+
+@pytest.mark.parametrize("name", ["paravt", "paper", "longvt", "conan", "videozoomer", "sage"])
+@pytest.mark.parametrize("part", ["table", "frames"])
+def test_an_episode_whose_disk_went_away_meanwhile_is_played_again(name, part, play, source,
+                                                                   monkeypatch):
+    """After the overview nothing can be read any more: neither answer nor status is the model's."""
+    real = source.load_overview
+
+    def load_overview(spec, task):
+        seen = real(spec, task)
+        away = Mock(side_effect=video.VideoError("f.mp4", "Input/output error"))
+        monkeypatch.setattr(*{"table": (source.cache, "index", away),
+                              "frames": (source.cache, "frames", away)}[part])
+        return seen
+
+    monkeypatch.setattr(source, "load_overview", load_overview)
+    monkeypatch.setattr(systems, "source_of", lambda source, args: source)
+    episode, _, record = play(f"--protocol {name} --frames 4", *scripts()[name],
+                              "<answer>A</answer>")
+    assert episode.status == "video_error" and runs.is_retried(record)
 
 
 # ------------------------------------------------------------------------------------------------

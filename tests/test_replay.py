@@ -3,6 +3,8 @@ Tests of tools/replay.py, and with it of the update of grpo.py as flags set it: 
 tests/test_replay.py -q
 """
 import json
+import os
+import shutil
 import sys
 
 import pytest
@@ -94,6 +96,22 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
     assert grpo.gap_tolerance(torch.float32) == 1e-3  # with an engine in the same precision
     monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 0.16)
     run_grpo("--rollouts", shifted)
+
+
+def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap, recorded, toy,
+                                                               tmp_path):
+    """Else the command would say from then on that the update is done. One film may be gone."""
+    shutil.copytree(toy / "videos", tmp_path / "world" / "videos")
+    films = sorted({json.loads(line)["task"]["video"] for line in recorded.open()})
+    flags = ("--rollouts", recorded, "--video-root", tmp_path / "world")
+    os.rename(tmp_path / "world" / "videos", tmp_path / "away")
+    with pytest.raises(launch.RunError, match="^no video of these rollouts can be read; is the "):
+        run_grpo(*flags)
+    assert not (tmp_path / "run" / "last").exists()
+    os.rename(tmp_path / "away", tmp_path / "world" / "videos")
+    os.remove(tmp_path / "world" / films[0])
+    _, m, _ = run_grpo(*flags)
+    assert 0 < m["groups"] < 3 and m["not_ok"] and not m["skipped_update"]
 
 
 def test_groups_without_signal_leave_the_checkpoint_as_it_was(run_grpo, recorded, tmp_path, base):

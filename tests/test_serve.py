@@ -213,6 +213,19 @@ def test_a_body_that_does_not_come_in_time_is_given_up(running):
     server.until(lambda: server.guard.in_flight == 0)
 
 
+def test_a_server_ends_while_a_body_is_half_sent(running, capfd):
+    import signal
+    import socket
+
+    server = running()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        client.sendall(b"PUT /films HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
+        server.until(lambda: server.guard.in_flight == 3)
+        server.server.handle_exit(signal.SIGTERM, None)
+        server.until(lambda: not server.thread.is_alive())
+    assert server.guard.in_flight == 0 and "Traceback" not in capfd.readouterr().err
+
+
 def test_a_film_is_never_a_page(running, toy, tmp_path):
     """A film may be named evil.html and hold a script beside its frames."""
     server = running()

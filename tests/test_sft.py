@@ -487,6 +487,30 @@ def test_an_evaluation_without_its_videos_is_no_best(outage, tmp_path):
     assert state["best"] == losses[2] and state["best_unread"] == []
 
 
+def test_a_held_out_film_that_goes_for_good_freezes_no_best(outage, tmp_path, monkeypatch):
+    """The first evaluation without the film is no `best`, the second one begins anew."""
+    real, evaluations = runs.is_best, []
+
+    def is_best(value, *more):
+        evaluations.append(value)
+        if len(evaluations) == 1:
+            os.remove(tmp_path / "videos" / "other.mp4")
+        return real(value, *more)
+
+    rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
+    (item,) = chat.videos_in(rows[0]["messages"])
+    shutil.copy(tmp_path / item["video"], tmp_path / "videos" / "other.mp4")
+    item["video"] = "videos/other.mp4"
+    write_rows(tmp_path / "val.jsonl", rows)
+    monkeypatch.setattr(runs, "is_best", is_best)
+    code, out, err, _ = outage((), "--steps", 6, "--eval-every", 2)
+    assert code == 0, err
+    assert out.count("so this is no `best`") == 1 and out.count("so `best` begins anew") == 1
+    state = json.loads((tmp_path / "out" / "best" / "state.json").read_text())
+    assert state["best_step"] == 6 and state["best_unread"] == [0]
+    assert state["last_unread"] == state["best_unread"] and state["best"] == -evaluations[-1]
+
+
 def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
     assert runs.is_best(-2.0, -3.0, [], []) and not runs.is_best(-3.0, -3.0, [], [])
     assert runs.is_best(-9.0, -float("inf"), [7], None) and runs.is_best(-2.0, -3.0, [7], [7])
@@ -497,3 +521,7 @@ def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
         assert not runs.is_best(-0.1, -3.0, unread, before)
         assert "no `best`" in capsys.readouterr().out
     assert runs.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
+    # Twice the same: these have gone for good. A value of no row at all is no best even then.
+    assert not runs.is_best(-9.0, -3.0, [7], [], [8]) and not runs.is_best(-9.0, -3.0, [7], [], [])
+    assert runs.is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
+    assert not runs.is_best(float("nan"), -3.0, [7], [], [7])

@@ -516,6 +516,36 @@ def test_a_joined_clip_may_flag_all_its_frames(tmp_path, ffmpeg, order):
     cache.close()
 
 
+@pytest.mark.parametrize("name, first, kinds", [
+    ("cover.mp4", "blue:size=320x240", "attached_pic default"),  # a picture, larger than the film
+    ("small.ts", "red:size=48x32", "0 0"), ("small.mp4", "red:size=48x32", "default default"),
+    ("chosen.mkv", "red:size=64x32", "default 0"), ("second.mkv", "red:size=320x240", "0 default"),
+    ("equal.mkv", "red:size=96x64", "default default")])
+def test_of_several_video_streams_ffmpegs_is_read(tmp_path, ffmpeg, name, first, kinds):
+    """Without -map it takes the one with the most pixels, where the default one has a bonus."""
+    codec, seconds = ("mjpeg", 0.1) if "attached" in kinds else ("libx264", 2)
+    path, (one, two) = tmp_path / name, kinds.split()
+    ffmpeg("-f", "lavfi", "-i", f"color={first}:rate=10:duration={seconds}", "-f", "lavfi", "-i",
+           "testsrc2=size=96x64:rate=10:duration=2", "-map", 0, "-map", 1, "-pix_fmt", "yuv420p",
+           "-c:v:0", codec, "-c:v:1", "libx264", "-disposition:v:0", one, "-disposition:v:1", two,
+           path)
+    shown = ffmpeg("-i", path, "-frames:v", 1, "-f", "rawvideo", "-pix_fmt", "rgb24", "-").stdout
+    info = video.probe(path)
+    (image,) = images(path, [0]).astype(int)
+    assert info.num_frames == 20 and image.size == len(shown)
+    assert np.abs(image - np.frombuffer(shown, np.uint8).reshape(image.shape)).mean() < 3
+
+
+@pytest.mark.parametrize("name, codec", [("s.ts", "mp2"), ("s.mkv", "aac"), ("s.mp4", "aac")])
+def test_sound_whose_clock_jumps_by_an_hour_lengthens_no_film(tmp_path, ffmpeg, name, codec):
+    path = tmp_path / name
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=size=96x64:rate=10:duration=4", "-f", "lavfi", "-i",
+           "sine=d=4", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-c:a", codec, "-bsf:a",
+           "setts=ts='if(gt(TS*TB,3.8),TS+3600/TB,TS)'", path)
+    seconds, _ = shown_by(ffmpeg, path)
+    assert len(seconds) == 40 and video.probe(path).duration == pytest.approx(4, abs=0.15)
+
+
 def test_a_crop_on_the_left_is_applied(tmp_path, ffmpeg):
     """By 32 pixels, a multiple that a decoder in a hurry leaves there."""
     path = tmp_path / "v.mp4"

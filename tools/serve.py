@@ -715,7 +715,7 @@ def http_server(app, agents, **config):
             agents.end()
             super().handle_exit(*signal)
 
-    return Server(uvicorn.Config(app, **config))
+    return Server(uvicorn.Config(app, timeout_graceful_shutdown=2, **config))
 
 
 async def gone(request):
@@ -816,8 +816,8 @@ def main():
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        http_server(make_app(agents, films, args, key), agents, log_level="warning",
-                    timeout_graceful_shutdown=2).run([args.socket])
+        http_server(make_app(agents, films, args, key), agents,
+                    log_level="warning").run([args.socket])
     finally:
         with films.lock:  # not in the middle of an upload
             shutil.rmtree(films.sent, ignore_errors=True)

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from reference import load_policy
 from safetensors.torch import load_file, save_file
 from test_checkpoint import (
     CPU,
@@ -19,6 +20,7 @@ from test_checkpoint import (
     saved_at,
     text,
 )
+from test_engine import engine_gap
 
 import chat
 import eval as evaluation
@@ -129,6 +131,20 @@ def head(folder, factor):
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.language_model.embed_tokens.weight"] * factor
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_head_that_is_stored_beside_equal_embeddings_follows_them(toy, codec, source, tmp_path,
+                                                                    process_group):
+    """Not refused. vLLM then unties its configuration, and a sync brings no head."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    head(shutil.copytree(toy / "init", tmp_path / "equal"), 1)
+    engine = VllmEngine(str(tmp_path / "equal"), codec, Limits(1024, 16, 8192, 8))
+    policy = load_policy(str(toy / "init"), codec)
+    with torch.no_grad():
+        policy.hf.model.language_model.embed_tokens.weight.mul_(3)
+    engine.sync(checkpoint.full_weights(policy))
+    assert engine_gap(engine, policy, codec, source, 9) < 1e-3
+    engine.close()
 
 
 def unlisted_head(folder):

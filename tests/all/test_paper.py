@@ -256,7 +256,8 @@ def test_written_lines_repeat_as_they_do_in_the_file(tmp_path):
     path.write_text("1\n00:00:01,000 --> 00:00:02,000\n<i>A</i> kite.\nIt flies.\n\n"
                     "2\n00:00:02,000 --> 00:00:03,000\nIt flies.\n\n3\n00:00:03,000\n")
     assert sources.written_lines(str(path)) == "A kite.\nIt flies.\nIt flies."
-    assert sources.written_lines(str(tmp_path / "none.srt")) == ""
+    with pytest.raises(ValueError, match="none.srt: unreadable subtitles"):
+        sources.written_lines(str(tmp_path / "none.srt"))
 
 
 def test_a_film_goes_to_an_endpoint_by_its_path():
