@@ -28,6 +28,7 @@ CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy
             --val val.jsonl --out sft_out
 Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
+import itertools
 import math
 import os
 import sys
@@ -268,14 +269,35 @@ def build_optimizers(policy, args, device):
     rest = [p for p in model.trained_parameters(policy) if id(p) not in taken]
     optimizers = [model.adamw(rest, args.lr, args.beta2, device)]
     if layers:
-        if device.type == "cpu":
-            # torch's own iterations run in bf16. A CPU without bf16 instructions multiplies that a
-            # hundred times slower than fp32.
-            torch.optim._muon._zeropower_via_newtonschulz = semi_orthogonal
         # match_rms_adamw gives updates of AdamW's size, whatever the shape of the matrix.
         optimizers.append(torch.optim.Muon(layers, lr=args.muon_lr, momentum=0.95, weight_decay=0.0,
                                            adjust_lr_fn="match_rms_adamw"))
+        if device.type == "cpu":
+            share_muon(optimizers[-1], layers)
     return optimizers
+
+
+def share_muon(optimizer, layers):
+    """Muon on a CPU: in fp32, and if each rank holds all of every matrix, a rank orthogonalises
+    only its share of them and sends the new weights to the others."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world = (0, 1) if hasattr(layers[0], "full_tensor") else launch.rank_and_world()
+    turns = itertools.cycle(range(len(layers)))  # torch steps the matrices in this order
+
+    def zeropower(matrix, *how):
+        return semi_orthogonal(matrix, *how) if next(turns) % world == rank else 0 * matrix
+
+    def send(*_):
+        for i, matrix in enumerate(layers):
+            dist.broadcast(matrix.detach(), i % world)
+
+    # torch's own iterations run in bf16. A CPU without bf16 instructions multiplies that a hundred
+    # times slower than fp32.
+    torch.optim._muon._zeropower_via_newtonschulz = zeropower
+    if world > 1:
+        optimizer.register_step_post_hook(send)
 
 
 def semi_orthogonal(matrix, coefficients, steps, eps):
@@ -286,7 +308,7 @@ def semi_orthogonal(matrix, coefficients, steps, eps):
     x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
     for _ in range(steps):
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = x.addmm(gram.addmm(gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if wide is not matrix else x
 
 

@@ -40,7 +40,7 @@ import os
 import random
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -437,9 +437,9 @@ def main():
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}
     rows = {split: [] for split in counts}  # SFT chats, or tasks
-    # Drawn here in one order, and encoded in a thread, which leaves Python's lock to the drawing.
+    # Drawn here in one order, and encoded in a second process.
     bar = tqdm(total=sum(counts.values()), desc="videos", disable=None)
-    with bar, ThreadPoolExecutor(1) as pool:
+    with ProcessPoolExecutor(1) as pool, bar:
         encoded = []
         for split, count in counts.items():
             for i in range(count):
@@ -450,12 +450,12 @@ def main():
                 rows[split] += [task] if split in ("rl", "eval") else chats(
                     task, style, args.wrong, args.prior == "turns")
                 bar.update()
-        [video_file.result() for video_file in encoded]  # raises the error of the thread
-    for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
-        text = "".join(json.dumps(row) + "\n" for row in rows[split])
-        launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
-    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
-                            base=re.sub("[-.]", "_", args.base))
+        for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
+            text = "".join(json.dumps(row) + "\n" for row in rows[split])
+            launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
+        parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
+                                base=re.sub("[-.]", "_", args.base))
+        [video_file.result() for video_file in encoded]  # raises the error of that process
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
           f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))

@@ -952,6 +952,11 @@ class FrameCache:
             sets = [self.sets.get(name) for name in names]
             if None not in sets:  # other sets hold all of them
                 return [np.stack([s.images[s.frame_keys.index(n)] for s, n in zip(sets, names)])]
+            if len(indices) < len(table.starts) <= 2**18 // (3 * height * width):
+                # A tiny film is decoded whole, once: opening it takes longer than its frames.
+                with contextlib.suppress(VideoError):
+                    film = self.frames(path, range(len(table.starts)), min_pixels, max_pixels, size)
+                    return [film.images[indices]]
             return [self.decoders.read(path, table.ticks[indices], table.key_ticks, height, width)]
 
         def read():

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -286,12 +287,14 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
         norm = model.clip_gradients(policy, 0)
         grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
                  if p.requires_grad}
-        for optimizer in optimizers:
-            optimizer.step()
+        with mock.patch.object(sft, "semi_orthogonal", wraps=sft.semi_orthogonal) as newton_schulz:
+            for optimizer in optimizers:
+                optimizer.step()
     assert norm == pytest.approx(sum(g.square().sum().item() for g in grads.values()) ** 0.5)
     moved = {n: checkpoint.whole_tensor(p.detach()) - before[n]
              for n, p in policy.named_parameters() if p.requires_grad}
-    return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved}
+    return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved,
+            "orthogonalised": newton_schulz.call_count}
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +331,8 @@ def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path
 
 
 def test_ranks_that_hold_the_whole_model_go_the_way_of_shards(toy, tmp_path):
-    """Six steps on two ranks, with and without FSDP, to rounding; both ranks to the bit."""
+    """Six steps on two ranks, with and without FSDP, to rounding; both ranks to the bit. Without
+    FSDP each rank orthogonalises half of Muon's matrices and gets the others."""
     ends = {}
     for replicas in (1, 2):
         done = run_script("tests/test_model.py", toy, tmp_path, replicas, 6, ranks=2, timeout=240)
@@ -339,6 +343,8 @@ def test_ranks_that_hold_the_whole_model_go_the_way_of_shards(toy, tmp_path):
     sharded, whole = (ends[replicas][0] for replicas in (1, 2))
     assert whole["loss"] == pytest.approx(sharded["loss"], rel=1e-5)
     assert relative(whole["moved"], sharded["moved"]) < 1e-3
+    calls = {way: [rank["orthogonalised"] for rank in ends[way]] for way in ends}
+    assert calls[1][0] == calls[1][1] == sum(calls[2]) and max(calls[2]) <= (calls[1][0] + 1) // 2
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
