@@ -28,7 +28,6 @@ CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy
             --val val.jsonl --out sft_out
 Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
-import itertools
 import math
 import os
 import sys
@@ -41,7 +40,7 @@ import chat
 import launch
 import model
 import video
-from plumbing import checkpoint, data, metrics, runs, tracker
+from plumbing import checkpoint, data, metrics, muon, runs, tracker
 
 
 def build_parser():
@@ -273,43 +272,8 @@ def build_optimizers(policy, args, device):
         optimizers.append(torch.optim.Muon(layers, lr=args.muon_lr, momentum=0.95, weight_decay=0.0,
                                            adjust_lr_fn="match_rms_adamw"))
         if device.type == "cpu":
-            share_muon(optimizers[-1], layers)
+            muon.share(optimizers[-1], layers)
     return optimizers
-
-
-def share_muon(optimizer, layers):
-    """Muon on a CPU: in fp32, and if each rank holds all of every matrix, a rank orthogonalises
-    only its share of them and sends the new weights to the others."""
-    import torch
-    import torch.distributed as dist
-
-    rank, world = (0, 1) if hasattr(layers[0], "full_tensor") else launch.rank_and_world()
-    turns = itertools.cycle(range(len(layers)))  # torch steps the matrices in this order
-
-    def zeropower(matrix, *how):
-        return semi_orthogonal(matrix, *how) if next(turns) % world == rank else 0 * matrix
-
-    def send(*_):
-        for i, matrix in enumerate(layers):
-            dist.broadcast(matrix.detach(), i % world)
-
-    # torch's own iterations run in bf16. A CPU without bf16 instructions multiplies that a hundred
-    # times slower than fp32.
-    torch.optim._muon._zeropower_via_newtonschulz = zeropower
-    if world > 1:
-        optimizer.register_step_post_hook(send)
-
-
-def semi_orthogonal(matrix, coefficients, steps, eps):
-    """The semi-orthogonal matrix near to `matrix`, by Newton-Schulz iterations as in torch.optim
-    (torch 2.13), but in the dtype of the matrix."""
-    a, b, c = coefficients
-    wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
-    x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
-    for _ in range(steps):
-        gram = x @ x.T
-        x = x.addmm(gram.addmm(gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if wide is not matrix else x
 
 
 def backward(policy, packs):

@@ -29,7 +29,7 @@ import model
 import sft
 import video
 from model import Span, Tree
-from plumbing import checkpoint
+from plumbing import checkpoint, muon
 
 LEARNING = SimpleNamespace(optimizer="muon", lr=1e-3, muon_lr=1e-2, beta2=0.99)
 
@@ -287,14 +287,14 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
         norm = model.clip_gradients(policy, 0)
         grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
                  if p.requires_grad}
-        with mock.patch.object(sft, "semi_orthogonal", wraps=sft.semi_orthogonal) as newton_schulz:
+        with mock.patch.object(muon, "semi_orthogonal", wraps=muon.semi_orthogonal) as ns:
             for optimizer in optimizers:
                 optimizer.step()
     assert norm == pytest.approx(sum(g.square().sum().item() for g in grads.values()) ** 0.5)
     moved = {n: checkpoint.whole_tensor(p.detach()) - before[n]
              for n, p in policy.named_parameters() if p.requires_grad}
     return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved,
-            "orthogonalised": newton_schulz.call_count}
+            "orthogonalised": ns.call_count}
 
 
 @pytest.fixture(scope="module")
@@ -362,9 +362,9 @@ def test_our_newton_schulz_is_that_of_torch_in_fp64(shape):
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x
         wanted = x.T if shape[0] > shape[1] else x
-        ours = sft.semi_orthogonal(matrix, coefficients, 5, 1e-7)
+        ours = muon.semi_orthogonal(matrix, coefficients, 5, 1e-7)
         assert torch.allclose(ours, wanted, atol=1e-11)
-        ours = sft.semi_orthogonal(matrix.float(), coefficients, 5, 1e-7)
+        ours = muon.semi_orthogonal(matrix.float(), coefficients, 5, 1e-7)
         assert torch.allclose(ours.double(), wanted, atol=2e-3)
 
 
