@@ -59,11 +59,10 @@ class ChatProcessor:
     token_bytes: list  # [vocab] bytes of every token
     files: dict  # name -> bytes, see small_files: every checkpoint we save holds them unchanged
     base: object  # ModelFamily of its model_type, see `bases`
+    pad: int = field(init=False)  # id of the placeholder that vision tokens replace, see channel
 
-    @property
-    def pad(self):
-        """The id of the placeholder that vision tokens replace, in this channel."""
-        return self.image_pad if self.channel == "image" else self.video_pad
+    def __post_init__(self):
+        self.pad = self.image_pad if self.channel == "image" else self.video_pad
 
 
 @dataclass
@@ -83,12 +82,6 @@ def vision_item(spec: dict, frames) -> VisionItem:
     """A video item of the data and the decoded video.Frames -> VisionItem."""
     t, height, width, _ = frames.images.shape  # [T, H, W, 3]
     return VisionItem(dict(spec), frames.key, t, height, width, frames.seconds.tolist())
-
-
-def tokens_per_item(codec, item):
-    """Vision tokens of one frame (channel image) or of one pair of frames (channel video)."""
-    side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
-    return (item.height // side) * (item.width // side)
 
 
 def frame_times(codec, item):
@@ -220,7 +213,9 @@ def expand(codec, compact, items):
     """
     runs = []  # ids that take the place of each placeholder
     for item in items:
-        tokens = [codec.pad] * tokens_per_item(codec, item)
+        # Vision tokens of one frame (channel image) or of one pair of frames (channel video).
+        side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
+        tokens = [codec.pad] * (item.height // side) * (item.width // side)
         if codec.channel == "image":
             runs += [tokens] * item.frames
             continue

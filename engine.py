@@ -95,17 +95,17 @@ class Pump:
     def load(self, function, *args):
         """Starts function(*args) in a thread -> Future. Awaiting the Future raises the function's
         error, if there was one."""
+        def loaded(future):
+            self.loading -= 1
+            if self.loading == 0:
+                self.quiet.set()
+            self.news.set()
+
         self.loading += 1
         self.quiet.clear()
         future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
-        future.add_done_callback(self.loaded)
+        future.add_done_callback(loaded)
         return future
-
-    def loaded(self, future):
-        self.loading -= 1
-        if self.loading == 0:
-            self.quiet.set()
-        self.news.set()
 
     async def steps(self):
         """Runs the engine until this coroutine is cancelled."""
@@ -187,39 +187,11 @@ class VllmEngine:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1",
                           VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_USE_FLASHINFER_SAMPLER="0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        threads, base, chunk = torch.get_num_threads(), codec.base, limits.max_num_batched_tokens
-        from transformers import AutoConfig
-        from vllm import LLM, ModelRegistry
+        threads = torch.get_num_threads()
+        from vllm import LLM
 
-        if gpu:
-            # Under torchrun: one engine per rank, TP 1. Building it is collective.
-            executor = "external_launcher" if "RANK" in os.environ else None
-            options = dict(dtype="bfloat16", gpu_memory_utilization=limits.gpu_memory,
-                           enable_sleep_mode=limits.sleeping, distributed_executor_backend=executor,
-                           enable_flashinfer_autotune=False, max_num_batched_tokens=chunk)
-        else:
-            # vLLM compiles a small function that counts ranks, in every process, for seconds.
-            torch.compiler.set_stance("force_eager")
-            # vLLM would inspect the class in a subprocess, which has no shim.
-            module = importlib.import_module(f"vllm.model_executor.models.{base.engine_module}")
-            ModelRegistry.register_model(base.model_class, getattr(module, base.model_class))
-            # vLLM fills the KV cache with zeros at start, 1 to 3 s per GiB, so ask for little.
-            config = AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
-            text = config.text_config
-            heads = text.num_hidden_layers * text.num_key_value_heads
-            room = limits.context * heads * text.head_dim * 2 * 4  # bytes of one context
-            if base.recurrent:  # a page of keys and values is as large as a layer's state
-                state = text.linear_num_value_heads * text.linear_key_head_dim
-                room += text.num_hidden_layers * state * text.linear_value_head_dim * 4
-            # Chunked prefill rewinds a request's seeded generator, which CPU generators cannot do:
-            # with a chunk given, every request must be greedy.
-            # And states of gated-delta layers are cached at the ends of chunks only.
-            # Prompts share whole blocks, and those of a group differ from turn to turn.
-            options = dict(dtype=base.cpu_dtype, enforce_eager=True, block_size=32,
-                           enable_chunked_prefill=bool(chunk),
-                           enable_prefix_caching=not base.recurrent,
-                           kv_cache_memory_bytes=max(2 * room, min(limits.max_seqs * room, 2**27)),
-                           max_num_batched_tokens=chunk or max(limits.context, 8192))
+        config = chat.load_config(ckpt)
+        options = gpu_options(limits) if gpu else cpu_options(config, codec.base, limits)
         gc.collect()
         # vLLM runs gc.collect() eight times at start; objects that are frozen now are not searched.
         gc.freeze()
@@ -230,8 +202,8 @@ class VllmEngine:
         # Frames arrive at their final size, and these bounds keep the processor from resizing them
         # again. Do not inflate the upper bound: vLLM allocates the encoder for that size. Do not go
         # below two minimal frames: vLLM also computes a video's size, and would divide by zero.
-        least = (codec.patch * codec.merge) ** 2
-        size = {"shortest_edge": least, "longest_edge": max(longest, 2 * least)}
+        min_pixels = (codec.patch * codec.merge) ** 2
+        size = {"shortest_edge": min_pixels, "longest_edge": max(longest, 2 * min_pixels)}
         # "vllm" ignores the checkpoint's top-p and top-k. Log-probs are those after temperature and
         # bias.
         self.llm = LLM(
@@ -325,7 +297,43 @@ class VllmEngine:
         self.engine.engine_core.shutdown()
 
 
-# ---- below: how vLLM wants its inputs and memory (a reader of the step may stop here) -----------
+# ---- below: vLLM's options, inputs and memory (a reader of the step may stop here) --------------
+
+
+def gpu_options(limits: Limits) -> dict:
+    """Arguments of vllm.LLM on a GPU."""
+    return dict(dtype="bfloat16", enable_flashinfer_autotune=False,
+                gpu_memory_utilization=limits.gpu_memory, enable_sleep_mode=limits.sleeping,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                # Under torchrun: one engine per rank, TP 1. Building it is collective.
+                distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+
+
+def cpu_options(config, base: chat.ModelFamily, limits: Limits) -> dict:
+    """Arguments of vllm.LLM on a CPU. config: transformers' of the checkpoint."""
+    import torch
+    from vllm import ModelRegistry
+
+    # vLLM compiles a small function that counts ranks, in every process, for seconds.
+    torch.compiler.set_stance("force_eager")
+    # vLLM would inspect the class in a subprocess, which has no shim.
+    module = importlib.import_module(f"vllm.model_executor.models.{base.engine_module}")
+    ModelRegistry.register_model(base.model_class, getattr(module, base.model_class))
+    # vLLM fills the KV cache with zeros at start, 1 to 3 s per GiB, so ask for little.
+    text, chunk = config.text_config, limits.max_num_batched_tokens
+    # Bytes of one context: keys and values of four bytes.
+    room = 8 * limits.context * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    if base.recurrent:  # a page of keys and values is as large as a layer's state
+        state = text.linear_num_value_heads * text.linear_key_head_dim
+        room += text.num_hidden_layers * state * text.linear_value_head_dim * 4
+    # Chunked prefill rewinds a request's seeded generator, which CPU generators cannot do: with a
+    # chunk given, every request must be greedy.
+    # And states of gated-delta layers are cached at the ends of chunks only.
+    # Prompts share whole blocks, and those of a group differ from turn to turn.
+    return dict(dtype=base.cpu_dtype, enforce_eager=True, block_size=32,
+                enable_chunked_prefill=bool(chunk), enable_prefix_caching=not base.recurrent,
+                kv_cache_memory_bytes=max(2 * room, min(limits.max_seqs * room, 2**27)),
+                max_num_batched_tokens=chunk or max(limits.context, 8192))
 
 
 def engine_prompt(request, codec, renderer, made, most=32, max_bytes=2**30):
@@ -365,7 +373,7 @@ def vision_input(codec, request):
         data["image"] = [Image.fromarray(image) for f in images for image in f.images]
         keys["image"] = [key for f in images for key in f.frame_keys]
     if clips:
-        data["video"], keys["video"] = [clip_of(f) for f in clips], [f.key for f in clips]
+        data["video"], keys["video"] = [video_input(f) for f in clips], [f.key for f in clips]
     # vLLM expands the placeholder alone, with markers around every pair of frames. The template's
     # markers around the whole video would stay, a form that Qwen3-VL was not trained on.
     for at in reversed([n for n, i in enumerate(ids) if i == codec.video_pad]):
@@ -373,9 +381,9 @@ def vision_input(codec, request):
     return {"prompt_token_ids": ids, "multi_modal_data": data, "multi_modal_uuids": keys}
 
 
-def clip_of(f):
+def video_input(frames):
     """Frames -> (images, metadata) of a video, as vLLM takes them."""
-    images, seconds = f.images, f.seconds
+    images, seconds = frames.images, frames.seconds
     if len(images) == 1:  # the processor refuses one frame; patchify makes a pair as well
         images, seconds = images.repeat(2, 0), seconds.repeat(2)
     # The processor computes seconds as frames_indices / fps: with fps 1 an index is a second.

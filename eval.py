@@ -15,7 +15,7 @@ training. Departs from the authors' evaluation, which --protocol paper repeats
 (evaluation/paper.py): an error is never graded as text.
 
 --protocol evaluates other systems (evaluation/systems.py), also behind an endpoint
-(evaluation/endpoint.py). evaluation/folders.py grades records and works on finished folders,
+(evaluation/endpoint.py). evaluation/results.py grades records and works on finished folders,
 evaluation/scores.py computes intervals and tables.
 
 Reads:  --ckpt (or an OpenAI-compatible endpoint), --data or --bench with --root.
@@ -42,8 +42,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 import chat
 import launch
 import rollout
-from evaluation import benchmarks, costs, endpoint, folders, scores, systems
-from evaluation.episodes import check_prompts, reordered, run
+from evaluation import benchmarks, costs, endpoint, results, scores, systems
+from evaluation.protocol_loop import check_prompts, reordered, run
 from plumbing import data, runs
 from plumbing.judge import add_judge_arguments, open_judge
 
@@ -60,8 +60,7 @@ def build_parser():
     add("--data", help="task JSONL")
     add("--bench", nargs="+", choices=[*benchmarks.splits(), "all"], default=[],
         help="benchmarks as their publishers ship them; several give one table; all: the paper's")
-    add("--root", nargs="+", default=[], metavar="DIR",
-        help="one folder per benchmark, or one that holds a folder of each name")
+    add("--root", nargs="+", default=[], metavar="DIR", help="one per benchmark, or one of all")
     add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
@@ -75,8 +74,6 @@ def build_parser():
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video")
     add("--samples", type=int, default=1, help="episodes per task; above 1 needs --temperature")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
-    add("--shard", type=shard_argument, default=(0, 1), metavar="I/N",
-        help="run part I of N; the tasks of a video stay together; --rescore merges the parts")
     add("--allow-errors", action="store_true", help="print a headline with over 1%% failed items")
 
     systems.add_arguments(parser)
@@ -85,19 +82,16 @@ def build_parser():
                         "the judge's name; without --judge-url earlier verdicts count")
 
     add = parser.add_argument_group("finished folders, no model").add_argument
-    add("--rescore", nargs="+", metavar="DIR", help="grade again; several merge into --out")
-    add("--compare", nargs="+", metavar="DIR",
-        help="one table from these --out folders; NAME= DIR DIR ..: pooled runs of one system")
-    add("--table", nargs="+", metavar="DIR",
-        help="--bench folders beside the paper's rows, in Markdown; NAME= as in --compare")
+    add("--rescore", nargs="+", metavar="DIR", help="grade the records again")
+    add("--compare", nargs="+", metavar="DIR", help="one table; NAME= DIR DIR ..: pooled runs")
+    add("--table", nargs="+", metavar="DIR", help="beside the paper's rows, in Markdown")
     add("--prepare", metavar="JSONL", help="write the tasks of --bench (videos relative to --root)")
 
     # No flag of this group changes an answer, so settings_digest leaves them out.
     add = parser.add_argument_group("speed").add_argument
     add("--live", type=int, default=0, help="episodes at once; 0 = twice --max-seqs")
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
-    add("--decode-timeout", type=float, default=60.0,
-        help="seconds that 64 frames of a video may take; more frames may take more, in proportion")
+    add("--decode-timeout", type=float, default=60.0, help="seconds that 64 frames may take")
 
     rollout.add_agent_arguments(parser, tools=False, more=systems.rare_settings())
     # Training samples at 0.7, and its engine shares the card with the trainer.
@@ -108,15 +102,6 @@ def build_parser():
 def frames_argument(text: str) -> int | str:
     """--frames: as in rollout.py, or 0."""
     return 0 if text == "0" else rollout.frames_argument(text)
-
-
-def shard_argument(text: str) -> tuple[int, int]:
-    """--shard: "I/N" -> (I, N), counted from 0."""
-    part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
-        why = "expected I/N with 0 <= I < N, for example 0/4"
-        raise argparse.ArgumentTypeError(f"{text!r}: {why}")
-    return int(part), int(parts)
 
 
 def parse_args(protocol: str | None = None):
@@ -145,10 +130,9 @@ def parse_args(protocol: str | None = None):
 def faults(args):
     """-> [(whether the flags contradict each other, why)], before any file is read."""
     benches, roots = len(args.bench), len(args.root)
-    found = [(args.judge_url and not args.judge_model, "--judge-url needs --judge-model")]
     if args.compare or args.table or args.rescore or args.protocols:
-        return found  # all other settings come from the folders
-    found += [
+        return []  # all other settings come from the folders
+    found = [
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
          "with finished evaluations (tools/ask.py asks about one film)"),
         (args.prepare and benches != 1, "--prepare takes one --bench"),
@@ -161,7 +145,7 @@ def faults(args):
     if args.prepare:
         return found  # nothing is sampled
     return found + run_faults(args) + [
-        (not folders.cells(vars(args)), "--frames 0 has no frames for --show to change"),
+        (not results.cells(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live) < 0, "--limit and --live may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
          "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
@@ -193,7 +177,7 @@ class Suite:
     agent: rollout.Agent
     source: rollout.Source  # of the videos and subtitles
     out: str = ""  # leaf folder of the records
-    digest: str = ""  # see folders.settings_digest
+    digest: str = ""  # see results.settings_digest
     done: dict = None  # item with a finished record -> seconds of that episode
     part: bool = False  # the folder holds more tasks than these; their summary is then left alone
 
@@ -207,7 +191,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         flags = argparse.Namespace(**{**vars(args), "tools": True})
         if bench:
             tasks, notes = benchmarks.read_split(bench, root)
-            folders.print_notes(bench, notes)
+            results.print_notes(bench, notes)
             flags.video_root = args.video_root or root
             shown = args.subtitles or benchmarks.splits()[bench].shown
         else:
@@ -219,15 +203,15 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         source = systems.source_of(source, args)
         # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
-        out = folders.leaf_of(args.out, bench)
+        out = results.leaf_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
         spoken = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
         texts = runs.digest_of(spoken) if spoken and shown != "none" else None
-        digest = folders.settings_digest(args, weights, shown, tasks, prompts, texts)
-        records = folders.read_records(out, digest)
+        digest = results.settings_digest(args, weights, shown, tasks, prompts, texts)
+        records = results.read_records(out, digest)
         seen = [(r["task"]["video"], r.get("film")) for r in records.values()]
-        if moved := folders.of_other_films(seen, source.root):
+        if moved := results.of_other_films(seen, source.root):
             launch.say(f"{out}: {len(moved)} of {len(records)} records are of films that have "
                        f"changed since, for example {moved[0]}; delete their lines to ask again")
         done = {item: r["timing"].get("total_s") for item, r in records.items()
@@ -252,18 +236,11 @@ def whole_checkpoint(args):
 def unfinished(suites: list[Suite], args) -> list[tuple]:
     """-> [(suite, K, mode, tasks)], one job each. A task with an unfinished item is asked with all
     samples again, because they are drawn as one group."""
-    # A shard is a share of the videos, so that only one machine decodes each of them.
-    part, parts = args.shard
     jobs = []
     for suite in suites:
-        # Dealt before finished tasks are left out: the other shards do not see these records.
-        mine = costs.deal([(suite.source.root, task) for task in suite.tasks], parts)[part]
-        for k, mode in folders.cells(vars(args)):
-            todo = []
-            for task in [suite.tasks[i] for i in sorted(mine)]:
-                items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
-                if not items <= suite.done.keys():
-                    todo.append(task)
+        for k, mode in results.cells(vars(args)):
+            todo = [task for task in suite.tasks if not suite.done.keys() >= {
+                (task["id"], str(k), mode, sample) for sample in range(args.samples)}]
             jobs.append((suite, k, mode, todo))
     return jobs
 
@@ -271,7 +248,6 @@ def unfinished(suites: list[Suite], args) -> list[tuple]:
 def evaluate(args):
     """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    part, parts = args.shard
     launch.beat(args.patience)
     if args.data:  # a bad row is named now, because torch takes seconds to load
         data.read_tasks(args.data)
@@ -281,10 +257,9 @@ def evaluate(args):
     runs.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
-    shard = f"shard{part}of{parts}." if parts > 1 else ""
     for suite in suites:
         check_prompts(protocol, suite.tasks, suite.agent, 1)
-        launch.lock(suite.out, f".{shard}lock")
+        launch.lock(suite.out)
     if world > 1:
         # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.
         launch.start_process_group(0, args.cpu or args.engine == "openai")
@@ -310,10 +285,10 @@ def evaluate(args):
     kept = {**vars(args), "prompt_hash": prompts, "code": runs.code_digests("evaluation")}
     for suite in suites if rank == 0 else []:
         if not suite.part:
-            folders.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-            folders.write_json(kept, suite.out, "args.json")
+            results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
+            results.write_json(kept, suite.out, "args.json")
     if needed:
-        name = f"records.{shard}rank{rank}.jsonl"  # a file per rank needs no lock
+        name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
         # This rank's tasks of every job.
         own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]
         run_jobs(own, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
@@ -324,12 +299,9 @@ def evaluate(args):
         # Record which model answered: the same name may stand for another model next month.
         for suite in suites:
             if not suite.part:
-                folders.write_json(kept | {"served": sorted(engine.served)}, suite.out, "args.json")
-    if rank == 0 and parts > 1:  # no summary, because a reader would take the part for the whole
-        then = f"python eval.py --rescore {args.out} (or the folder of every shard, with --out)"
-        print(f"shard {part} of {parts} is done; when all are: {then}")
-    elif rank == 0:
-        folders.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
+                results.write_json(kept | {"served": sorted(engine.served)}, suite.out, "args.json")
+    if rank == 0:
+        results.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                {s.out: s.tasks for s in suites if s.part})
     if world > 1 or args.engine == "vllm":  # the other ranks wait here for the summary of rank 0
         launch.end_process_group(engine)
@@ -367,8 +339,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
     """Writes every episode, as soon as it ends, as a line of the file `name` of its suite."""
     from tqdm import tqdm
 
-    total = sum(len(todo) for *_, todo in jobs) * args.samples
     meter = costs.Meter(engine)  # counts the tokens of every request
+    total = sum(len(todo) for *_, todo in jobs) * args.samples
     with tqdm(total=total, desc="episodes", disable=quiet or None) as bar:
         for suite, k, mode, todo in jobs:  # one after the other, because their agents differ
             tools, show = scores.parts_of(mode)
@@ -378,9 +350,9 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             if show == "options":
                 todo = [reordered(task) for task in todo]
             episodes = run(sampler, todo, protocol, frames=k, group=args.samples)
-            with folders.append_to(os.path.join(suite.out, name)) as f:
+            with results.append_to(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
-                    record = folders.record_of(episode, suite.digest, k, mode, args, meter.taken)
+                    record = results.record_of(episode, suite.digest, k, mode, args, meter.taken)
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash then loses only the episodes under way
                     bar.update()
@@ -394,14 +366,14 @@ def main():
         names = [args.protocol] if own else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
-        folders.prepare(args.bench[0], args.root[0], args.prepare)
+        results.prepare(args.bench[0], args.root[0], args.prepare)
     elif args.table:
-        folders.table(args.table)
+        results.table(args.table)
     elif args.rescore:
-        folders.rescore(args.rescore, args)
+        results.rescore(args.rescore, args)
     elif args.compare:
         runs.keep_inputs([args.out], args.compare)
-        folders.compare(args.compare, args.out)
+        results.compare(args.compare, args.out)
     else:
         evaluate(args)
 

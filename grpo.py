@@ -42,13 +42,14 @@ CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data
 Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
 """
 import argparse
+import contextlib
 import json
 import math
 import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
@@ -58,7 +59,7 @@ import rewards
 import rollout
 import video
 from engine import Pump
-from plumbing import checkpoint, data, metrics, runs
+from plumbing import checkpoint, data, metrics, policies, runs, tracker
 from plumbing.judge import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
@@ -132,12 +133,6 @@ def group_tree(group, credit, first=0):
     return model.Tree(prompt, group[0].context.items, branches)
 
 
-def frames_of(groups):
-    """-> {VisionItem.key: Frames that these rollouts saw}. They are in memory, so an update needs
-    no file, which may have gone meanwhile."""
-    return {seen.key: seen for group in groups for e in group for seen in e.context.frames}
-
-
 def training_trees(groups, args):
     """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
     ALL groups, number of skipped groups). The tokens of a skipped group count in N: they have
@@ -193,19 +188,6 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
     return loss, stats
 
 
-def make_minibatches(codec, trees, args):
-    """Trees of this rank -> [[(Pack, real)]]: the packs of each optimizer step. real False: a spare
-    pack, which carries no gradient. Collective."""
-    minibatches = []
-    for i in range(args.minibatches):
-        # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
-        filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
-        # Ranks may have different numbers of packs, but FSDP gathers weights in every forward, with
-        # all ranks. So ranks with fewer packs add spare ones.
-        minibatches.append(model.even_packs(codec, [model.pack_trees(codec, t) for t in filled]))
-    return minibatches
-
-
 def pack_loss(policy, reference, teacher, pack, real, old, args):
     """One forward of each model over a Pack -> (loss [n], {name of a number for the log: [n]}), for
     its n sampled tokens. old: log-probs before this batch [n], None for those of this forward."""
@@ -258,7 +240,14 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
                 "skipped_update": 1, "bad_updates": 0}
     # With several minibatches each of them divides by its even part of N.
     n = max(1.0, sampled_everywhere / args.minibatches)
-    minibatches = make_minibatches(policy.codec, trees, args)
+    minibatches = []  # the packs of each optimizer step [[(Pack, real)]]
+    for i in range(args.minibatches):
+        # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
+        filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
+        packs = [model.pack_trees(policy.codec, some) for some in filled]
+        # Ranks may have different numbers of packs, but FSDP gathers weights in every forward, with
+        # all ranks. So ranks with fewer packs add spare ones, which carry no gradient (real False).
+        minibatches.append(model.even_packs(policy.codec, packs))
 
     # old_t: the policy before the FIRST step of this batch. With one step old = logp. With more,
     # later minibatches meet a policy that has moved, so all of them are scored beforehand.
@@ -271,7 +260,7 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
     # Sums stay on the device until the end, so that no pack waits for a copy to the host.
     zero = torch.zeros((), device=device, dtype=torch.float64)
     sums, worst_gap = dict.fromkeys(names, zero), zero
-    norms, apart = [], []  # apart: (K [n], reverse KL to the teacher [n]) of each pack
+    norms, teacher_kl = [], []  # teacher_kl: (K [n], reverse KL to the teacher [n]) of each pack
     for packs in minibatches:  # one optimizer step each
         for pack, real in packs:
             loss, numbers = pack_loss(policy, reference, teacher, pack, real,
@@ -284,7 +273,7 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
             sums = {name: sums[name] + numbers[name].double().sum() for name in names}
             worst_gap = torch.maximum(worst_gap, numbers["gap"].max().double())
             if teacher is not None:
-                apart.append((pack.values["frames"], numbers["teacher_kl"]))
+                teacher_kl.append((pack.values["frames"], numbers["teacher_kl"]))
 
         norms.append(model.clip_gradients(policy, args.clip))
         # The norm covers the gradients of all ranks, so all of them step or none does.
@@ -298,9 +287,10 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
     dist.all_reduce(worst_gap, op=dist.ReduceOp.MAX)
     sums = dict(zip(names, sums.tolist()))
     means = {name: value / max(1.0, sums["tokens"]) for name, value in sums.items()}
-    return {**means, "tokens": sums["tokens"], "grad_norm": max(norms),
-            "gap_max": worst_gap.item(), "skipped_update": 0, **teacher_kl(apart, teacher),
-            "bad_updates": sum(not math.isfinite(norm) for norm in norms)}
+    stats = {**means, "tokens": sums["tokens"], "grad_norm": max(norms),
+             "gap_max": worst_gap.item(), "skipped_update": 0,
+             "bad_updates": sum(not math.isfinite(norm) for norm in norms)}
+    return stats if teacher is None else {**stats, "teacher_kl": policies.teacher_kl(teacher_kl)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -311,8 +301,7 @@ def share(tasks, step, args, rank, world):
     """-> (tasks of this rank, {group: place in the batch}). If a batch spans two epochs it may hold
     a task twice; the two are one larger group."""
     # Every rank draws the same batch and then takes its own part of it.
-    picked = launch.batch_indices(step, args.prompts, len(tasks), args.seed)
-    batch = [tasks[i] for i in picked]
+    batch = [tasks[i] for i in launch.batch_indices(step, args.prompts, len(tasks), args.seed)]
     order, frames = {}, {}
     for task in batch:
         # The step is part of the name: a task that comes again later is another group.
@@ -358,224 +347,196 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
             print(launch.printable(f"skipped task {e.task['id']}: {e.error}"), flush=True)
     # Episodes come as they finish. Sums and files must not depend on that order.
     episodes.sort(key=lambda e: (order[e.group], e.sample))
-    if episodes and args.show_every and step % args.show_every == 0:
-        launch.say(rollout.show(episodes[0], sampler.codec, sys.stdout.isatty()))
+    if episodes and args.show_every and step % args.show_every == 0 and ranks[0] == 0:
+        print(rollout.show(episodes[0], sampler.codec, sys.stdout.isatty()), flush=True)
     return episodes, pump.idle_s
 
 
+@dataclass
+class Run:
+    """A run that is set up: what the loop works with. See `setup`."""
+
+    tasks: list
+    val_tasks: list
+    policy: model.Policy
+    reference: object  # of the KL; None without
+    teacher: object  # of --teacher; None without
+    optimizer: object
+    sampler: rollout.Sampler  # with the engine, where frames come from, and the judge
+    engine_dtype: object  # dtype in which weights travel to the engine
+    log: metrics.Log  # on rank 0, None on the others
+    inputs: dict  # see runs.identities
+    start: int  # steps that have been taken
+    best: dict  # {"best": held-out accuracy, -1 if none yet; "best_step"; ..}, see metrics.is_best
+
+
 def main():
-    # 0. Everything that can be refused is refused here, before a model is built.
     args = parse_args()
-    # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
-    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    wise = args.teacher and checkpoint.resolve_checkpoint(args.teacher)
-    faults = [] if args.check else None  # --check collects them all; a run stops at the first
-    tasks = data.read_tasks(args.data, faults, unlabelled=bool(args.teacher))
-    held = data.read_tasks(args.val, faults) if args.val else []
-    agent, source = rollout.agent_settings(args, args.data)
-    if args.check:
-        codec = chat.load_codec(ckpt, args.channel, args.template_args)
-        return check(args, codec, tasks + held, agent, source, faults)
-    launch.make_out(os.path.join(args.out, "rollouts"))
-    runs.claim_run(args.out, [args.data, args.val])
-    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
-    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
-    rank, world, device = launch.start_process_group(args.patience, args.cpu)
-    launch.beat(args.patience)
-    if args.prompts % world:
-        raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
-    # The same command again goes on from the newest whole checkpoint in --out.
-    subtitles = data.files_of(args, (args.data, tasks), (args.val, held))[1]
-    ckpts = {"--ckpt": ckpt, **({"--teacher": wise} if wise else {})}
-    inputs = runs.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, subtitles)
-    folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
-    start, steps = state.get("step", 0), args.steps
-    best = state.get("best", -1.0)  # held-out accuracy; -1: none yet
-    names = "best_step", "best_unread", "last_unread"  # see runs.is_best
-    best_step, best_unread, last_unread = map(state.get, names)
-    if start >= steps:
-        launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
-        launch.end_process_group()
+    run = setup(args)
+    if run is None:
         return
-    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
-    codec = chat.load_codec(ckpt, args.channel, args.template_args)
-    # The largest prompt must fit, and some video must open. Both show before weights are loaded.
-    rollout.check_context(codec, tasks + held, agent, source, args.frames)
-    policy, reference, optimizer = load_models(args, ckpt, codec, source, device, folder)
-    teacher = load_teacher(wise, args, codec, device)
-    # On a GPU the engine shares the device with the trainer, so it starts asleep.
-    engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
-    engine_dtype = model.engine_dtype(codec, device)  # dtype in which weights travel to the engine
-    if folder:  # the engine has read --ckpt, but the resumed weights are newer
-        engine.sync(checkpoint.full_weights(policy, engine_dtype))
-    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
-    log = open_run(args, policy, start, f"{args.prompts} prompts x {args.group} rollouts = "
-                   f"{args.prompts * args.group} a step, K {args.frames}")
-    labels = metrics.labels_by_type(tasks)
+    policy, val_tasks, best = run.policy, run.val_tasks, run.best
+    engine, source = run.sampler.engine, run.sampler.source
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     stop_asked = launch.stop_on_signal()
+    tolerance = gap_tolerance(run.engine_dtype)
     bad_steps = 0  # steps in a row without a finite gradient or a video
-    if held and start == 0:  # the accuracy that training starts from
-        evaluate(log, sampler, held, 0, args)
+    if val_tasks and run.start == 0:  # the accuracy that training starts from
+        evaluate(run.log, run.sampler, val_tasks, 0, args)
 
-    # beat() after each phase: a rank that hangs longer than --patience prints its stacks and exits.
-    for step in range(start, steps):
-        last = step + 1 == steps
+    for step in range(run.start, args.steps):
+        last, seconds = step + 1 == args.steps, {}
         # 1. Rollouts, groups, advantages. The engine holds the weights of this step, so its samples
         # are on policy, but for rounding.
-        clock = time.monotonic()
-        episodes, waited = sample_batch(sampler, tasks, step, args, None if last else decoders)
-        # A group lies on one rank, so advantages need no exchange between ranks.
-        groups = group_by_prompt(episodes)
-        for group in groups:
-            set_advantages(group)
-        rollout_s = time.monotonic() - clock
-        launch.beat(args.patience)
+        with phase("rollout_s", seconds, args):
+            episodes, seconds["decode_s"] = sample_batch(run.sampler, run.tasks, step, args,
+                                                         None if last else decoders)
+            # A group lies on one rank, so advantages need no exchange between ranks.
+            groups = group_by_prompt(episodes)
+            for group in groups:
+                set_advantages(group)
 
         # 2. Update. The trees hold every sampled token once and every prompt once per group. The
         # engine sleeps meanwhile, so the trainer has its memory.
-        clock = time.monotonic()
-        asleep_gb = engine.sleep()
-        policy.features.frames = frames_of(groups)
-        if teacher is not None:
-            teacher.features.frames = policy.features.frames
-        # Not after an outage, also of one rank, also of windows alone: the rest would teach the
-        # policy to make no calls.
-        failed = [e.status == "video_error" for e in episodes]
-        away = launch.any_rank(any(failed) and source.cache.away(source.root))
-        blind = away or not launch.any_rank(not all(failed))
-        trees, tokens, skipped = training_trees([] if blind else groups, args)
-        stats = update(policy, reference, optimizer, trees, tokens, args, teacher)
-        if asleep_gb:  # on a GPU: memory that an engine does not give back grows from step to step
-            stats["asleep_gb"] = asleep_gb
-        # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
-        # A single step without a finite gradient, or without a video that can be read, is skipped;
-        # three in a row end the run.
-        bad_steps = bad_steps + 1 if stats["bad_updates"] or blind else 0
-        runs.check_run(step, bad_steps, args.out, blind, last)
-        check_gap(step, stats["gap"], gap_tolerance(engine_dtype))
-        train_s = time.monotonic() - clock
-        launch.beat(args.patience)
+        with phase("train_s", seconds, args):
+            asleep_gb = engine.sleep()
+            # The frames that the rollouts saw: an update needs no file, which may have gone.
+            frames = {f.key: f for group in groups for e in group for f in e.context.frames}
+            for reader in filter(None, (policy, run.teacher)):
+                reader.features.frames = frames
+            # Not after an outage, also of one rank, also of windows alone: the rest would teach the
+            # policy to make no calls.
+            failed = [e.status == "video_error" for e in episodes]
+            away = launch.any_rank(any(failed) and source.cache.away(source.root))
+            blind = away or not launch.any_rank(not all(failed))
+            trees, tokens, skipped = training_trees([] if blind else groups, args)
+            stats = update(policy, run.reference, run.optimizer, trees, tokens, args, run.teacher)
+            # On a GPU: memory that an engine does not give back grows from step to step.
+            stats |= {"asleep_gb": asleep_gb} if asleep_gb else {}
+            # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
+            # A single step without a finite gradient, or without a video that can be read, is
+            # skipped; three in a row end the run.
+            bad_steps = bad_steps + 1 if stats["bad_updates"] or blind else 0
+            if bad_steps:
+                runs.check_run(step, bad_steps, args.out, blind, last)
+            check_gap(step, stats["gap"], tolerance)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
-        clock = time.monotonic()
-        eval_due = held and (last or (args.eval_every and (step + 1) % args.eval_every == 0))
-        if eval_due or not last:
-            engine.wake(checkpoint.full_weights(policy, engine_dtype))
-        sync_s = time.monotonic() - clock
-        launch.beat(args.patience)
+        eval_due = val_tasks and (last or args.eval_every and (step + 1) % args.eval_every == 0)
+        with phase("sync_s", seconds, args):
+            if eval_due or not last:
+                engine.wake(checkpoint.full_weights(policy, run.engine_dtype))
 
         # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
-        write_rollouts(args.out, step, rank, episodes)
-        metrics.log_step(log, step, steps, episodes, labels, stats, {
-            "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
-            "judge": judge is not None,
-            "decode_s": waited, "rollout_s": rollout_s, "train_s": train_s, "sync_s": sync_s})
+        # tools/replay.py trains on the rollouts again. A file per rank: they share no file handle.
+        name = f"{args.out}/rollouts/step_{step:06d}.rank{launch.rank_and_world()[0]}.jsonl"
+        launch.write_atomic(name, "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
+        metrics.log_step(run.log, step, args.steps, episodes, stats, {
+            **seconds, "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
+            "judge": run.sampler.judge is not None})
         # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
         # the same number, so all of them save or none.
         if eval_due:
-            acc, unread = evaluate(log, sampler, held, step + 1, args)
-            if runs.is_best(acc, best, unread, best_unread, last_unread):
-                best, best_step, best_unread = acc, step + 1, unread
-            last_unread = unread
+            acc, unread = evaluate(run.log, run.sampler, val_tasks, step + 1, args)
+            if metrics.is_best(acc, best["best"], unread, best["best_unread"], best["last_unread"]):
+                best.update(best=acc, best_step=step + 1, best_unread=unread)
+            best["last_unread"] = unread
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_asked.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad_steps
-        if stopping or last or due or best_step == step + 1:
-            state = {"best": best, "best_step": best_step, "best_unread": best_unread,
-                     "last_unread": last_unread, "args": vars(args), "inputs": inputs}
-            checkpoint.save_run(policy, codec, optimizer, args.out, step + 1, state)
+        if stopping or last or due or best["best_step"] == step + 1:
+            checkpoint.save_run(policy, policy.codec, run.optimizer, args.out, step + 1,
+                                {**best, "args": vars(args), "inputs": run.inputs})
             launch.beat(args.patience)
-        if step % 10 == 9:  # decoding leaves freed memory in the arenas of its threads
-            launch.give_back_memory()
+        if step % 10 == 9:
+            data.give_back_memory()
         if stopping:
             break
 
-    if rank == 0:
-        log.close(step + 1, steps)
+    if run.log:
+        run.log.close(step + 1, args.steps)
     decoders.shutdown(cancel_futures=True)
-    if judge:
-        judge.close()
+    if run.sampler.judge:
+        run.sampler.judge.close()
     launch.end_process_group(engine)
 
 
+@contextlib.contextmanager
+def phase(name, seconds, args):
+    """A phase of a step: notes its seconds under `name`. A rank that hangs in the next phase longer
+    than --patience prints its stacks and exits."""
+    began = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - began
+    launch.beat(args.patience)
+
+
 # ---- below: set-up, held-out tasks, records, flags (a reader of the step may stop here) ------
+
+
+def setup(args):
+    """Flags -> Run; None if there is nothing to do. Everything that can be refused is refused here,
+    before a model is built. Collective."""
+    # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
+    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    teacher_ckpt = args.teacher and checkpoint.resolve_checkpoint(args.teacher)
+    faults = [] if args.check else None  # --check collects them all; a run stops at the first
+    tasks = data.read_tasks(args.data, faults, unlabelled=bool(args.teacher))
+    val_tasks = data.read_tasks(args.val, faults) if args.val else []
+    agent, source = rollout.agent_settings(args, args.data)
+    if args.check:
+        if os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone looks
+            codec = chat.load_codec(ckpt, args.channel, args.template_args)
+            faults += rollout.preflight(codec, tasks + val_tasks, agent, source, args.frames)
+            data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
+        return None
+    launch.make_out(os.path.join(args.out, "rollouts"))
+    runs.claim_run(args.out, [args.data, args.val])
+    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
+    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
+    _, world, device = launch.start_process_group(args.patience, args.cpu)
+    launch.beat(args.patience)
+    if args.prompts % world:
+        raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
+    # The same command again goes on from the newest whole checkpoint in --out.
+    subtitles = data.files_of(args, (args.data, tasks), (args.val, val_tasks))[1]
+    ckpts = {"--ckpt": ckpt, **({"--teacher": teacher_ckpt} if teacher_ckpt else {})}
+    inputs = runs.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, subtitles)
+    resume_from, state = runs.resume_point(args.out, args, args.resume, inputs,
+                                           checkpoint.base_of(ckpt))
+    start = state.get("step", 0)
+    if start >= args.steps:
+        launch.say(f"nothing to do: {args.out} has {start} steps of {args.steps}")
+        return launch.end_process_group()
+    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
+    codec = chat.load_codec(ckpt, args.channel, args.template_args)
+    # The largest prompt must fit, and some video must open. Both show before weights are loaded.
+    rollout.check_context(codec, tasks + val_tasks, agent, source, args.frames)
+    policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device,
+                                                        resume_from)
+    teacher = policies.load_teacher(teacher_ckpt, args, codec, device)
+    # On a GPU the engine shares the device with the trainer, so it starts asleep.
+    engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
+    engine_dtype = model.engine_dtype(codec, device)
+    if resume_from:  # the engine has read --ckpt, but the resumed weights are newer
+        engine.sync(checkpoint.full_weights(policy, engine_dtype))
+    log = metrics.open_log(args, start, f"{args.prompts} prompts x {args.group} rollouts = "
+                           f"{args.prompts * args.group} a step, K {args.frames} | "
+                           f"{checkpoint.weights_line(policy)} | format credit "
+                           f"{args.format_credit}")
+    names = "best_step", "best_unread", "last_unread"  # see metrics.is_best
+    best = {"best": state.get("best", -1.0), **{name: state.get(name) for name in names}}
+    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
+    return Run(tasks, val_tasks, policy, reference, teacher, optimizer, sampler, engine_dtype, log,
+               inputs, start, best)
 
 
 def gap_tolerance(dtype=None):
     """The largest mean gap in nats that rounding explains, far below the gap of stale weights.
     dtype: of the engine's weights; None: recorded rollouts, of an engine of any precision."""
     return 1e-3 if dtype and dtype.itemsize == 4 else 0.1
-
-
-def check(args, codec, tasks, agent, source, faults):
-    """--check: looks at all data and ends. Raises UserError if there is a fault. faults: lines of
-    the rows that are wrong in form, which are not in tasks."""
-    if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 alone looks
-        return
-    faults = faults + rollout.preflight(codec, tasks, agent, source, args.frames)
-    data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
-
-
-def load_models(args, ckpt, codec, source, device, folder):
-    """-> (policy, reference or None, optimizer). folder: the checkpoint from which the run goes on,
-    or None. Collective."""
-    # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
-    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
-                                     lora=args.lora)
-    # The vision tower is frozen. Features of a frame are computed once and read by all forwards.
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
-    # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
-    reference = None
-    # With adapters a second copy of the adapters is enough: the base is frozen.
-    if args.kl > 0 and args.lora:
-        reference = checkpoint.AdapterReference(policy)
-    elif args.kl > 0:
-        reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas,
-                                            frozen=True)
-        reference.features = policy.features  # both read the features of one tower
-    if folder:
-        checkpoint.load_train_state(policy, optimizer, folder)
-    return policy, reference, optimizer
-
-
-def load_teacher(ckpt, args, codec, device):
-    """The frozen policy of --teacher, of any size, which computes its own features; None without.
-    ckpt: its folder. Raises UserError unless it reads the student's ids and frames as they are.
-    Collective."""
-    if not ckpt or not args.distill:
-        return None
-    own = chat.load_codec(ckpt, args.channel)
-    read = ("token_bytes", "image_pad", "video_pad", "vision_start", "vision_end", "eos", "patch",
-            "merge", "temporal")  # fmt: skip
-    if other := [name for name in read if getattr(own, name) != getattr(codec, name)]:
-        raise launch.UserError(f"--teacher {args.teacher}: its ids or frames are not those of "
-                               f"--ckpt ({', '.join(other)} differ)")
-    teacher = checkpoint.load_sharded(ckpt, own, device, replicas=args.replicas, frozen=True,
-                                      tower=True, lora=checkpoint.adapter_rank(ckpt, 0))
-    teacher.features = model.VisionFeatures(teacher.hf.model.visual, own, None)
-    return teacher
-
-
-def teacher_kl(apart, teacher):
-    """-> {"teacher_kl": {"mean": nats per token, "by_K": {K: ..}}}, over all ranks; {} without a
-    teacher. apart: see update. Collective."""
-    if teacher is None:
-        return {}
-    rows = []
-    for frames, nats in apart:
-        for k in frames.unique().tolist():
-            some = nats.cpu()[frames == k].double()
-            rows.append({"K": int(k), "nats": some.sum().item(), "n": len(some)})
-    rows = launch.gather_rows(rows)
-
-    def mean(some):
-        return sum(row["nats"] for row in some) / sum(row["n"] for row in some) if some else None
-
-    return {"teacher_kl": {"mean": mean(rows), "by_K": metrics.by_value(rows, "K", mean)}}
 
 
 def check_gap(step, gap, tolerance):
@@ -587,36 +548,13 @@ def check_gap(step, gap, tolerance):
             "at another --temperature")
 
 
-def open_run(args, policy, start, work):
-    """On rank 0: writes the settings beside the outputs, prints the size of the run -> Log. None on
-    other ranks. work: of a step, for the terminal."""
-    rank, world = launch.rank_and_world()
-    if rank:
-        return None
-    runs.write_args(os.path.join(args.out, "args.json"), args)
-    # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
-    runs.clean_run(args.out, start)
-    device = next(policy.parameters()).device.type
-    print(f"{work} | {world} rank{'s' if world > 1 else ''} ({device}) | format credit "
-          f"{args.format_credit} | {checkpoint.weights_line(policy)}", flush=True)
-    return metrics.Log(args.out, start, args)
-
-
 def pay_of(args):
     """Flags -> rewards.RewardConfig, whose fields they are."""
     config = rewards.RewardConfig
     return config(**{f.name: getattr(args, f.name) for f in fields(config)})
 
 
-def write_rollouts(out, step, rank, episodes):
-    """Writes the rollouts of this rank and step; tools/replay.py trains on them again."""
-    lines = "".join(json.dumps(e.to_json()) + "\n" for e in episodes)
-    # One file per rank, because ranks share no file handle.
-    name = f"step_{step:06d}.rank{rank}.jsonl"
-    launch.write_atomic(os.path.join(out, "rollouts", name), lines)
-
-
-def evaluate(log, sampler, held, step, args):
+def evaluate(log, sampler, val_tasks, step, args):
     """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, NaN of
     no task, ids of the tasks that failed, which it leaves out). The K, the seeds and so the noise
     of a task are the same in every evaluation. Collective."""
@@ -628,7 +566,7 @@ def evaluate(log, sampler, held, step, args):
     for tools in (True, False):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
         tester = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
-        for e in rollout.run(tester, held[rank::world], args.frames, 1, 0):
+        for e in rollout.run(tester, val_tasks[rank::world], args.frames, 1, 0):
             # The whole evaluation may take longer than --patience, one episode may not.
             launch.beat(args.patience)
             if e.error and tools and step == 0:
@@ -636,27 +574,7 @@ def evaluate(log, sampler, held, step, args):
             rows.append({"id": str(e.task["id"]), "tools": tools, "status": e.status,
                          "acc": e.reward.get("acc"), "judge": e.reward.get("judge"),
                          "K": e.num_frames, "type": e.task["type"]})
-    # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
-    rows = launch.gather_rows(rows)
-    good = [row for row in rows if row["status"] in ("ok", "context")]
-
-    def cell(some):
-        with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
-        accs = (metrics.average(some, "acc") for some in (with_tools, without))
-        return {"n": len(with_tools), **dict(zip(("acc", "acc_without_tools"), accs))}
-
-    # A K or a type may be worse while the mean is better.
-    val = {**cell(good), "not_ok": len(rows) - len(good),
-           **{f"by_{name}": metrics.by_value(good, name, cell) for name in ("K", "type")}}
-    if log:
-        failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
-        accs = [metrics.number(val[key]) for key in ("acc", "acc_without_tools")]
-        log.write({"step": step, "val": val},
-                  f"step {step:04d} | held-out acc {accs[0]} no tools {accs[1]}{failed}")
-    # An answer that token F1 scored, because the judge was away, cannot be compared either.
-    comparable = {row["id"] for row in good if row["tools"] and row["judge"] != "fallback"}
-    unread = sorted({row["id"] for row in rows} - comparable)
-    return math.nan if val["acc"] is None else val["acc"], unread
+    return metrics.log_held_out(log, step, rows)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -665,29 +583,20 @@ def evaluate(log, sampler, held, step, args):
 
 def add_update_arguments(parser):
     """Flags of an update, for grpo.py and tools/replay.py."""
-    yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument_group("what to start from and write").add_argument
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
     add("--out", default="grpo_out", help="run folder")
-    add("--preset", choices=["paper", "toy"], default="paper",
-        help="toy: numbers for the world of toy.py")
-    add("--vanilla", action="store_true",
-        help="the release's plain GRPO: no prefix, no suffix, no anchor, no gating")
+    add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers for toy.py")
+    add("--vanilla", action="store_true", help="plain GRPO: no prefix, suffix, anchor, gating")
     add = parser.add_argument_group("reward and credit").add_argument
     add("--format-weight", type=float, default=1.0, help="w_fmt")
-    add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
-        help="sampled tokens that the format advantage reaches")
-    add("--answer-suffix", action=yes_no, default=True,
-        help="pay 0.3 + 0.2 for an <answer> block; off: 0.2 + 0.1, and more for thought")
+    add("--format-credit", choices=["struct", "sequence", "none"], default="struct", help="A_fmt")
+    add("--answer-suffix", action=argparse.BooleanOptionalAction, default=True, help="pay <answer>")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
-    add("--tool-reward", dest="tool_weight", type=float, default=1.0,
-        help="w_tool, factor on R_tool; 0 = off")
-    add("--window-reward", dest="window_weight", type=float, default=0.0,
-        help="paid for the IoU of the windows looked at with the task's `evidence`; 0 = the paper")
-    add("--call-cost", type=float, default=0.0,
-        help="c, price of each executed call; 0 = as in the paper")
-    add("--teacher", help="checkpoint that the policy is drawn to on its own rollouts: of any "
-        "size, with the same ids; tasks then need no answer")
+    add("--tool-reward", dest="tool_weight", type=float, default=1.0, help="w_tool; 0 = off")
+    add("--window-reward", dest="window_weight", type=float, default=0.0, help="w_win; 0 = off")
+    add("--call-cost", type=float, default=0.0, help="c, price of an executed call; 0 = the paper")
+    add("--teacher", help="checkpoint with the same ids, to which the policy is drawn; no answers")
     add("--distill", type=float, default=1.0, help="W, weight of --teacher; 0 = off")
     # The rates differ by stage and by --lora, so None stands for "see parse_flags".
     add = parser.add_argument_group("loss and optimiser").add_argument
@@ -697,13 +606,12 @@ def add_update_arguments(parser):
     # Above one context: else a group with a long prompt is split, and each part computes it again.
     add("--pack-tokens", type=int, default=49152, help="tokens per pack (one forward)")
     checkpoint.add_arguments(add)
-    metrics.add_track_arguments(parser.add_argument_group("tracker").add_argument)
+    tracker.add_track_arguments(parser.add_argument_group("tracker").add_argument)
     rollout.add_agent_arguments(parser, more={
         "rewards": ("on", "off"),  # off: logged, but only --teacher trains
         "gamma": 0.3,  # penalty of a thought that never closes, see rewards.format_reward
         "minibatches": 1})  # optimizer steps per batch; above 1 costs one more forward
-    add_judge_arguments(parser, "whether an open answer says what the label says; R_acc is then 1 "
-                        "or 0, and token F1 if it fails")
+    add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
 
 
 def build_parser():
@@ -711,13 +619,11 @@ def build_parser():
     add_update_arguments(parser)
     add = parser.add_argument_group("tasks and batches").add_argument
     add("--data", required=True, help="task JSONL")
-    add("--check", action="store_true",
-        help="only look at the data: labels, videos, tokens; builds no model, writes nothing")
+    add("--check", action="store_true", help="only look at the data: labels, videos, tokens")
     add("--steps", type=int, default=300, help="batches of rollouts")
     add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
     add("--group", type=int, default=8, help="rollouts per prompt (G)")
-    add("--frames", type=rollout.frames_argument, default="gated",
-        help="overview frames K; 'gated': K ~ U{4,8,16,32,64}")
+    add("--frames", type=rollout.frames_argument, default="gated", help="K; gated: U{4,8,16,32,64}")
     add = parser.add_argument_group("looking and saving").add_argument
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
     add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
@@ -741,16 +647,14 @@ def parse_flags(parser):
     args.lora = checkpoint.adapter_rank(args.ckpt, args.lora)
     if args.lr is None:  # adapters start at nothing and take larger steps
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
-    launch.at_least(1, args, "pack_tokens")
+    launch.at_least(1, args, "pack_tokens", "minibatches")
     launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "anchor", "gamma",
                     "format_weight", "tool_weight", "call_cost", "window_weight", "distill")
-    if args.minibatches < 1:
-        raise launch.UserError(f"--set minibatches={args.minibatches}: must be at least 1")
     if args.temperature <= 0:
         raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
     if args.rewards == "off" and not (args.teacher and args.distill):
         raise launch.UserError("--set rewards=off: then only --teacher trains; give one")
-    metrics.check_tracker(args)
+    tracker.check_tracker(args)
     return args
 
 

@@ -13,12 +13,10 @@ import contextlib
 import copy
 import errno
 import faulthandler
-import functools
 import hashlib
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -67,9 +65,9 @@ def run_main(main):
         if not expected and world == 1:
             raise
         text = f" {printable(e) or 'interrupted'}" if expected else f"\n{traceback.format_exc()}"
+        who = f"{name}: rank {rank}" if world > 1 else name
         if isinstance(e, RuntimeError) and "by peer" in str(e):  # gloo's; that rank says why
             text = " another rank has ended, or the network has failed"
-        who = f"{name}: rank {rank}" if world > 1 else name
         # Most errors are met by all ranks, since they read the same flags and files. The first rank
         # of a machine says them at once, and torchrun then ends the others within that second.
         if os.environ.get("LOCAL_RANK", rank) != "0":
@@ -316,15 +314,6 @@ def broadcast(values):
     return gather_rows([values])[0]
 
 
-def give_back_memory():
-    """Gives freed memory back to the system. glibc keeps it in an arena per thread: hundreds of MiB
-    after some hundred steps."""
-    import ctypes
-
-    with contextlib.suppress(AttributeError):  # other C libraries have no such function
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def say(text):
     """Prints one line, on rank 0 alone, before work that shows no progress of its own."""
     if os.environ.get("RANK", "0") == "0":
@@ -351,30 +340,28 @@ def read_jsonl(path, required=(), fault=None, faults=None):
         if not line.strip():
             continue
         row, wrong = read_row(line, required, fault)
-        if not wrong:
-            rows.append(row)
-        elif faults is None:
+        if wrong and faults is None:
             raise UserError(f"{path}:{number}: {wrong}")
-        else:
+        if wrong:
             faults.append(f"{path}:{number}: {wrong}")
+        else:
+            rows.append(row)
     if not rows and not faults:
         raise UserError(f"{path}: no rows")
     return rows
 
 
 def read_row(line, required=(), fault=None):
-    """A line of JSONL -> (row, None), or (None, why it cannot be used). See read_jsonl."""
+    """A line of JSONL -> (row, why it cannot be used, or None). See read_jsonl."""
     try:
         row = parse_json(line)
+        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is no text
     except ValueError as e:
         return None, f"not JSON ({e})"
     missing = [k for k in required if not isinstance(row, dict) or k not in row]
     if missing:
         return None, f"missing {', '.join(map(repr, missing))}"
-    if has_surrogate(row):
-        return None, "a lone surrogate (\\ud800 to \\udfff) is no text"
-    wrong = fault and fault(row)
-    return (None, wrong) if wrong else (row, None)
+    return row, fault and fault(row)
 
 
 def parse_json(text):
@@ -385,27 +372,16 @@ def parse_json(text):
         raise ValueError("nested too deep") from None
 
 
-def has_surrogate(value):
-    """Whether a JSON value holds text that cannot be encoded: "\\ud800" alone is valid JSON, but no
-    tokenizer takes it."""
-    return bool(re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)))
-
-
-@functools.lru_cache(maxsize=2)  # a batch lies in two epochs at most; 8,000 rows take 8 ms
-def epoch_order(epoch, rows, seed):
-    """Rows in the order of one pass over the data."""
-    import random
-
-    order = list(range(rows))
-    random.Random(f"{seed}/{epoch}").shuffle(order)  # a str seed is the same everywhere
-    return order
-
-
 def batch_indices(step, batch_size, rows, seed):
     """Rows of one global batch: a window of the endless stream of shuffled epochs. It depends on
     (step, seed) alone, so every rank and every resumed run draws the same rows."""
-    positions = range(step * batch_size, (step + 1) * batch_size)
-    return [epoch_order(i // rows, rows, seed)[i % rows] for i in positions]
+    import random
+
+    orders, positions = {}, range(step * batch_size, (step + 1) * batch_size)
+    for epoch in {i // rows for i in positions}:  # 8,000 rows take 8 ms
+        orders[epoch] = list(range(rows))
+        random.Random(f"{seed}/{epoch}").shuffle(orders[epoch])  # a str seed is the same everywhere
+    return [orders[i // rows][i % rows] for i in positions]
 
 
 def deal(items, cost, rank, world):
@@ -445,17 +421,14 @@ def lock(out, name=".lock"):
         # ends as soon as the process closes any handle of the file, so there is only one handle.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        time.sleep(0.1)  # the other run may have begun just now: let it write its name
         file.seek(0)
         raise UserError(f"--out {out}: another run writes there ({file.read().strip()}); wait for "
                         "its end, or choose another --out") from None
     except OSError as e:
-        print(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out",
-              file=sys.stderr, flush=True)
+        say(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out")
         return
     file.truncate(0)
-    began = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(f"pid {os.getpid()} on {os.uname().nodename} since {began}", file=file, flush=True)
+    print(f"pid {os.getpid()} on {os.uname().nodename} since {time.ctime()}", file=file, flush=True)
     lock.files[path] = file
 
 
@@ -500,8 +473,8 @@ def at_least(least, args, *names):
     """Raises UserError naming the first of these flags that is below `least` or infinite."""
     for name in names:
         if not least <= getattr(args, name) < float("inf"):  # NaN fails this comparison too
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} must be at least {least}, got {getattr(args, name)}")
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, "
+                            f"got {getattr(args, name)}")
 
 
 # ------------------------------------------------------------------------------------------------

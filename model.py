@@ -376,9 +376,8 @@ class Policy(torch.nn.Module):
         device = text.embed_tokens.weight.device
         ids, positions = to_device(pack.ids, device), to_device(pack.positions, device)
         predictor, target = to_device(pack.predictor, device), to_device(pack.target, device)
-        features = None
-        if pack.items:
-            features = torch.cat([self.features(item) for item in pack.items])  # [V, 1 + D, H]
+        # [V, 1 + D, H], None for text alone
+        features = torch.cat([self.features(item) for item in pack.items]) if pack.items else None
         seen = self.placeholders(pack.ids, features)  # [L], in host memory
         seen = None if seen is None else to_device(seen, device)
         embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]
@@ -397,9 +396,8 @@ class Policy(torch.nn.Module):
             return None
         # Counted on the host: masked_scatter would take too many features without a word.
         seen = (ids == self.codec.image_pad) | (ids == self.codec.video_pad)
-        found = int(seen.sum())
-        if found != len(features):
-            raise ValueError(f"{found} vision placeholders for {len(features)} vision tokens")
+        if seen.sum() != len(features):
+            raise ValueError(f"{seen.sum()} vision placeholders for {len(features)} vision tokens")
         return seen
 
     def embed(self, ids, seen, features):
@@ -679,8 +677,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 def engine_dtype(codec: chat.ChatProcessor, device: torch.device) -> torch.dtype:
     """The dtype in which vLLM computes, and takes weights."""
-    on_cpu = compute_dtype(device) == torch.float32
-    return getattr(torch, codec.base.cpu_dtype) if on_cpu else torch.bfloat16
+    return torch.bfloat16 if device.type == "cuda" else getattr(torch, codec.base.cpu_dtype)
 
 
 def with_our_kernels(tower):
@@ -704,8 +701,7 @@ def as_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: st
     for layer in hf.model.language_model.layers:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn.forward = functools.partial(packed_delta, layer.linear_attn)
-    tower = with_our_kernels(hf.model.visual)
-    tower.requires_grad_(False).to(compute_dtype(device))
+    tower = with_our_kernels(hf.model.visual).requires_grad_(False).to(compute_dtype(device))
     if recompute == "full":
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(hf, codec).train()
@@ -732,10 +728,11 @@ def clip_gradients(policy, limit):
     """Clips the gradients to the norm `limit` (0: no clipping). -> the norm before clipping, taken
     over the gradients of all ranks, so every rank gets the same number. Collective. Without FSDP
     the gradients are this rank's own until here, and are averaged first."""
-    grads = [p.grad for p in trained_parameters(policy) if p.grad is not None]
+    trained = [p for p in policy.parameters() if p.grad is not None]
+    grads = [p.grad for p in trained]
     world = torch.distributed.get_world_size()
     if world > 1 and grads and not hasattr(grads[0], "full_tensor"):
         torch.distributed.all_reduce(flat := torch.nn.utils.parameters_to_vector(grads))
         torch.nn.utils.vector_to_parameters(flat / world, grads)
-    norm = torch.nn.utils.clip_grad_norm_(trained_parameters(policy), limit or float("inf"))
+    norm = torch.nn.utils.clip_grad_norm_(trained, limit or float("inf"))
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()

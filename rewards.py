@@ -137,20 +137,28 @@ def format_reward(turns: list[str], think_open=True, pay: RewardConfig | None = 
     R_anchor before the weight. `well_formed`: the flow holds and the reward is not capped.
     """
     pay = pay or RewardConfig()
-    texts = [with_think_prefix(turn, think_open) for turn in turns]
+    # With the forced <think> put back, so that the thought counts as opened.
+    texts = ["<think>\n" * think_open + turn for turn in turns]
     thoughts = [closed_thought(text) for text in texts]
+    orders = ["".join(tag[0] for tag in TAG.finditer(text)) for text in texts]  # tags of a turn
     body, is_closed = last_answer(turns[-1], think_open) if turns else (None, False)
+    think_before_call = False  # a valid call, and a thought with a word closed before any call
+    for turn, thought in zip(turns, thoughts):
+        # A call tag before the end of the thought, even in a draft: the thought was not first.
+        draft = any(f"<{kind}>" in turn.partition("</think>")[0] for kind in CALLS)
+        valid = any(call.error is None for call in parse_tool_calls(turn, think_open))
+        think_before_call |= valid and not draft and thought != ""
     checks = {
         "think": bool(turns) and len(thoughts[-1]) >= 10,
         "answer_opened": body is not None,
         "answer_closed": is_closed,
-        "think_before_call": any(thinks_before_call(turn, think_open) for turn in turns),
-        "balanced": all(is_balanced(text) for text in texts),
+        "think_before_call": think_before_call,
+        "balanced": all(BALANCED.fullmatch(tags) for tags in orders),
         "think_closed": bool(turns) and all(thoughts),
         "never_closed": any(never_closed(turn, think_open) for turn in turns),
     }
     # The flow is strict about the order of the tags, and any text may stand between them.
-    ordered = bool(turns) and tag_order(texts[-1]) == "<think></think><answer></answer>"
+    ordered = orders[-1:] == ["<think></think><answer></answer>"]
     checks["flow"] = checks["think_closed"] and checks["answer_closed"] and ordered
     # If a tool response were paid, the model would learn to answer its own calls.
     faked = any(re.search("</?tool_response>", turn) for turn in turns)
@@ -203,20 +211,8 @@ def has_word(text):
     return any(char.isalnum() for char in ANY_TAG.sub("", text))
 
 
-def with_think_prefix(turn, think_open):
-    """A turn with the forced <think> put back, so that the thought counts as opened."""
-    return "<think>\n" + turn if think_open else turn
-
-
-def tag_order(text):
-    """The structural tags of a text, joined."""
-    return "".join(tag[0] for tag in TAG.finditer(text))
-
-
-def is_balanced(text):
-    """Whether the tags of a turn pair up without nesting. Only calls may come twice."""
-    twice = r"(?!.*<(think|answer)>.*<\1>)"
-    return re.fullmatch(twice + r"(?:<(\w+)></\2>)*", tag_order(text)) is not None
+# The tags of a turn pair up without nesting. Only calls may come twice.
+BALANCED = re.compile(r"(?!.*<(think|answer)>.*<\1>)(?:<(\w+)></\2>)*")
 
 
 def closed_thought(text):
@@ -224,15 +220,6 @@ def closed_thought(text):
     parts = re.split("(</?think>)", text)  # text, tag, text, ..
     one = parts[1::2] == ["<think>", "</think>"] and has_word(parts[2])
     return ANY_TAG.sub("", parts[2]).strip() if one else ""
-
-
-def thinks_before_call(turn, think_open):
-    """Whether a turn has a valid call, and a thought with a word in it closed before any call."""
-    # A call tag before the end of the thought, even in a draft, means the thought was not first.
-    before = turn.partition("</think>")[0]
-    draft = any(f"<{kind}>" in before for kind in CALLS)
-    valid = any(call.error is None for call in parse_tool_calls(turn, think_open))
-    return valid and not draft and closed_thought(with_think_prefix(turn, think_open)) != ""
 
 
 def tag_blocks(text, kinds):
@@ -350,7 +337,7 @@ def parse_tool_calls(text, think_open=False):
 
 def closure_counts(turns, think_open=True):
     """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
-    texts = [with_think_prefix(turn, think_open) for turn in turns]
+    texts = ["<think>\n" * think_open + turn for turn in turns]
     # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
     tags = {kind: "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
             for kind in KINDS}
@@ -407,13 +394,6 @@ def to_seconds(value):
     return 3600.0 * hours + 60.0 * minutes + seconds
 
 
-def to_count(value):
-    """An int >= 1 from 8, 8.0 or "8"; else None."""
-    # "1:00" is a time, not a count.
-    number = None if isinstance(value, str) and ":" in value else to_seconds(value)
-    return int(number) if number is not None and number >= 1 and number.is_integer() else None
-
-
 def sanitize_name(name):
     """A name that the model wrote: printable ASCII, <= 40 characters, no < or >, thus no tag."""
     return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
@@ -431,8 +411,9 @@ def check_call(name, arguments):
         return ToolCall(name, error="arguments must be an object with start_time and end_time")
     start = to_seconds(arguments.get("start_time", arguments.get("start")))
     end = to_seconds(arguments.get("end_time", arguments.get("end")))
-    frames = arguments.get("num_frames")
-    count = to_count(frames)
+    frames = arguments.get("num_frames")  # 8, 8.0 or "8"; "1:00" is a time, not a count
+    number = None if isinstance(frames, str) and ":" in frames else to_seconds(frames)
+    count = int(number) if number and number >= 1 and number.is_integer() else None
     error = None
     if start is None or end is None:
         key = "start" if start is None else "end"

@@ -17,8 +17,7 @@ per prompt from a digest of (seed, step, task id).
 
 Departs from the paper: a sub-agent is told the question (--set sub_question=false turns this off).
 Calls that a model writes in its last turn are not run, because no turn follows that could read the
-responses. Calls inside a thought that never closes are run. --set open_thought=drop drops them, as
-a server does if it removes the thought before it looks for calls.
+responses. Calls inside a thought that never closes are run.
 
 Reads:  a checkpoint folder, task JSONL.
 Writes: rollout JSONL, one episode a line, enough to train on without the engine, and beside it the
@@ -50,8 +49,9 @@ import rewards
 import video
 from engine import Limits, Pump, Request, VllmEngine, in_flight
 from plumbing import data, runs
-from plumbing.data import Source
 from plumbing.judge import add_judge_arguments, open_judge
+from plumbing.subtitles import check_subtitles, task_subtitles
+from video import Source
 
 # ------------------------------------------------------------------------------------------------
 # Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one
@@ -68,14 +68,9 @@ def main_prompt(tools: bool = True) -> str:
             + "When you know the answer, write it between <answer> and </answer>.")
 
 
-def sub_prompt() -> str:
-    return ("You watch one short window of a longer video. Say in a few words what happens in it "
-            "that helps to answer the question. Times are those of the whole video.")
-
-
-def empty_summary() -> str:
-    """The response to a call if the sub-agent wrote no summary."""
-    return "(nothing to report)"
+SUB_PROMPT = ("You watch one short window of a longer video. Say in a few words what happens in it "
+              "that helps to answer the question. Times are those of the whole video.")
+EMPTY_SUMMARY = "(nothing to report)"  # the response to a call if the sub-agent wrote no summary
 
 
 def tool_schema() -> list[dict]:
@@ -87,20 +82,19 @@ def tool_schema() -> list[dict]:
         "start_time": {"type": "number", "description": start},
         "end_time": {"type": "number", "description": "end of the window in seconds"},
         "num_frames": {"type": "integer", "description": frames}}}
-    does = ("Look closely at one window of the video. "
-            "Returns a short text summary of what happens there.")
-    return [{"type": "function", "function": {"name": "crop_video", "description": does,
-                                              "parameters": arguments}}]
+    function = {"name": "crop_video", "description": "Look closely at one window of the video. "
+                "Returns a short text summary of what happens there.", "parameters": arguments}
+    return [{"type": "function", "function": function}]
 
 
 def question_text(task: dict) -> str:
     """Task -> the text after the frames: question, options, how to answer."""
     # Publishers label options in several ways; here every option gets the same kind of label.
-    options = zip(string.ascii_uppercase, data.bare_options(task.get("options") or []))
-    lines = [task["question"], *(f"{letter}. {option}" for letter, option in options)]
+    options = data.bare_options(task["options"]) if task.get("options") else ()
+    lines = [f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options)]
     # "style": a client of tools/serve.py has said how to answer.
     style = task.get("style", rewards.task_types()[task["type"]].prompt_suffix)
-    return "\n" + "\n".join([*lines, *filter(None, [style])])
+    return "\n" + "\n".join(filter(None, [task["question"], *lines, style]))
 
 
 def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: str = "") -> list:
@@ -120,7 +114,7 @@ def sub_messages(task: dict, window: dict, question: bool = True) -> list:
     times = f"\nWindow: {window['start']:g} to {window['end']:g} seconds."
     asked = f"\nQuestion: {task['question']}" if question else ""
     seen = {"type": "video", "video": task["video"], **window}
-    return [{"role": "system", "content": sub_prompt()},
+    return [{"role": "system", "content": SUB_PROMPT},
             {"role": "user", "content": [seen, {"type": "text", "text": times + asked}]}]
 
 
@@ -128,21 +122,16 @@ def sub_messages(task: dict, window: dict, question: bool = True) -> list:
 # Draws. Python's hash() of a string differs from process to process, so draws come from digests.
 
 
-def gated_choices() -> tuple[int, ...]:
-    """The numbers of overview frames that nFrames gating draws from (paper)."""
-    return (4, 8, 16, 32, 64)
-
-
-def gated_frames(seed: int, step: int, task_id: str | int) -> int:
-    """nFrames gating: K ~ Uniform, one draw per prompt and step, so a whole group shares K."""
-    # "K": not the digest of a sampling seed.
-    number = launch.stable_number("K", seed, step, task_id)
-    return gated_choices()[number % len(gated_choices())]
+GATED_FRAMES = (4, 8, 16, 32, 64)  # the numbers of overview frames of nFrames gating (paper)
 
 
 def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int) -> int:
-    """--frames (a number, or "gated") -> K of a task in a step."""
-    return gated_frames(seed, step, task_id) if frames == "gated" else int(frames)
+    """--frames (a number, or "gated") -> K of a task in a step. "gated" is nFrames gating: K ~
+    Uniform, one draw per prompt and step, so a whole group shares K."""
+    if frames != "gated":
+        return int(frames)
+    # "K": not the digest of a sampling seed.
+    return GATED_FRAMES[launch.stable_number("K", seed, step, task_id) % len(GATED_FRAMES)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -173,7 +162,6 @@ class Agent:
     think_prefix: bool = flag(True, "force <think>\\n in every main turn")
     seed: int = flag(0, "of sampling, of the draws of K, of the order of tasks")
     dispatch: str = one_of("parallel", "sequential")  # "turns" is in evaluation/systems.py alone
-    open_thought: str = one_of("run", "drop")  # drop: calls in a thought that never closes are none
     sub_question: bool = one_of(True, False)  # a sub-agent is told the question
     sub_fps: float = 1.0  # frames per second of a window
     sub_frames: int = 16  # frames of a window, at most
@@ -257,23 +245,18 @@ class Episode:
         """Number of calls that were run."""
         return sum(c["status"] == "ok" for c in self.calls)
 
-    def parseable(self):
-        """Number of calls that could be read."""
-        return sum(c["parseable"] for c in self.calls)
-
-    @staticmethod
-    def kept():
-        """Fields that a record holds under their own names."""
-        return ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
-                "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")  # fmt: skip
-
     def to_json(self) -> dict:
         c = self.context or Context()  # a broken video has none
         more = {"subtitles": self.spoken} if self.spoken else {}
         more |= {"film": self.film} if self.film else {}
-        return {**{name: getattr(self, name) for name in self.kept()}, **more,
+        return {**{name: getattr(self, name) for name in RECORD_FIELDS}, **more,
                 "K": self.num_frames, "ids": c.ids, "mask": c.mask, "logps": c.logps,
                 "vision": [vars(item) for item in c.items]}  # fmt: skip
+
+
+# Fields of an Episode that a record holds under their own names.
+RECORD_FIELDS = ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
+                 "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")
 
 
 @dataclass
@@ -341,13 +324,16 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
             break
 
         # Fan-out: one sub-agent per window, all at once. They join the engine's running batch.
-        await serve(records, calls, episode, sampler, turn)
+        await run_sub_agents(records, calls, episode, sampler, turn)
 
         # Gather: ONE user turn, in call order, then ONE generation prompt.
         replies = [{"role": "tool", "content": record["summary"]} for record in records]
         # A turn that was cut off at max_new_tokens has no end of turn yet; the glue adds one.
         glue = chat.tool_response_ids(codec, replies, said.ended)
-        if not fits(episode, agent, len(glue) + len(prefix)):  # the next turn starts with prefix
+        # The next turn starts with prefix. If nothing fits after it, the episode fails without the
+        # responses: an episode never ends on a tool response.
+        if len(context.ids) + len(glue) + len(prefix) >= agent.context:
+            episode.fail("context", f"the responses do not fit into a context of {agent.context}")
             break
         context.insert(glue)
     episode.timing["total_s"] = time.monotonic() - began
@@ -389,56 +375,53 @@ def record_turn(episode, codec, said, finish):
     episode.context.sampled(said.ids, said.logps)
     episode.spans.append([start, start + len(said.ids)])
     pieces = chat.pieces_of(codec, said.ids)  # the bytes of each token
-    episode.struct += struct_places(pieces, start)
+    # The places of the tokens that carry format credit.
+    episode.struct += [t for t, flag in enumerate(rewards.structural_mask(pieces), start) if flag]
     # For the page, which draws token by token. Rewards read `turns`.
     episode.pieces.append(chat.text_pieces(pieces[:-1] + [b""] if said.ended else pieces))
     episode.turns.append(said.text)
     episode.finish.append(finish)
 
 
-def struct_places(pieces, start):
-    """Bytes of the sampled tokens of one turn -> the places of those that carry format credit, see
-    rewards.structural_mask. start: place of the first token."""
-    return [t for t, flag in enumerate(rewards.structural_mask(pieces), start) if flag]
-
-
 def record_calls(episode, agent, text, turn, parse=rewards.parse_tool_calls):
     """Text of a turn -> (calls, their records). The episode holds the same records."""
-    dropped = agent.open_thought == "drop" and rewards.never_closed(text, episode.think_open)
     # Every call gets a record, also a bad one: each must be answered, in the order of the text.
     # Without tools a model may still write calls; they are text then, and no turn follows.
-    calls = parse(text, episode.think_open) if agent.tools and not dropped else []
+    calls = parse(text, episode.think_open) if agent.tools else []
     records = [{
         "turn": turn, "name": call.name, "start": call.start, "end": call.end,
         "num_frames": call.num_frames, "parseable": call.error is None,
-        "status": "error" if call.error else "pending",  # serve or run_episode replaces "pending"
+        "status": "error" if call.error else "pending",  # run_sub_agents or run_episode replaces it
         "summary": f"error: {call.error}" if call.error else "", "sub_tokens": 0}
         for call in calls]  # fmt: skip
     episode.calls += records
     return calls, records
 
 
-def fits(episode, agent, more):
-    """Whether `more` tokens leave room for a turn. If not, the episode fails without them: an
-    episode never ends on a tool response."""
-    if len(episode.context.ids) + more < agent.context:
-        return True
-    episode.fail("context", f"the responses do not fit into a context of {agent.context}")
-    return False
-
-
-async def serve(records, calls, episode, sampler, turn):
-    """Runs the good calls of one turn on sub-agents and fills their records, so that every call has
-    exactly one response."""
-    places = admitted(records, calls, sampler.agent.max_parallel)  # indices of calls
-    specs = [window_spec(calls[i], episode.task, sampler.agent) for i in places]  # one per window
-    jobs = [sub_agent(records[i], specs[n], episode, sampler, turn, n)
-            for n, i in enumerate(places)]
-    if sampler.agent.dispatch == "parallel":
+async def run_sub_agents(records, calls, episode, sampler, turn):
+    """Runs the good calls of one turn on sub-agents and adds their results to the records, so that
+    every call has exactly one response."""
+    agent = sampler.agent
+    runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
+    jobs = [sub_agent(window_spec(calls[i], episode.task, agent), episode, sampler, turn, n)
+            for n, i in enumerate(runnable)]
+    if agent.dispatch == "parallel":
         # All at once: their decoding and their tokens share the machine with every other episode.
-        jobs = [asyncio.gather(*jobs)]
-    for job in jobs:
-        await job
+        results = await asyncio.gather(*jobs)
+    else:
+        results = [await job for job in jobs]
+    for i, result in zip(runnable, results):
+        records[i].update(result)
+
+
+def runnable_calls(records, calls, max_parallel):
+    """-> indices of the calls of a turn that are run. The records of the others say why not."""
+    good = [i for i, call in enumerate(calls) if call.error is None]
+    # A bad call does not count towards max_parallel, because no sub-agent runs for that call.
+    for i in good[max_parallel:]:
+        records[i].update(status="not_run",
+                          summary=f"not run: at most {max_parallel} calls per turn")
+    return good[:max_parallel]
 
 
 def window_spec(call, task, agent):
@@ -448,63 +431,55 @@ def window_spec(call, task, agent):
             "num_frames": call.num_frames or None, "max_frames": agent.sub_frames}
 
 
-async def sub_agent(record, spec, episode, sampler, turn, number):
-    """Asks the same weights in a fresh context that holds one window, and fills `record`.
+async def sub_agent(spec, episode, sampler, turn, number) -> dict:
+    """Asks the same weights in a fresh context that holds one window -> the result, for the record
+    of the call.
 
     A bad window, a full context and a failed request become the call's response, as in run_episode.
-    number: of the call among those of its turn that run.
+    spec: the window, as video.load reads it. number: of the call among those of its turn that run.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
     try:
         spec, frames = await sampler.pump.load(sampler.source.load_window, spec, episode.film)
     except (video.VideoError, ValueError) as error:
-        return refuse_window(record, error)
-    record.update(start=spec["start"], end=spec["end"])  # clamped to the video
+        return load_error(error)
+    shown = {"start": spec["start"], "end": spec["end"]}  # clamped to the video
 
     messages = sub_messages(task, spec, agent.sub_question)
     context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
     room = agent.context - len(context.ids)
     if room < 1:
-        record.update(status="error", summary="error: the window does not fit into the context")
-        return
+        return {**shown, "status": "error",
+                "summary": "error: the window does not fit into the context"}
     said = await sampler.pump.sample(context.request(
         f"{episode.group}/{episode.sample}/{turn}/{number}",
         max_tokens=min(agent.sub_max_new_tokens, room), temperature=agent.temperature,
         seed=turn_seed(episode, agent, turn, number)))
     if said.error:
         # The model does not see the error, which is about machines and not about the video.
-        record.update(status="engine_error", summary="error: the window could not be looked at")
-        return
+        return {**shown, "status": "engine_error",
+                "summary": "error: the window could not be looked at"}
 
     # Only the text after the thought is returned: the main agent's context stays small.
     # A thought that never closes holds no summary. A Thinking checkpoint's template opens one.
     thought = rewards.never_closed(said.text, codec is not None and codec.opens_thought)
     summary = "" if thought else said.text.rpartition("</think>")[2].strip()
     context.sampled(said.ids, said.logps)
-    record.update(status="ok", summary=summary or empty_summary(),
-                  seconds=time.monotonic() - began, frames_seen=len(frames.seconds),
-                  sub_tokens=sum(context.mask),
-                  # Sub-agents are not trained. Their ids are kept so that a record is complete.
-                  sub={"ids": context.ids, "mask": context.mask, "logps": context.logps,
-                       "vision": [vars(item) for item in context.items]})
+    # Sub-agents are not trained. Their ids are kept so that a record is complete.
+    ids = {"ids": context.ids, "mask": context.mask, "logps": context.logps,
+           "vision": [vars(item) for item in context.items]}
+    return {**shown, "status": "ok", "summary": summary or EMPTY_SUMMARY,
+            "seconds": time.monotonic() - began, "frames_seen": len(frames.seconds),
+            "sub_tokens": sum(context.mask), "sub": ids}
 
 
-def refuse_window(record, error):
-    """Writes why a window could not be loaded into the call's record. error: VideoError, or
+def load_error(error) -> dict:
+    """Why a window could not be loaded, for the record of the call. error: VideoError, or
     ValueError if the window holds no part of the video."""
     broken = isinstance(error, video.VideoError)
     # Of a VideoError only the reason, since its text also holds the path on this machine.
-    why = f"the window could not be read ({error.why})" if broken else str(error)
-    record.update(status="video_error" if broken else "error", summary=f"error: {why}")
-
-
-def admitted(records, calls, most):
-    """-> indices of the calls of a turn that are run. The records of the others say why not."""
-    good = [i for i, call in enumerate(calls) if call.error is None]
-    # A bad call does not count towards `most`, because no sub-agent runs for that call.
-    for i in good[most:]:
-        records[i].update(status="not_run", summary=f"not run: at most {most} calls per turn")
-    return good[:most]
+    reason = f"the window could not be read ({error.why})" if broken else error
+    return {"status": "video_error" if broken else "error", "summary": f"error: {reason}"}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -536,11 +511,18 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
             episode.fail(failed[0]["status"], f"a call: {failed[0]['summary']}")
         return await score_episode(episode, sampler.pay, sampler.judge)
 
+    # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
+    # their numbers go on, so that their seeds differ.
+    counts, numbered, seed = collections.Counter(), [], sampler.agent.seed
+    for task in tasks:
+        numbered.append((task, launch.name_of(step, task["id"]), counts[task["id"]]))
+        counts[task["id"]] += group
     # A generator: an Episode and its coroutine exist only once there is room for them.
-    works = (play_and_score(episode)
-             for episode in new_episodes(tasks, sampler.agent.seed, frames, group, step)
-             if (episode.group, episode.sample) not in done)
-    finished = in_flight(sampler.pump, works, live + 256 * (sampler.judge is not None))
+    coroutines = (play_and_score(Episode(
+        task, name, sample, overview_frames(frames, seed, step, task["id"]), step))
+        for task, name, first in numbered for sample in range(first, first + group)
+        if (name, sample) not in done)
+    finished = in_flight(sampler.pump, coroutines, live + 256 * (sampler.judge is not None))
 
     async def following():
         return await anext(finished, None)
@@ -587,19 +569,6 @@ def compute_reward(episode: Episode, pay: rewards.RewardConfig | None = None,
                          tokens, verdict)
 
 
-def new_episodes(tasks, seed, frames, group, step):
-    """Tasks -> Episodes that have not begun, `group` of each."""
-    # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
-    # their numbers go on, so that their seeds differ.
-    seen = {}  # task id -> rollouts so far
-    for task in tasks:
-        num_frames = overview_frames(frames, seed, step, task["id"])
-        first = seen.get(task["id"], 0)
-        seen[task["id"]] = first + group
-        for sample in range(first, first + group):
-            yield Episode(task, launch.name_of(step, task["id"]), sample, num_frames, step)
-
-
 # ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
 
 
@@ -616,16 +585,15 @@ def show(episode: Episode, codec: chat.ChatProcessor, colour: bool = True) -> st
         kinds[start:end] = ["sampled"] * (end - start)
     for t in episode.struct:  # the very tokens that selective anchoring credits
         kinds[t] = "struct"
-    pads = {codec.image_pad, codec.video_pad}
-    text = []
+    text, pads = [], {codec.image_pad, codec.video_pad}
     for kind, places in itertools.groupby(range(len(ids)), kinds.__getitem__):
         # Of a run of placeholders only the first is shown: a frame has dozens.
         run = [ids[i] for i in places if ids[i] not in pads or ids[i - 1] != ids[i]]
         on, off = marks[kind]
         # Characters that steer a terminal are replaced: a model may write any.
         text.append(on + launch.printable(chat.decode(codec, run, True)) + off)
-    r = episode.reward
-    terms = " ".join(f"{k} {r[k]:.2f}" for k in ("total", "acc", "fmt", "tool")) if r else ""
+    terms = " ".join(f"{k} {episode.reward[k]:.2f}" for k in ("total", "acc", "fmt", "tool")
+                     if episode.reward)
     head = (f"== {episode.task['id']} sample {episode.sample} | K {episode.num_frames} | "
             f"{episode.status} | {terms} | gold {episode.task['answer']}")
     calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}"
@@ -640,7 +608,7 @@ def from_json(row: dict) -> Episode:
     context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
     return Episode(num_frames=row["K"], context=context if row["ids"] else None,
                    spoken=row.get("subtitles", ""), film=row.get("film"),
-                   **{name: row[name] for name in Episode.kept()})
+                   **{name: row[name] for name in RECORD_FIELDS})
 
 
 def settings() -> dict:
@@ -655,20 +623,18 @@ class Set(argparse.Action):
 
     def __call__(self, parser, namespace, texts, option_string=None):
         for text in texts:
-            name, _, said = text.partition("=")
+            name, _, word = text.partition("=")
             if name not in self.const:
                 raise launch.UserError(f"--set {text}: no such setting; there are "
                                        + ", ".join(self.const))
             values = self.const[name]
             # Values as a user types them: true, false, parallel, ..
-            known = {str(v).lower(): v for v in values} if isinstance(values, tuple) else {}
+            choices = {str(v).lower(): v for v in values} if isinstance(values, tuple) else {}
             try:
-                value = known[said] if known else type(values)(said)
+                setattr(namespace, name, choices[word] if choices else type(values)(word))
             except (KeyError, ValueError):
-                kind = "a whole number" if isinstance(values, int) else "a number"
-                raise launch.UserError(f"--set {text}: {name} takes {', '.join(known) or kind}"
-                                       ) from None
-            setattr(namespace, name, value)
+                raise launch.UserError(f"--set {text}: {name} takes "
+                                       f"{', '.join(choices) or 'a number'}") from None
 
 
 def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
@@ -708,28 +674,23 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     launch.at_least(1, args, "max_new_tokens", "context", "max_parallel", "max_seqs")
     launch.at_least(0, args, "max_turns")
     # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
-    if not 0 <= args.temperature <= 2:
-        raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
-    if not 0 < args.engine_share < 1:
-        raise launch.UserError(f"--engine-share must lie between 0 and 1, got {args.engine_share}")
+    if not (0 <= args.temperature <= 2 and 0 < args.engine_share < 1):
+        raise launch.UserError("--temperature must lie between 0 and 2, --engine-share between 0 "
+                               f"and 1; got {args.temperature} and {args.engine_share}")
     # NaN fails this comparison too.
-    least = min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens)
-    if not least > 0 or agent.sub_fps == float("inf"):
+    min_setting = min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens)
+    if not min_setting > 0 or agent.sub_fps == float("inf"):
         raise launch.UserError("--set: sub_fps, sub_frames, sub_max_new_tokens must be above 0")
-    # Only eval.py has min_pixels and crop_pixels.
-    least = getattr(args, "min_pixels", Source.min_pixels)
-    crop = getattr(args, "crop_pixels", 0)
-    launch.at_least(least, args, "max_pixels")
-    if crop and crop < least:
-        raise launch.UserError(f"--set crop_pixels must be at least {least}, or 0, got {crop}")
+    min_pixels = getattr(args, "min_pixels", Source.min_pixels)  # eval.py alone has the setting
+    launch.at_least(min_pixels, args, "max_pixels")
     root = video.root_of(args, data_path)
     # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
-    spoken = partial(data.task_subtitles, root=root, which=args.subtitles)
-    return agent, Source(root, video.frame_cache(args), least, args.max_pixels,
-                         min(crop, args.max_pixels), spoken if args.subtitles != "none" else None,
-                         args.snap == "keyframe", own_labels=bool(data_path))
+    return agent, Source(root, video.frame_cache(args), min_pixels, args.max_pixels,
+                         subtitles=None if args.subtitles == "none" else partial(
+                             task_subtitles, root=root, which=args.subtitles),
+                         snap=args.snap == "keyframe", own_labels=bool(data_path))
 
 
 def check_context(codec, tasks, agent, source, frames) -> None:
@@ -737,7 +698,7 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     if none of the first videos can be read, or if a file of subtitles cannot be. Called before any
     weights are loaded."""
     if source.subtitles:
-        data.check_subtitles(tasks, source.root)
+        check_subtitles(tasks, source.root)
     # Overview prompts differ little in length, but for subtitles, so the first readable task stands
     # for all. --check looks at all.
     text = json.loads(codec.files["config.json"])["text_config"]
@@ -762,10 +723,8 @@ def check_context(codec, tasks, agent, source, frames) -> None:
             raise launch.UserError(f"--context {agent.context} is too small: {why}; raise "
                                    "--context, or lower --frames or --max-pixels")
         return
-    if len(tasks) == 1:  # a question about one film, say
-        raise launch.UserError(f"the video cannot be read: {first}")
-    raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; "
-                           f"is --video-root right? {first}")
+    raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; is "
+                           f"--video-root right? {first}")
 
 
 def prompt_tokens(codec, task, item, num_frames, agent, spoken) -> int:
@@ -782,7 +741,7 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
 
     from tqdm import tqdm
 
-    fewest, most = (min(gated_choices()) if frames == "gated" else frames), most_frames(frames)
+    fewest, most = (min(GATED_FRAMES) if frames == "gated" else frames), most_frames(frames)
 
     def look(task):
         """-> (fault or None, tokens of the prompt with `most` frames)."""
@@ -802,19 +761,16 @@ def preflight(codec, tasks, agent, source, frames) -> list[str]:
     # Threads, because most of the time goes into decoders.
     with ThreadPoolExecutor(video.decode_threads()) as pool:
         looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
-    kinds = collections.Counter(task["type"] for task in tasks)
-    drawn = collections.Counter(overview_frames(frames, agent.seed, 0, t["id"]) for t in tasks)
-    print(f"{len(tasks)} tasks: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
-    print("K of a first pass: " + ", ".join(f"{n} at {k}" for k, n in sorted(drawn.items())))
     largest = max((tokens for _, tokens in looked), default=0)
-    print(f"{len({task['video'] for task in tasks})} videos; the largest prompt has {largest} "
-          f"tokens with {most} frames, of --context {agent.context}")
+    videos = {task["video"] for task in tasks}
+    print(f"{len(tasks)} tasks, {len(videos)} videos; the largest prompt has {largest} tokens with "
+          f"{most} frames, of --context {agent.context}")
     return [fault for fault, _ in looked if fault]
 
 
 def most_frames(frames: int | str) -> int:
     """--frames -> the largest K that a run can ask for."""
-    return max(gated_choices()) if frames == "gated" else int(frames)
+    return max(GATED_FRAMES) if frames == "gated" else int(frames)
 
 
 def frames_argument(text: str) -> int | str:
@@ -851,14 +807,11 @@ def toy_lengths() -> dict[str, int]:
     return dict(context=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
 
 
-def check_rollout_file(out: str | None, read: str) -> None:
+def check_rollout_file(out: str, read: str) -> None:
     """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
-    if out and os.path.isdir(out):
-        raise launch.UserError(f"--out {out} is a folder; give the name of a file")
-    if out:
-        runs.keep_inputs([out], [read, verdicts_beside(out)])
-        if not out.endswith(".jsonl"):  # a file of a checkpoint, say
-            raise launch.UserError(f"--out {out}: the name of a rollout file ends in .jsonl")
+    if os.path.isdir(out) or not out.endswith(".jsonl"):  # a file of a checkpoint, say
+        raise launch.UserError(f"--out {out}: give the name of a file in .jsonl, not a folder")
+    runs.keep_inputs([out], [read, verdicts_beside(out)])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -870,7 +823,7 @@ def parse_args():
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--data", required=True, help="task JSONL")
-    add("--out", help="rollout JSONL to write; default: none is written")
+    add("--out", default="rollouts.jsonl", help="rollout JSONL to write")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
     add("--group", type=int, default=1, help="rollouts per task")
@@ -884,22 +837,19 @@ def parse_args():
         parser.set_defaults(temperature=1.0, **toy_lengths())  # as grpo.py samples the toy
     args = parser.parse_args()
     launch.at_least(1, args, "group")
-    launch.at_least(0, args, "limit")
     check_rollout_file(args.out, args.data)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise launch.UserError("rollout.py is one process: start it with python, and give each GPU "
-                               "a part of --data")
+        raise launch.UserError("rollout.py is one process: start it with python for each GPU")
     return args
 
 
-def write(rows: list[dict], out: str | None) -> None:
-    """Writes records to --out, if it is given, in place of its .part, and ends the run there."""
+def write(rows: list[dict], out: str) -> None:
+    """Writes records to --out in place of its .part, and ends the run there."""
     # Episodes finish in any order; the file does not depend on that order.
     rows.sort(key=lambda row: (row["group"], row["sample"]))
-    if out:
-        launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(f"{out}.part")
+    launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{out}.part")
     launch.unlock()
 
 
@@ -914,14 +864,10 @@ def summary_line(rows, new, seconds):
     # Failed episodes stay in every denominator: leaving them out would flatter a run.
     mean = {k: sum(row["reward"][k] for row in rows) / n for k in ("total", "acc", "fmt", "tool")}
     kappa = sum(c["status"] == "ok" for row in rows for c in row["calls"]) / n
-    failed = sum(row["status"] != "ok" for row in rows)
-    judged = [row["reward"]["judge"] for row in rows if "judge" in row["reward"]]
-    judge = f" | judged {len(judged)}, {judged.count('fallback')} failed" if judged else ""
-    kept = f"{n - new} were there, " if n > new else ""
-    return (f"{kept}{new} rollouts in {seconds:.1f} s ({new / seconds:.1f}/s) | "
-            f"R {mean['total']:.3f} "
-            f"(acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} tool {mean['tool']:.3f}) | "
-            f"kappa {kappa:.2f} calls/rollout | {failed} not ok{judge}")
+    return (f"{new} new rollouts in {seconds:.1f} s ({new / seconds:.1f}/s), {n} in all | "
+            f"R {mean['total']:.3f} (acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} "
+            f"tool {mean['tool']:.3f}) | kappa {kappa:.2f} calls/rollout | "
+            f"{sum(row['status'] != 'ok' for row in rows)} not ok")
 
 
 def main():
@@ -936,11 +882,9 @@ def main():
     agent, source = agent_settings(args, args.data)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
                              data.files_of(args, (args.data, tasks))[1])
+    wanted = len(tasks) * args.group
     names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
-    kept = {*Episode.kept(), "ids"}  # keys of a whole record
-    rows, wanted = [], len(tasks) * args.group
-    if args.out:
-        rows = runs.claim_file(args.out, args, inputs, names, kept)
+    rows = runs.claim_file(args.out, args, inputs, names, {*RECORD_FIELDS, "ids"})
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first
@@ -948,35 +892,29 @@ def main():
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     check_context(codec, tasks, agent, source, args.frames)
-    judge = open_judge(args, args.out and verdicts_beside(args.out))
+    judge = open_judge(args, verdicts_beside(args.out))
     sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
 
-    # Colours on a terminal alone, and none if the user has set NO_COLOR (no-color.org).
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    if args.out:
-        runs.write_args(runs.beside(args.out), args, inputs=inputs)
+    runs.write_args(runs.beside(args.out), args, inputs=inputs)
     stop_asked, began = launch.stop_on_signal(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
-    bar = tqdm(episodes, total=wanted, initial=len(done), desc="rollouts", disable=None)
-    with (contextlib.closing(episodes),
-          open(f"{args.out}.part" if args.out else os.devnull, "a", encoding="utf-8") as part):
-        if part.tell():
-            part.write("\n")  # ends a line that a kill has torn
-        for episode in bar:
+    with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
+        part.write("\n" * (part.tell() > 0))  # ends a line that a kill has torn
+        for episode in tqdm(episodes, total=wanted, initial=len(done), disable=None):
             launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
             rows.append(episode.to_json())
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone
             if len(rows) - len(done) <= args.show:
-                print(show(episode, codec, colour), flush=True)
+                print(show(episode, codec, sys.stdout.isatty()), flush=True)
             if stop_asked.is_set():
                 break
     write(rows, args.out)
-    print(summary_line(rows, len(rows) - len(done), time.monotonic() - began)
-          + (f" -> {args.out}" if args.out else ""))
+    seconds = time.monotonic() - began
+    print(f"{summary_line(rows, len(rows) - len(done), seconds)} -> {args.out}")
     if len(rows) < wanted:
-        raise launch.RunError(f"stopped after {len(rows)} of {wanted} rollouts"
-                              + ("; the same command goes on" if args.out else ""))
+        raise launch.RunError(f"stopped after {len(rows)} of {wanted} rollouts; the same command "
+                              "goes on")
     sampler.engine.close()  # on a GPU this ends the process
 
 

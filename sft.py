@@ -41,7 +41,7 @@ import chat
 import launch
 import model
 import video
-from plumbing import checkpoint, data, metrics, runs
+from plumbing import checkpoint, data, metrics, muon, runs, tracker
 
 
 def build_parser():
@@ -51,11 +51,8 @@ def build_parser():
     add("--data", required=True, help="SFT JSONL")
     add("--val", default=None, help="held-out SFT JSONL; none = no held-out loss, no `best`")
     add("--out", default="sft_out", help="run folder")
-    add("--check", action="store_true",
-        help="only look at the data: videos, tokens; builds no model, writes nothing")
-    add("--preset", choices=["paper", "toy"], default="paper",
-        help="toy: numbers that suit the world of toy.py")
-    add = parser.add_argument_group("data").add_argument
+    add("--check", action="store_true", help="only look at the data: videos, tokens")
+    add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers for toy.py")
     video.add_arguments(add)
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
     add("--seed", type=int, default=0, help="order of the data")
@@ -65,10 +62,8 @@ def build_parser():
     add("--steps", type=int, default=0, help="optimiser steps; 0 = from --epochs")
     add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
-    add("--optimizer", choices=["adamw", "muon"], default="adamw",
-        help="muon: for the decoder's matrices, adamw for the rest (toy)")
-    add("--lr", type=float, default=None,
-        help="peak learning rate of AdamW; default 1e-5, with --lora 1e-4; toy: 2e-3")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices (toy)")
+    add("--lr", type=float, default=None, help="peak of AdamW; default 1e-5, --lora 1e-4, toy 2e-3")
     add("--muon-lr", type=float, default=6e-3, help="peak learning rate of Muon")
     add("--min-lr", type=float, default=0.1, help="final learning rate as a fraction of the peak")
     add("--warmup", type=float, default=0.03, help="fraction of the steps")
@@ -77,7 +72,7 @@ def build_parser():
     add = parser.add_argument_group("looking and saving").add_argument
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
-    metrics.add_track_arguments(add)
+    tracker.add_track_arguments(add)
     launch.add_arguments(add)
     return parser
 
@@ -91,19 +86,18 @@ def parse_args():
     if early.preset == "toy":
         # A model of a million parameters from random weights: large steps, few of them, and less
         # memory of past gradients.
-        parser.set_defaults(optimizer="adamw" if lora else "muon", batch_size=24,
-                            pack_tokens=2048, max_len=2048, epochs=1.75, beta2=0.98,
-                            min_lr=0.02, warmup=0.1, eval_every=100, save_every=0, recompute="none",
-                            replicas=0)
+        parser.set_defaults(optimizer="adamw" if lora else "muon", batch_size=24, max_len=2048,
+                            pack_tokens=2048, epochs=1.75, beta2=0.98, min_lr=0.02, warmup=0.1,
+                            eval_every=100, save_every=0, recompute="none", replicas=0)
+    # Adapters start at zero and take larger steps.
+    parser.set_defaults(lr={"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[early.preset][lora > 0])
     args = parser.parse_args()
     args.lora = lora  # the rank of the adapters in --ckpt, if there are any
-    if args.lr is None:  # adapters start at zero and take larger steps
-        args.lr = {"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(0, args, "lora", "replicas")
     launch.at_least(1, args, "batch_size", "pack_tokens", "max_len")
     if args.lora and args.optimizer == "muon":
         raise launch.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
-    metrics.check_tracker(args)
+    tracker.check_tracker(args)
     return args
 
 
@@ -211,8 +205,7 @@ def check(args, codec, cache):
             if sequence is None:  # its video cannot be read; Chats has printed why
                 faults.append(f"{path}: chat {row['id']} would be skipped")
                 continue
-            longest = max(longest, len(sequence.ids))
-            trained += sum(sequence.mask)
+            longest, trained = max(longest, len(sequence.ids)), trained + sum(sequence.mask)
         print(f"{path}: {len(chats.rows)} chats, the longest has {longest} tokens, of --max-len "
               f"{args.max_len}; {trained} trained tokens")
     data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
@@ -276,26 +269,12 @@ def build_optimizers(policy, args, device):
     rest = [p for p in model.trained_parameters(policy) if id(p) not in taken]
     optimizers = [model.adamw(rest, args.lr, args.beta2, device)]
     if layers:
-        if device.type == "cpu":
-            # torch's own iterations run in bf16. A CPU without bf16 instructions multiplies that a
-            # hundred times slower than fp32.
-            torch.optim._muon._zeropower_via_newtonschulz = semi_orthogonal
         # match_rms_adamw gives updates of AdamW's size, whatever the shape of the matrix.
         optimizers.append(torch.optim.Muon(layers, lr=args.muon_lr, momentum=0.95, weight_decay=0.0,
                                            adjust_lr_fn="match_rms_adamw"))
+        if device.type == "cpu":
+            muon.share(optimizers[-1], layers)
     return optimizers
-
-
-def semi_orthogonal(matrix, coefficients, steps, eps):
-    """The semi-orthogonal matrix near to `matrix`, by Newton-Schulz iterations as in torch.optim
-    (torch 2.13), but in the dtype of the matrix."""
-    a, b, c = coefficients
-    wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
-    x = wide / wide.norm().clamp(min=eps)  # the largest singular value is then at most 1
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if wide is not matrix else x
 
 
 def backward(policy, packs):
@@ -363,16 +342,15 @@ def main():
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
-    start, best = state.get("step", 0), state.get("best", math.inf)
-    names = "best_step", "best_unread", "last_unread"  # see runs.is_best
-    best_step, best_unread, last_unread = map(state.get, names)
+    start = state.get("step", 0)
+    names = "best_step", "best_unread", "last_unread"  # see metrics.is_best
+    best = {"best": state.get("best", math.inf), **{name: state.get(name) for name in names}}
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
     if start >= steps:
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
-        launch.end_process_group()
-        return
+        return launch.end_process_group()
 
     policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
                                      lora=args.lora)
@@ -384,7 +362,10 @@ def main():
     peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
     if folder:  # a resumed run: fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizers, folder)
-    log = open_run(args, policy, train, start, steps, rank, world)
+    # --steps and --batch-size decide, so the passes over the data may be no whole number.
+    log = metrics.open_log(args, start, f"{len(train.rows)} chats x "
+                           f"{steps * args.batch_size / len(train.rows):.2f} epochs = {steps} "
+                           f"steps of {args.batch_size} chats | {checkpoint.weights_line(policy)}")
 
     # A thread decodes, tokenises and packs the next batch while this one trains. One thread: the
     # batches come in order, and no two threads change the same Chats.
@@ -439,23 +420,22 @@ def main():
             value = held_out_loss(policy, held, args, rank, world)
             unread = sorted(launch.gather_rows(sorted(held.broken)))
             if rank == 0:
-                line = f"step {step + 1:04d} | held-out loss {value:.4f} nats/token"
-                known = None if math.isnan(value) else value
-                log.write({"step": step + 1, "val_loss": known}, line)
+                log.write({"step": step + 1, "val_loss": None if math.isnan(value) else value},
+                          f"step {step + 1:04d} | held-out loss {value:.4f} nats/token")
             # Every rank has the same numbers, so all of them save or none.
-            if runs.is_best(-value, -best, unread, best_unread, last_unread):
-                best, best_step, best_unread = value, step + 1, unread
-            last_unread = unread
+            if metrics.is_best(-value, -best["best"], unread, best["best_unread"],
+                               best["last_unread"]):
+                best.update(best=value, best_step=step + 1, best_unread=unread)
+            best["last_unread"] = unread
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(asked.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad
-        if stopping or last or due or best_step == step + 1:
+        if stopping or last or due or best["best_step"] == step + 1:
             # resume_point reads all of it again and compares the settings.
-            state = {"best": best, "best_step": best_step, "best_unread": best_unread,
-                     "last_unread": last_unread, "args": vars(args), "inputs": inputs}
-            checkpoint.save_run(policy, codec, optimizers, args.out, step + 1, state)
+            checkpoint.save_run(policy, codec, optimizers, args.out, step + 1,
+                                {**best, "args": vars(args), "inputs": inputs})
             launch.beat(args.patience)
         if stopping:
             break
@@ -464,22 +444,6 @@ def main():
         log.close(step + 1, steps)
     prefetch.shutdown(cancel_futures=True)  # after SIGTERM a batch may still be in the making
     launch.end_process_group()
-
-
-def open_run(args, policy, train, start, steps, rank, world):
-    """On rank 0: writes the settings beside the outputs, prints the size of the run -> Log. None on
-    other ranks."""
-    if rank:
-        return None
-    # args.json before the first step: a run that dies early still says how it was started.
-    runs.write_args(os.path.join(args.out, "args.json"), args)
-    runs.clean_run(args.out, start)
-    # --steps and --batch-size decide, so the passes over the data may be no whole number.
-    epochs = steps * args.batch_size / len(train.rows)
-    print(f"{len(train.rows)} chats x {epochs:.2f} epochs = {steps} steps of {args.batch_size} "
-          f"chats on {world} rank{'s' if world > 1 else ''} | {checkpoint.weights_line(policy)}",
-          flush=True)
-    return metrics.Log(args.out, start, args)
 
 
 def step_line(r, steps, eta):

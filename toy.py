@@ -41,7 +41,7 @@ import os
 import random
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -193,7 +193,7 @@ def chats(task, rng, wrong=0.0, one_call=False):
     answer can be learned.
     """
     rows, scenes, seconds = [], task["scenes"], task["scenes"][-1]["window"][1]
-    every = [k for k in rollout.gated_choices() if k >= len(scenes)]  # a frame for each scene
+    every = [k for k in rollout.GATED_FRAMES if k >= len(scenes)]  # a frame for each scene
     samples = [("direct", rng.choice(every)), *(("call", k) for k in every),
                ("plain", rng.choice(every))]
     for way, k in samples:
@@ -217,7 +217,7 @@ def chats(task, rng, wrong=0.0, one_call=False):
             messages.append({"role": "assistant", "content": text + "\n".join(
                 call_text(*e["window"]) for e in turn)})
             messages += [{"role": "tool", "content": watched(e["window"], scenes)
-                          or rollout.empty_summary()} for e in turn]
+                          or rollout.EMPTY_SUMMARY} for e in turn]
         # All that the crop of a window showed, else what the overview did. So a window that is too
         # wide spoils the answer.
         flashes = ", ".join(
@@ -241,7 +241,7 @@ def chats(task, rng, wrong=0.0, one_call=False):
         spec = {"start": float(a), "end": float(b), "fps": 1.0, "max_frames": 16}
         rows.append({"id": f"{task['id']}-sub-{number}", "messages": [
             *rollout.sub_messages(task, spec),
-            {"role": "assistant", "content": watched((a, b), scenes) or rollout.empty_summary()}]})
+            {"role": "assistant", "content": watched((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
     return rows
 
 
@@ -283,8 +283,8 @@ def fixed_phrases(base):
     rendered = render_jinja_template([system], tools=rollout.tool_schema(),
                                      chat_template=chat_template(base))[0][0]
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
-    lines += [*rollout.sub_prompt().split("\n"), rewards.task_types()["list"].prompt_suffix,
-              rollout.empty_summary()]
+    lines += [*rollout.SUB_PROMPT.split("\n"), rewards.task_types()["list"].prompt_suffix,
+              rollout.EMPTY_SUMMARY]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
     if base == "qwen3_5":
         call = ["<function=crop_video>\n<parameter=start_time>\n",
@@ -431,17 +431,16 @@ def main():
     launch.at_least(4, args, "scenes")
     from tqdm import tqdm
 
-    launch.make_out(args.out)  # proves that the folder can be written
-    os.makedirs(os.path.join(args.out, "videos"), exist_ok=True)
+    launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
     # The style has a generator of its own, so that the prior changes the chats alone.
     style = random.Random(f"style/{args.seed}")
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}
     rows = {split: [] for split in counts}  # SFT chats, or tasks
-    # Drawn here in one order, and encoded in a thread, which leaves Python's lock to the drawing.
+    # Drawn here in one order, and encoded in a second process.
     bar = tqdm(total=sum(counts.values()), desc="videos", disable=None)
-    with bar, ThreadPoolExecutor(1) as pool:
+    with ProcessPoolExecutor(1) as pool, bar:
         encoded = []
         for split, count in counts.items():
             for i in range(count):
@@ -452,12 +451,12 @@ def main():
                 rows[split] += [task] if split in ("rl", "eval") else chats(
                     task, style, args.wrong, args.prior == "turns")
                 bar.update()
-        [video_file.result() for video_file in encoded]  # raises the error of the thread
-    for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
-        text = "".join(json.dumps(row) + "\n" for row in rows[split])
-        launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
-    parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
-                            base=re.sub("[-.]", "_", args.base))
+        for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
+            text = "".join(json.dumps(row) + "\n" for row in rows[split])
+            launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
+        parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
+                                base=re.sub("[-.]", "_", args.base))
+        [video_file.result() for video_file in encoded]  # raises the error of that process
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
           f"{sum(counts.values())} videos, "
           + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))

@@ -1,5 +1,5 @@
 """video.py (tests/test_video.py): a video, a file or a folder of frames -> frames with timestamps,
-cached.
+cached; and Source, where the frames of a task come from.
 
 T frames of H x W pixels; s_i = start of frame i in seconds, s_0 = 0; D = duration.
   frame on display at t   = the last i with s_i <= t; the frame's time is s_i, not t
@@ -17,14 +17,13 @@ A broken or a dangerous file is a VideoError. docs/faults.md tells which files a
 times, and which are refused. A decoder process may use MAX_MEMORY (an hour of 4K HEVC took 0.5
 GiB). Without a timeout this process decodes, and has no such bound.
 
-Reads one video. Writes only the folder of a FrameCache, if the cache has one.
-  python video.py FILE --frames 8 --start 12 --end 20      no window: the overview of the whole file
+Reads one video. Writes only the folder of a FrameCache, if the cache has one. As a script this file
+is a decoder process, see ChildDecoder.
 """
 
 import contextlib
 import functools
 import glob
-import io
 import math
 import mmap
 import os
@@ -35,7 +34,6 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -45,6 +43,7 @@ import numpy as np  # av and PIL are imported in the functions that decode; samp
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import launch
+from plumbing.disk_cache import DiskCache
 
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
@@ -72,6 +71,17 @@ class VideoInfo:
     fps: float  # num_frames / duration: an average, frames need not be evenly spaced
     width: int  # pixels, as displayed (rotation applied)
     height: int
+
+
+@dataclass(frozen=True)
+class VideoTable:
+    """When the frames of a video are displayed, and where a decoder can begin."""
+
+    state: tuple  # real path, identity, READER: another state of the file is another video
+    starts: np.ndarray  # [N] seconds, strictly increasing, the first is 0; read-only
+    info: VideoInfo
+    ticks: np.ndarray  # [N] the same times in the stream's own unit, or numbers of frames
+    key_ticks: np.ndarray  # of the key frames at which decoding can begin
 
 
 @dataclass
@@ -177,16 +187,15 @@ def root_of(args, path):
 
 def probe(path, cache=None):
     """Path -> VideoInfo (seconds, pixels). Raises VideoError."""
-    return (cache or FrameCache(0)).index(path)[1]
+    return (cache or FrameCache(0)).table(path).info
 
 
 def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, snap=False):
     """Path -> Frames, at most `num_frames`. snap: take key frames if they are near enough; fast in
     long files. Raises VideoError, ValueError for num_frames < 1."""
     cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
-    keys = cache.key_frames(path) if snap else ()
-    indices = overview_indices(starts, info.duration, num_frames, keys)  # [T]
+    table, keys = cache.table(path), cache.key_frames(path) if snap else ()
+    indices = overview_indices(table.starts, table.info.duration, num_frames, keys)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
@@ -198,8 +207,9 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
     VideoError also.
     """
     cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
-    indices = crop_indices(starts, info.duration, start, end, num_frames, fps, max_frames)  # [T]
+    table = cache.table(path)
+    indices = crop_indices(table.starts, table.info.duration, start, end, num_frames, fps,
+                           max_frames)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
@@ -230,32 +240,12 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
 
 
 def identity(path):
-    """Path -> [bytes, mtime in ns], or for a folder of frames [bytes, digest]: another film at this
-    path has another identity. Raises VideoError."""
-    return list(_identity(path)[1:3])
-
-
-# ---- below: decoders, cache (a reader of the training step may stop here) ----
-
-
-_folders = {}  # folder of frames -> (time in seconds, its _identity)
-
-
-def _identity(path):
-    """Path -> (real path, bytes, mtime in ns, READER), which changes with the file. VideoError.
-    Of a folder: a digest of these of all its files in place of the mtime, some seconds old."""
+    """Path -> [bytes, mtime in ns], or for a folder of frames [bytes, digest of these of all its
+    files], some seconds old: another film at this path has another identity. Raises VideoError."""
     try:
         status = os.stat(path)
         if os.path.isdir(path):
-            seen, known = _folders.get(path, (-math.inf, None))
-            if time.monotonic() - seen < 5:  # 100,000 images take 2.5 s
-                return known
-            files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
-                           for entry in os.scandir(path) if entry.is_file())
-            digest = sha256(repr(files).encode("utf-8", "surrogateescape")).hexdigest()
-            known = os.path.realpath(path), sum(size for _, size, _ in files), digest, READER
-            _folders[path] = time.monotonic(), known
-            return known
+            return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         missing = isinstance(error, FileNotFoundError)
         raise VideoError(path, "no such file" if missing else str(error)) from error
@@ -263,7 +253,81 @@ def _identity(path):
         raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
         raise VideoError(path, "is empty (0 bytes)")
-    return os.path.realpath(path), status.st_size, status.st_mtime_ns, READER
+    return [status.st_size, status.st_mtime_ns]
+
+
+@dataclass
+class Source:
+    """Where frames come from: the root folder, size bounds, the cache of this stage."""
+
+    root: str
+    cache: "FrameCache"
+    min_pixels: int = 1024  # of a frame after resizing
+    max_pixels: int = 50176
+    crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
+    subtitles: object = None  # (task that names a file, seconds of the frames [K]) -> their text
+    snap: bool = False  # overviews take nearby key frames, see overview_indices
+    own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
+
+    def overview_spec(self, task, num_frames):
+        """The overview of a task, as `load` reads it and as a rollout records it."""
+        # Only if set: records of runs without --snap have no such field.
+        snap = {"snap": True} if self.snap else {}
+        return {"video": task["video"], "frames": num_frames, **snap}
+
+    def load(self, spec: dict) -> Frames:
+        """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
+        ValueError if a window holds no part of the video."""
+        most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
+        return load(spec, self.root, self.cache, self.min_pixels, most)
+
+    def load_overview(self, spec, task):
+        """-> (Frames, seconds of the video, text of the subtitles, identity)."""
+        # One call for all, because each reads the disk and this runs in a decoder's thread.
+        film = identity(resolve(spec["video"], self.root))
+        duration, frames, spoken = self.duration(spec), self.load_same(spec, film), ""
+        if self.subtitles and task.get("subtitles"):
+            spoken = self.subtitles(task, frames.seconds)
+        return frames, duration, spoken, film
+
+    def load_window(self, spec, film):
+        """A crop as the model asked for -> (the same clamped to the video, Frames). film: the
+        identity at the overview. Raises as `load` does, and VideoError for another film."""
+        frames = self.load_same(spec, film)
+        # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
+        # the record name the part that was shown.
+        start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
+        return {**spec, "start": start, "end": end}, frames
+
+    def load_same(self, spec, film):
+        """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
+        try:
+            return self.load(spec)
+        finally:  # also after the ValueError of a window that lies beyond another film's end
+            if identity(resolve(spec["video"], self.root)) != film:
+                raise VideoError(spec["video"], "the file changed during the episode")
+
+    def duration(self, spec):
+        """Seconds of the video."""
+        return self.cache.table(resolve(spec["video"], self.root)).info.duration
+
+
+# ---- below: decoders, cache (a reader of the training step may stop here) ----
+
+
+_folders = {}  # folder of frames -> (time in seconds, its identity)
+
+
+def _folder_identity(path):
+    """identity of a folder of frames."""
+    read_at, known = _folders.get(path, (-math.inf, None))
+    if time.monotonic() - read_at < 5:  # 100,000 images take 2.5 s
+        return known
+    files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
+                   for entry in os.scandir(path) if entry.is_file())
+    digest = sha256(repr(files).encode("utf-8", "surrogateescape")).hexdigest()
+    _folders[path] = time.monotonic(), [sum(size for _, size, _ in files), digest]
+    return _folders[path][1]
 
 
 def _promised_end(file):
@@ -458,9 +522,10 @@ def _open(path):
     key_ticks = np.unique(pts[begins > 0])
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
-    if (None in came or came != sorted(came) or untimed and not front or not len(key_ticks)
-            or not (sure or likely and not keys.all()) or len(ticks) < shown.sum()
-            or (overlap & (keys[1:] > 0)).any()):
+    disordered = None in came or came != sorted(came) or (overlap & (keys[1:] > 0)).any()
+    lacks_times = untimed and not front or len(ticks) < shown.sum()
+    can_seek = len(key_ticks) and (sure or likely and not keys.all())
+    if disordered or lacks_times or not can_seek:  # then the file is decoded in a row
         times, end = _show(path)
         last = {tick: n for n, tick in enumerate(times)}  # the last of frames with one time
         starts, key_ticks = np.array(sorted(last)), key_ticks[:0]  # [N], none
@@ -674,31 +739,30 @@ class ChildDecoder:
 
     def ask(self, request):
         """Like _answer. VideoError also if two children died, or if one stayed silent."""
-        answer = self._try(request) or self._try(request)  # a user may have killed the first
-        error, value = answer or ("the decoder process died, twice", None)
+        frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
+        patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
+        for _ in range(2):  # a user may have killed the first
+            if self.process is None:
+                # multiprocessing would import the caller's script, with torch, in each child.
+                self.pipe, theirs = Pipe()
+                self.process = subprocess.Popen([sys.executable, __file__], stdin=theirs)
+                theirs.close()  # then the child's death is an end of file here
+            try:
+                self.pipe.send(request)
+                if not self.pipe.poll(patience):
+                    why = f"no answer within {patience:g} s: encode it anew, or allow more time"
+                    raise VideoError(request[0], why)
+                error, value = self.pipe.recv()
+                break
+            except BaseException as failure:  # Ctrl-C too: a late answer must not serve the next
+                self.close()
+                if not isinstance(failure, (EOFError, OSError)):  # else the child died
+                    raise
+        else:
+            error, value = "the decoder process died, twice", None
         if error is not None:  # the child lives on
             raise VideoError(request[0], error) if isinstance(error, str) else error
         return value
-
-    def _try(self, request):
-        """Request -> (error or None, answer) from the child, None if the child died."""
-        if self.process is None:
-            # multiprocessing would import the caller's script, with torch, in each child.
-            self.pipe, theirs = Pipe()
-            self.process = subprocess.Popen([sys.executable, __file__, "--serve"], stdin=theirs)
-            theirs.close()  # then the child's death is an end of file here
-        frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
-        patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
-        try:
-            self.pipe.send(request)
-            if not self.pipe.poll(patience):
-                why = f"no answer within {patience:g} s: encode it anew, or allow more time"
-                raise VideoError(request[0], why)
-            return self.pipe.recv()
-        except BaseException as error:  # Ctrl-C too: a late answer must not serve the next request
-            self.close()
-            if not isinstance(error, (EOFError, OSError)):  # else the child died
-                raise
 
     def close(self):
         """Ends the child. The next request starts another."""
@@ -773,81 +837,6 @@ class Decoders:
         [child.close() for child in idle]
 
 
-class Folder:
-    """Tables and frames on disk, for later runs and other processes; the least recently used are
-    deleted. path: None keeps nothing. most: bytes of all files; beyond 8 processes each may add
-    1/64."""
-
-    def __init__(self, path, most):
-        self.path, self.most, self.writing = path, most, threading.Lock()  # one thread at a time
-        self.unseen = math.inf  # bytes written since the last look through the folder
-
-    def through(self, name, file, read):
-        """-> the values of read(), arrays and numbers, from the folder if they are there. file:
-        `_identity` of the video."""
-        path = self.path and os.path.join(self.path, name + ".frames")
-        values = self.load(path) if path else None
-        if values is None:
-            values = read()
-            if _identity(file[0]) != file:  # or frames of one film would have the key of another
-                raise VideoError(file[0], "changed while it was read")
-            if path:
-                self.store(path, values)
-        return values
-
-    def load(self, path):
-        """-> [arrays and numbers], None if missing or damaged."""
-        with contextlib.suppress(OSError):  # no such file, or another user's
-            os.utime(path)  # marks the file as used now
-        with contextlib.suppress(OSError):  # another process may have made room
-            with open(path, "rb") as file:
-                check, data = file.read(4), file.read()
-            if check == zlib.crc32(data, 1).to_bytes(4, "big"):  # 1, so that no empty file passes
-                arrays = np.load(io.BytesIO(data)).values()  # refuses pickles, which could run code
-                return [array if array.ndim else array.item() for array in arrays]
-            os.unlink(path)
-
-    def store(self, path, values):
-        """Writes a whole file or none. After an error, reading goes on without the folder."""
-        stream = io.BytesIO()
-        np.savez(stream, *values)
-        data = zlib.crc32(stream.getbuffer(), 1).to_bytes(4, "big") + stream.getbuffer()
-        part = os.path.join(self.path, os.urandom(16).hex() + ".frames")  # not a name to look up
-        most = self.most * 7 // 8  # the rest is for files that others write meanwhile
-        with self.writing:
-            if len(data) > most:
-                return
-            try:
-                os.makedirs(self.path, exist_ok=True)
-                self.unseen += len(data)
-                if self.unseen > self.most / 64:  # thousands of files take 0.1 s
-                    self.make_room(most - len(data))
-                    self.unseen = 0
-                with open(part, "xb") as file:
-                    file.write(data)
-                with contextlib.suppress(FileNotFoundError):  # another process needed the room
-                    os.replace(part, path)
-            except OSError as error:
-                print(f"frames are no longer kept on disk: {error}", file=sys.stderr, flush=True)
-                self.most = 0  # reading goes on
-                with contextlib.suppress(OSError):
-                    os.unlink(part)
-
-    def make_room(self, most):
-        """Deletes the least recently used files until `most` bytes are left."""
-        found = []  # (mtime in ns, bytes, path)
-        for entry in os.scandir(self.path):
-            with contextlib.suppress(FileNotFoundError):  # another process makes room too
-                if entry.name.endswith(".frames") and len(entry.name) == 39:  # else: not of a cache
-                    found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-        excess = sum(size for _, size, _ in found) - most
-        for _, size, path in sorted(found):
-            if excess > 0:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)  # a reader keeps an open file
-                excess -= size
-
-
 class Memory:
     """Values by key, shared by threads; the least recently used are dropped.
 
@@ -894,18 +883,20 @@ class FrameCache:
 
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
-        self.memory, self.folder = Memory(max_bytes), Folder(folder, folder_bytes)
+        self.memory, self.folder = Memory(max_bytes), DiskCache(folder, folder_bytes)
         self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
         self.witness = None  # the video that was opened last; if it has gone, the disk has
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
-        return self._table(_identity(path))[:2]
+        table = self.table(path)
+        return table.starts, table.info
 
     def key_frames(self, path):
         """Path -> indices of the key frames, at which a decoder can begin."""
-        return np.flatnonzero(np.isin(*self._table(_identity(path))[2:]))
+        table = self.table(path)
+        return np.flatnonzero(np.isin(table.ticks, table.key_ticks))
 
     def away(self, root):
         """Whether the disk with the videos has gone: the first frame of the video that was opened
@@ -913,48 +904,68 @@ class FrameCache:
         if self.witness is None:
             return not os.path.isdir(root)
         with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
-            ticks, key_ticks = self._table(_identity(self.witness))[2:]
-            return self.decoders.read(self.witness, ticks[:1], key_ticks, 32, 32) is None
+            table = self.table(self.witness)
+            self.decoders.read(self.witness, table.ticks[:1], table.key_ticks, 32, 32)
+            return False
         return True
 
     def close(self):
         """Ends the decoders. The cache stays usable."""
         self.decoders.close()
 
-    def _table(self, file):
-        """`_identity` of a path -> (starts [N], VideoInfo, ticks [N], key_ticks), see `_open`."""
+    def stored(self, name, state, read):
+        """-> the values of read(), arrays and numbers, from the folder if they are there. state:
+        of the video's VideoTable."""
+        values = self.folder.load(name)
+        if values is None:
+            values = read()
+            if identity(state[0]) != list(state[1:3]):  # else another film's frames have its key
+                raise VideoError(state[0], "changed while it was read")
+            self.folder.store(name, values)
+        return values
+
+    def table(self, path):
+        """Path -> VideoTable: from memory, or from the folder, or read."""
+        state = os.path.realpath(path), *identity(path), READER
 
         def read():
-            starts, *info, ticks, key_ticks = self.folder.through(
-                _digest(file), file, lambda: self.decoders.ask((file[0],)))
+            starts, *info, ticks, key_ticks = self.stored(
+                _digest(state), state, lambda: self.decoders.ask((state[0],)))
             starts.flags.writeable = False  # all callers share this array
-            return (starts, VideoInfo(*info), ticks, key_ticks), 3 * starts.nbytes  # at most
+            table = VideoTable(state, starts, VideoInfo(*info), ticks, key_ticks)
+            return table, 3 * starts.nbytes  # at most
 
-        table = self.memory.once(file, read, last=False)  # a look that needs the table comes next
-        self.witness = file[0]
+        table = self.memory.once(state, read, last=False)  # a look that needs the table comes next
+        self.witness = state[0]
         return table
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):
-        """Path, ascending indices [T] -> Frames, decoded once per (file, frames, size). size:
+        """Path, ascending indices [T] -> Frames: from memory, or from the folder, or decoded. size:
         (height, width) in pixels in place of the two bounds."""
-        file = _identity(path)
-        starts, info, ticks, key_ticks = self._table(file)
-        height, width = size or smart_size(info.height, info.width, min_pixels, max_pixels)
-        names = [_digest((file, int(i), height, width)) for i in indices]
+        table = self.table(path)
+        height, width = size or smart_size(table.info.height, table.info.width, min_pixels,
+                                           max_pixels)
+        names = [_digest((table.state, int(i), height, width)) for i in indices]
         key = _digest(names)
 
-        def images():
+        def decode():
             sets = [self.sets.get(name) for name in names]
-            if None not in sets:  # nothing to decode
+            if None not in sets:  # other sets hold all of them
                 return [np.stack([s.images[s.frame_keys.index(n)] for s, n in zip(sets, names)])]
-            return [self.decoders.read(file[0], ticks[indices], key_ticks, height, width)]
+            if len(indices) < len(table.starts) <= 2**18 // (3 * height * width):
+                # A tiny film is decoded whole, once: opening it takes longer than its frames.
+                with contextlib.suppress(VideoError):
+                    film = self.frames(path, range(len(table.starts)), min_pixels, max_pixels, size)
+                    return [film.images[indices]]
+            return [self.decoders.read(path, table.ticks[indices], table.key_ticks, height, width)]
 
         def read():
-            (found,), seconds = self.folder.through(key, file, images), starts[indices]  # [T]
-            found.flags.writeable = seconds.flags.writeable = False  # all callers share them
-            frames = Frames(found, seconds, key, names)
+            (images,) = self.stored(key, table.state, decode)
+            seconds = table.starts[indices]  # [T]
+            images.flags.writeable = seconds.flags.writeable = False  # all callers share them
+            frames = Frames(images, seconds, key, names)
             self.sets.update(dict.fromkeys(names, frames))
-            return frames, found.nbytes
+            return frames, images.nbytes
 
         return self.memory.once(key, read)
 
@@ -992,29 +1003,5 @@ def frame_cache(args):
                       args.frame_cache_dir, int(args.frame_cache_dir_gb * 2**30))
 
 
-def main():
-    if sys.argv[1:2] == ["--serve"]:
-        return _serve()
-    parser = launch.parser("Prints the size and length of a video file, and decodes frames.")
-    parser.add_argument("file", help="video file, or a folder of frames")
-    parser.add_argument("--frames", type=int, help="how many (default: 8, or 1 fps of a window)")
-    parser.add_argument("--snap", action="store_true", help="of the overview: key frames nearby")
-    parser.add_argument("--start", type=float, help="seconds; start of a window")
-    parser.add_argument("--end", type=float, default=math.inf, help="seconds; end of a window")
-    args = parser.parse_args()
-    spec = {"video": args.file, "frames": args.frames or 8, "snap": args.snap}
-    if args.start is not None or args.end < math.inf:
-        spec = {"video": args.file, "start": args.start or 0.0, "end": args.end,
-                "num_frames": args.frames}
-    cache = FrameCache()  # opens the file once for both
-    try:
-        info, frames = probe(args.file, cache), load(spec, cache=cache)
-    except (VideoError, ValueError) as error:
-        sys.exit(str(error))  # one line, no traceback
-    print(f"{info.duration:g} s | {info.num_frames} frames | {info.fps:.3f} fps"
-          f" | {info.width}x{info.height}")
-    print(f"images {list(frames.images.shape)} | seconds", *(f"{t:g}" for t in frames.seconds))
-
-
 if __name__ == "__main__":
-    main()
+    _serve()

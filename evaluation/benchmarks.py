@@ -619,8 +619,6 @@ def read_rows(path):
         raise launch.UserError(f"{path}: not readable ({why})") from None
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise launch.UserError(f"{path}: expected a list of objects")
-    if launch.has_surrogate(rows):
-        raise launch.UserError(f"{path}: a lone surrogate (\\ud800 to \\udfff) is no text")
     return rows
 
 

@@ -24,28 +24,26 @@ class Meter:
 
     def __init__(self, engine):
         self.engine = engine
-        self.under_way = {}  # request id -> (prompt tokens, chat)
-        self.taken = {}  # request id -> (prompt tokens, sampled tokens, chat)
+        self.under_way = {}  # request id -> prompt tokens
+        self.taken = {}  # request id -> (prompt tokens, sampled tokens)
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
     def submit(self, request):
-        # Endpoints have a chat, which shows whether a turn goes on from the turn before. A request
-        # with ids always does.
-        self.under_way[request.id] = len(request.expanded), getattr(request, "messages", [])
+        self.under_way[request.id] = len(request.expanded)
         self.engine.submit(request)
 
     def poll(self):
         finished = self.engine.poll()
         for said in finished:
-            prompt, messages = self.under_way.pop(said.id)
+            prompt = self.under_way.pop(said.id)
             counts = getattr(self.engine, "usage", {}).pop(said.id, (None, None))
             if said.ids is not None:
                 counts = prompt, len(said.ids)
             elif said.error:
                 counts = 0, 0  # the server's own cost of a failed request is unknown
-            self.taken[said.id] = (*counts, messages)
+            self.taken[said.id] = counts
         return finished
 
 
@@ -66,13 +64,10 @@ def of(episode, taken):
         before = request
         # A call whose window could not be loaded made no request, so numbers may be missing.
         asked = [taken.pop(f"{name}/{turn}/{n}", None) for n in range(len(episode.calls))]
-        sub += [request[:2] for request in asked if request]
-    shown = sum(len(f.seconds) for f in episode.context.frames) if episode.context else 0
-    # If each step is a new context (SAGE), only the first one has the overview.
-    overview = len(episode.notes.get("seconds", []))
+        sub += filter(None, asked)
     seen = [call for call in episode.calls if "frames_seen" in call]
     return {
-        "frames": max(shown, overview),
+        "frames": sum(len(f.seconds) for f in episode.context.frames) if episode.context else 0,
         # A call with `seconds_seen` showed frames to the main agent, which are counted above.
         "sub_frames": sum(call["frames_seen"] for call in seen if "seconds_seen" not in call),
         "prompt_tokens": total(main, 0), "sampled_tokens": total(main, 1),
@@ -84,11 +79,10 @@ def of(episode, taken):
 
 def fresh(request, before):
     """-> (tokens of the prompt that are new since the turn before, sampled tokens)."""
-    prompt, sampled, messages = request
-    if before is None or None in (prompt, *before[:2]):
+    prompt, sampled = request
+    if before is None or None in (prompt, *before):
         return prompt, sampled
-    goes_on = messages[: len(before[2])] == before[2]  # else a new conversation, new as a whole
-    return (max(0, prompt - sum(before[:2])) if goes_on else prompt), sampled
+    return max(0, prompt - sum(before)), sampled
 
 
 def total(counts, place):
@@ -120,7 +114,7 @@ def split(jobs, ranks):
     work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
     places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
     shares = []
-    for mine in deal(places, ranks, sizes=True):
+    for mine in deal(places, ranks):
         share = [[] for _ in jobs]
         for place in mine:
             n, i = work[place]
@@ -129,18 +123,17 @@ def split(jobs, ranks):
     return shares
 
 
-def deal(places, parts, sizes=False):
+def deal(places, parts):
     """
     [(root, task)] -> the indices of each of `parts`, the longest work first.
 
     The questions of a video stay together, so that one rank decodes the video once, unless they are
-    more than a fair share. sizes: long files weigh more. Callers on several machines must then see
-    the same files.
+    more than a fair share. Long files weigh more.
     """
     videos = {}  # path -> indices
     for index, (root, task) in enumerate(places):
         videos.setdefault(os.path.join(root, str(task["video"])), []).append(index)
-    weight = {path: file_size(path) if sizes else 0 for path in videos}
+    weight = {path: file_size(path) for path in videos}
     total = sum(weight.values()) or 1
     fair = max(1, -(-len(places) // parts))  # rounded up
     chunks = []  # (work, path, indices)

@@ -5,7 +5,7 @@ judge's verdicts on the open answers of an evaluation.
 Endpoints take messages and return text, without ids and log-probs, so they serve evaluation alone.
 A failure becomes the outcome of its episode, never a text that would be graded.
 
-Asks endpoints; writes the verdicts of a judge. Used by eval.py and evaluation/folders.py.
+Asks endpoints; writes the verdicts of a judge. Used by eval.py and evaluation/results.py.
 """
 
 import argparse
@@ -24,16 +24,8 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.judge import (
-    Client,
-    Reply,
-    address,
-    open_judge,
-    passing,
-    probe_messages,
-    read_verdicts,
-    refusal,
-)
+from plumbing.endpoint import PROBE, Client, Reply, address, passing, refusal
+from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
 
@@ -158,7 +150,7 @@ class OpenAIEngine(Client):
         """Asks one server for a few tokens of text, or for a call of `tools` -> (Completion,
         status, seconds to wait), as `post` does."""
         request = ChatRequest("probe", [], [], [], [], 64 if tools else 16, 0.0, 0,
-                              call_messages() if tools else probe_messages(), tools=tools)
+                              call_messages() if tools else PROBE, tools=tools)
         done, *rest = await self.said(url, request, json.dumps(self.body(request)).encode(),
                                       seconds)
         if done.error == NO_TEXT:  # a thought is longer than a probe
@@ -427,7 +419,7 @@ def content_parts(content, frames, numbers, kept, clip=None, jpeg=90):
             parts.append(text_part(item["text"]))
             continue
         shown = next(frames)
-        if hasattr(shown, "path"):  # sources.Film: the server reads the file
+        if hasattr(shown, "path"):  # frame_sources.Film: the server reads the file
             url = f"file://{shown.path}"
             parts.append({"type": "video_url", "video_url": {"url": url}})
             continue

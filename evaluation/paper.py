@@ -23,11 +23,12 @@ import re
 from functools import partial
 
 import rewards
-from evaluation.episodes import Protocol, Reply, add_video, filled, windows
+from evaluation.protocol_loop import Protocol, Reply, add_video, filled, windows
 
 TURNS = 3  # rounds of calls, in the scripts that made the table
 QUALITY = 85  # of JPEGs
-# Fields of sources.Source: qwen_vl_utils' defaults for the overview, the driver's own for a window.
+# Fields of frame_sources.Source: qwen_vl_utils' defaults for the overview, the driver's own for a
+# window.
 READER = {"overview_grid": "qwen", "min_pixels": 100352, "crop_pixels": 50176, "crop_least": 784,
           "grounding_film": True, "short_is_blind": True, "written_lines": True, "jpeg": QUALITY}
 # The texts of a checkout, in order. Those of the splits are user turns.

@@ -8,7 +8,7 @@ tables.
   p          = how often |difference| is as large, if A and B change places in random VIDEOS
   pass@n     = mean over tasks of the best of n samples
 
-A record is a line of records.*.jsonl, read and graded by evaluation/folders.py. Reads and writes no
+A record is a line of records.*.jsonl, read and graded by evaluation/results.py. Reads and writes no
 file.
 """
 
@@ -22,7 +22,6 @@ import launch
 from evaluation import benchmarks, costs, windows
 
 FEW = 10  # videos: intervals over fewer are marked
-POINTS = 2.0  # percent: the difference for which `compare` says how many videos it needs
 
 # ------------------------------------------------------------------------------------------------
 # Scores
@@ -255,32 +254,6 @@ def holm(values):
     return out
 
 
-def videos_needed(records, bench, points, alpha=0.05, power=0.8):
-    """
-    `paired` records -> number of videos that show a difference of `points` (percent) at this power
-    and two-sided alpha, if they spread as these do. None below two videos, or without any spread.
-
-    Also right for MLVU's mean of means and for videos with unequal numbers of items: the spread is
-    that of a video's share of the error of the headline.
-    """
-    sums, counts = by_video(records, bench)
-    asked = counts.any(1)  # videos with an item of the headline
-    sums, counts = sums[asked], counts[asked]
-    videos = len(sums)
-    if videos < 2:
-        return None
-    means = sums.sum(0) / counts.sum(0)  # [parts]
-    errors = ((sums - means * counts) / counts.sum(0)).mean(1)  # [videos], their sum is 0
-    variance = videos**2 / (videos - 1) * (errors**2).sum()  # of the headline, times videos
-    if variance < 1e-12:
-        return None
-    z, z_power = (statistics.NormalDist().inv_cdf(q) for q in (1 - alpha / 2, power))
-    # The last term is for few videos, whose spread is itself uncertain.
-    needed = variance * ((z + z_power) / (points / 100)) ** 2 + z**2 / 2
-    fewest = math.ceil(1 - math.log2(alpha))  # all signs alike: p = 2 / 2^videos, 6 for 0.05
-    return max(fewest, math.ceil(needed))
-
-
 # ------------------------------------------------------------------------------------------------
 # Several runs of one system
 
@@ -449,11 +422,10 @@ def add_crr(results):
 
 def compare(found):
     """
-    Finished evaluations -> {"time", "points", "rows", "seeds", "costs", "differences"}. rows: one
+    Finished evaluations -> {"time", "rows", "seeds", "costs", "differences"}. rows: one
     per checkpoint, benchmark and K, with tools and without. seeds: headlines of the runs of a
     pooled system. costs: accuracy and cost of each of those runs. differences: of every folder to
-    the first, paired by item, with the p-value, Holm's over all of them, and the videos and items
-    that POINTS would need.
+    the first, paired by item, with the p-value and Holm's over all of them.
 
     found: [(name, summary.json, {(benchmark, K, tools): {(task id, sample): graded record}})].
     """
@@ -493,18 +465,16 @@ def compare(found):
                    "videos": videos}
             results = [*base["results"], *summary["results"]]
             if any(r["headline"] is None for r in results if place_of(r) == place):
-                names = ("difference", "interval", "p", "videos_needed", "items_needed")
-                row |= dict.fromkeys(names)  # too many items failed in one of the two
+                # Too many items failed in one of the two.
+                row |= dict.fromkeys(("difference", "interval", "p"))
             else:
-                needed = videos_needed(records, bench, POINTS)
                 row.update(difference=difference, interval=interval(draws),
-                           p=sign_flip_p(records, bench), videos_needed=needed,
-                           items_needed=needed and math.ceil(needed * items / videos))
+                           p=sign_flip_p(records, bench))
             differences.append(row)
     for row, p in zip(differences, holm([row["p"] for row in differences])):
         row["p_holm"] = p
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"time": when, "points": POINTS, "rows": rows, "seeds": seeds, "costs": spent,
+    return {"time": when, "rows": rows, "seeds": seeds, "costs": spent,
             "differences": differences}
 
 
@@ -549,13 +519,11 @@ def difference_lines(compared):
     rows = compared["differences"]
     if not rows:
         return []
-    wanted = f"{compared['points']:g} points need"
     tests = sum(row["p"] is not None for row in rows)
-    told = f"p by sign flips of videos, Holm's over {tests}; sample for power 0.8"
-    lines = ["", f"difference of the same items; {told}",
-             f"{'':<18} {'':>6} {'':>5} {'':>23} {'':>6} {'':>6} {'':>13} {wanted:>13}",
+    lines = ["", "difference of the same items; p by sign flips of videos, Holm's over "
+             f"{tests}",
              f"{'pair':<18} {'K':>6} {'tools':>5} {'difference [95%]':>23} {'p':>6} {'Holm':>6} "
-             f"{'videos':>6} {'items':>6} {'videos':>6} {'items':>6}"]
+             f"{'videos':>6} {'items':>6}"]
     for row in rows:
         low_high = "[-]"
         if row["interval"]:
@@ -566,8 +534,7 @@ def difference_lines(compared):
         line = f"{row['name']} - {row['minus']}".ljust(18)
         line += f" {row['K']:>6} {row['tools']:>5} {shown:>23}"
         line += f" {shown_p(row['p']):>6} {shown_p(row['p_holm']):>6}"
-        for name in ("videos", "n", "videos_needed", "items_needed"):
-            line += f" {'-' if row[name] is None else row[name]:>6}"
+        line += f" {row['videos']:>6} {row['n']:>6}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
     return lines
 

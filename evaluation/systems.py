@@ -3,14 +3,14 @@ evaluation/systems.py (tests/test_protocols.py): the protocols of the other syst
 Table 1.
 
 A system is an entry of `protocols` and the functions that the entry names. The paper's own protocol
-lies in evaluation/paper.py, and evaluation/episodes.py plays all of them.
+lies in evaluation/paper.py, and evaluation/protocol_loop.py plays all of them.
 
 Departs from the publishers' code in wording, because the prompts here are ours. --texts-of takes
 the publishers' own from a checkout of their code; --prompt-file reads single files and never runs
 code.
 
 Reads prompt files. Used by eval.py:
-    python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol sage ..
+    python eval.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol conan ..
 """
 
 import ast
@@ -27,13 +27,12 @@ import launch
 import rewards
 import rollout
 import video
-from evaluation import paper, paper_texts, sources
-from evaluation.episodes import (
+from evaluation import frame_sources, paper, paper_texts
+from evaluation.protocol_loop import (
     QUESTION,
     Protocol,
     Reply,
     add_video,
-    clock,
     filled,
     filled_places,
     opening,
@@ -69,7 +68,7 @@ class System:
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
     held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
-    reader: dict = field(default_factory=dict)  # fields of sources.Source: how frames are read
+    reader: dict = field(default_factory=dict)  # fields of frame_sources.Source
 
 
 def protocols():
@@ -172,17 +171,6 @@ def protocols():
                               reader={"overview_grid": "start"}, held=videozoomer_held,
                               departures=(worded, replies, raw, sides, "no frame of a call is "
                                           "shown twice, theirs repeats some")),
-        "sage": System("context_vlm.txt, iterative_reasoner.txt and iterative_reasoner_msg.txt of "
-                       "sage/prompts/sage",
-                       sage_texts(), sage_protocol,
-                       # eleven steps: the first, and ten that follow a call
-                       {**rounds, "max_turns": 10, **paced(1.0, 128), "max_pixels": 48 * 784,
-                        "max_new_tokens": 32768}, sage_final, departures=(
-                            stamps, replies, "the same model serves the tools that look, "
-                            "theirs may be a larger one", "web and speech tools answer that they "
-                            "are not available", "a reply that cannot be read is told to the "
-                            "model, theirs is sampled again", "without an answer at the end none "
-                            "is graded, theirs grades a sentence that says so")),
     }
 
 
@@ -294,7 +282,7 @@ def source_of(source, args):
         fields["jpeg"] = 0  # the client writes JPEGs, and the server's processor resizes them
     elif fields.get("jpeg"):
         fields["processor"] = processor_bounds(args.ckpt)
-    return sources.Source(**fields)
+    return frame_sources.Source(**fields)
 
 
 def processor_bounds(ckpt):
@@ -838,211 +826,3 @@ def ends_and_between(items, n):
         return items[: max(n, 0)]
     step = (len(items) - 1) / (n - 1)
     return [items[round(i * step)] for i in range(n)]
-
-
-# ------------------------------------------------------------------------------------------------
-# SAGE: step 1 sees the frames. Every further step is a new conversation of text alone: context,
-# query and the latest ten results. The same model serves tools that look, on the frames of the
-# window. Web and speech tools do not exist here, and their responses say so.
-
-
-SAGE_VIDEO = "Video Path: {video} of duration {duration}."
-
-
-def sage_tools():
-    """-> SAGE's tools as JSON lines, in our words, for <<<tools>>>."""
-    window = {"timestamp_start": "string", "timestamp_end": "string"}
-    of_video = {"video_path": "string", **window}
-    takes = {
-        "identify_timestamps_visually": (of_video | {"event": "string"},
-                                         "Find an event in at most ten minutes of the video."),
-        "extract_parts_from_timestamp": (of_video | {"extract_type": "string"},
-                                         "Cut out at most five minutes -> media_paths."),
-        "perform_reasoning": ({"query": "string", "media_paths": "array"},
-                              "Answer a query about the video or parts of it."),
-        "verbal_transcript": (of_video, "What is said in a part of the video."),
-        "unified_web_search": ({"query": "string"}, "Search the web."),
-        "parse_web_data": ({"website_url": "string"}, "Read a page of the web."),
-    }
-    lines = []
-    for name, (arguments, does) in takes.items():
-        properties = {argument: {"type": kind} for argument, kind in arguments.items()}
-        parameters = {"type": "object", "properties": properties, "required": list(arguments)}
-        function = {"name": name, "description": does, "parameters": parameters}
-        lines.append(json.dumps({"type": "function", "function": function}))
-    return "<tools>\n" + "\n".join(lines) + "\n</tools>"
-
-
-def sage_texts():
-    """System text of the first step, system text of later steps, user text of later steps."""
-    offer = "These tools may be called, one at a time, with times as HH:MM:SS:\n<<<tools>>>\n"
-    wanted = (
-        '"final_answer": text or null, "recommended_tools": {"needed": true or false, '
-        '"tool_calls": [{"rationale": text, "name": text, "arguments": {}}]}}</json>'
-    )
-    return [
-        f"You see a few frames of a video and a query about it. {offer}"
-        'Reply with <json>{"video_context": text, "query_intent": text, ' + wanted,
-        f"You answer a query about a video from the results of tools. {offer}"
-        'Reply with <json>{"answerable": {"verdict": true or false, "reasoning": text}, ' + wanted,
-        "Last tool: <<<previous_tool_call>>>\nVideo context: <<<visual_context>>>\n"
-        "Query: <<<query>>>\n<<<video_info>>>\nResults:\n<<<tools_so_far>>>",
-    ]
-
-
-def placed(text, **values):
-    """Fills <<<name>>> as the publisher's code does; in one pass, as results may contain places."""
-    return re.sub(r"<<<(\w+)>>>", lambda found: values.get(found[1], found[0]), text)
-
-
-def sage_protocol(texts, args):
-    start, system = [placed(text, tools=sage_tools()) for text in texts[:2]]
-    first = partial(opening, system=start, stamp=stamp_kind(args), label="({})",
-                    tail="\n" + SAGE_VIDEO)
-    answer = partial(sage_answer, system=system, message=texts[2])
-    return Protocol(opening=first, parse=parse_sage, answer=answer, schema=None)
-
-
-def sage_object(text):
-    """JSON object of a SAGE turn, in <json> tags, ``` fences or bare, or None. Trailing commas are
-    repaired. Text after the object is ignored."""
-    text = text[:100_000]
-    for fence in ("<json>", "```json", "```", ""):  # the last one that opens, closed or not
-        if fence not in text:
-            continue
-        begin = max(0, text.rfind(fence + "\n{"), text.rfind(fence + "{")) if fence else 0
-        start = text.find("{", begin)
-        if start < 0:
-            continue
-        try:
-            whole = re.sub(r",(\s*[}\]])", r"\1", text[start:])
-            found, _ = json.JSONDecoder().raw_decode(whole)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            return found
-    return None
-
-
-def sage_final(turns, think_open=False):
-    """System.final: the final answer of the last turn, as text; None of a turn whose own verdict
-    is that the query cannot be answered."""
-    found = sage_object(turns[-1]) if turns else None
-    said = found.get("final_answer") if found else None
-    verdict = found.get("answerable") if found else None
-    if said in (None, "", "null") or (isinstance(verdict, dict) and not verdict.get("verdict")):
-        return None
-    return said if isinstance(said, str) else as_text(said)
-
-
-def as_text(value):
-    """A value that was read as JSON -> JSON. A value may be just too deep to be written again."""
-    try:
-        return json.dumps(value)
-    except RecursionError:
-        return "{}"
-
-
-def parse_sage(text, think_open=False):
-    """A SAGE turn -> [the first tool call], or [] after a final answer. A turn with neither is a
-    call with an error, so the model is told and asked again.
-
-    A final answer ends the first step unless tools are needed too. It ends a later step only if the
-    verdict is that the query can be answered, because such a step may hold a guess beside a call.
-    """
-    found = sage_object(text)
-    if found is None:
-        return [rewards.ToolCall("", None, None, None, "the reply is not one JSON object")]
-    recommended = found.get("recommended_tools")
-    calls = recommended.get("tool_calls") if isinstance(recommended, dict) else None
-    if found.get("final_answer") not in (None, "", "null"):
-        verdict = found.get("answerable")  # later steps alone have one
-        if isinstance(verdict, dict):
-            ends = bool(verdict.get("verdict"))
-        else:
-            ends = not (calls and recommended.get("needed"))
-        if ends:
-            return []
-    first = calls[0] if isinstance(calls, list) and calls else None
-    name = first.get("name") if isinstance(first, dict) else None
-    arguments = first.get("arguments") if isinstance(first, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        error = "neither a final answer nor a tool call with name and arguments"
-        return [rewards.ToolCall("", None, None, None, error)]
-    start = rewards.to_seconds(arguments.get("timestamp_start"))
-    end = rewards.to_seconds(arguments.get("timestamp_end"))
-    # The name goes into a record and into the next prompt, so cut and printable.
-    call = rewards.ToolCall(rewards.sanitize_name(name), start, end, None, None)
-    call.arguments = arguments  # some tools have more than a window
-    return [call]
-
-
-async def sage_answer(records, calls, episode, sampler, turn, system, message):
-    call, record = calls[0], records[0]
-    # Path -> (start, end) seconds: the video's own path, and names that we make up.
-    whole = {os.path.basename(episode.task["video"]): (0.0, episode.duration)}
-    media = episode.notes.setdefault("media", whole)
-    question = sage_serve(call, record, media)
-    if question is not None:
-        record.update(start=call.start, end=call.end)
-        # A sub-agent is told the question of its task, which is here the question to the tool.
-        asking = replace(episode, task={**episode.task, "question": question})
-        await rollout.serve([record], [call], asking, sampler, turn)
-    return sage_reply(call, record, episode, system, message)
-
-
-def sage_serve(call, record, media):
-    """Fills the record of a call that needs no model -> None; else -> the question to the model.
-    A call with media_paths gets their window."""
-    if call.error:
-        return None
-    if call.name in ("unified_web_search", "parse_web_data", "verbal_transcript"):
-        record.update(status="unavailable", summary="error: this tool is not available")
-        return None
-    limits = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # seconds
-    asked = str(call.arguments.get("event") or call.arguments.get("query") or "")[:2000]
-    if call.name == "perform_reasoning":  # on the last named part that exists
-        paths = call.arguments.get("media_paths")
-        paths = paths if isinstance(paths, list) else []
-        # Only the last name counts: models put folders before it, as the publisher's code does.
-        names = [os.path.basename(path) for path in paths if isinstance(path, str)]
-        known = [media[name] for name in names if name in media]
-        if not known:
-            why = "error: media_paths names neither the video nor what was extracted"
-            record.update(status="error", summary=why)
-            return None
-        call.start, call.end = known[-1]
-        return asked
-    if call.name not in limits:
-        why = f"error: unknown tool {call.name}"
-        record.update(status="error", parseable=False, summary=why)
-        return None
-    limit, missing = limits[call.name], call.start is None or call.end is None
-    if missing or not call.start < call.end or call.end - call.start > limit:
-        why = f"must be times at most {limit} seconds apart"
-        record.update(status="error", summary=f"error: timestamp_start and timestamp_end {why}")
-        return None
-    if call.name == "extract_parts_from_timestamp":
-        path = f"part{len(media)}"  # a name for the window: no file is written
-        media[path] = call.start, call.end
-        record.update(status="ok", summary=f"media_paths: [{path}]")
-        return None
-    return f"{asked}\nGive times as HH:MM:SS."
-
-
-def sage_reply(call, record, episode, system, message):
-    """The conversation of the next step, with the result of this step."""
-    notes, task = episode.notes, episode.task
-    said = sage_object(episode.turns[-1]) or {}
-    context = notes.setdefault("context", str(said.get("video_context", ""))[:4000])  # of step 1
-    results = notes.setdefault("results", [])
-    results.append(f"{call.name or 'reply'}_#{len(results) + 1}: {record['summary']}")
-    given = as_text(getattr(call, "arguments", {}))[:2000]
-    info = SAGE_VIDEO.replace("{video}", os.path.basename(task["video"]))
-    user = placed(
-        message, visual_context=context, tools_so_far="\n".join(results[-10:]),
-        query=filled("{question}\n{options}\n{style}", task, label="({})"),
-        video_info=info.replace("{duration}", clock(episode.duration)),
-        previous_tool_call=f"{call.name} with arguments {given}" if call.name else "-")
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    return Reply(messages, fresh=True)

@@ -316,29 +316,6 @@ def own_rows(weight, whole: torch.Tensor):
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
-class AdapterReference:
-    """The KL reference of a run with adapters: the policy with the adapters it started from. The
-    frozen weights are shared. The copy of the adapters is small beside them: 0.7 GB for the 8B at
-    rank 64, and as much again during a call."""
-
-    def __init__(self, policy):
-        self.policy = policy
-        self.start = [p.detach().clone() for p in model.trained_parameters(policy)]
-
-    def __call__(self, *args):
-        now = [p.detach().clone() for p in model.trained_parameters(self.policy)]
-        self.put(self.start)
-        try:
-            return self.policy(*args)
-        finally:
-            self.put(now)
-
-    @torch.no_grad()
-    def put(self, values):
-        for p, value in zip(model.trained_parameters(self.policy), values):
-            p.copy_(value)
-
-
 def adapter_config(ckpt: str) -> dict | None:
     """The settings of a folder of adapters; None for a folder of whole weights, and for none.
     Raises UserError if sft.py or grpo.py did not save the adapters."""
@@ -634,5 +611,6 @@ def add_arguments(add):
 
 def weights_line(policy):
     """For the terminal: how many weights are trained."""
-    n = sum(p.numel() for p in model.trained_parameters(policy))
-    return f"{n / 1e6:.2f} M trained parameters in fp32"
+    weights = model.trained_parameters(policy)
+    n = sum(p.numel() for p in weights)
+    return f"{n / 1e6:.2f} M trained parameters in fp32 ({weights[0].device.type})"

@@ -1,25 +1,21 @@
 """
-plumbing/data.py (tests/test_data.py): rows of tasks and of chats, and files of subtitles, checked
-before any long work.
+plumbing/data.py (tests/test_data.py): rows of tasks and of chats, checked before any long work.
 
   task       {"id", "video", "question", "options", "answer", "type", "subtitles", ..}, one a line
   chat       {"id", "messages": [{"role", "content"}, ..], "tools"?}, one a line
   fault      a label that earns less than 1 when the model writes that very label; an id twice; two
              turns in a row; ..
-  subtitles  SRT, WebVTT, or JSON as LongVideoBench ships it -> the lines of the frames shown
 
-Reads JSONL and subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
+Reads JSONL; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 """
-import html
-import itertools
-import os
+import contextlib
 import re
 import string
-from dataclasses import dataclass
 
 import launch
 import rewards
 import video
+from plumbing.subtitles import check_subtitles
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
@@ -109,66 +105,7 @@ def report_check(faults, of):
 # Films of tasks
 
 
-@dataclass
-class Source:
-    """Where frames come from: the root folder, size bounds, the cache of this stage."""
-
-    root: str
-    cache: video.FrameCache
-    min_pixels: int = 1024  # of a frame after resizing
-    max_pixels: int = 50176
-    crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
-    subtitles: object = None  # (task, seconds of the frames [K]) -> text shown with the question
-    snap: bool = False  # overviews take nearby key frames, see video.py
-    own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
-
-    def overview_spec(self, task, num_frames):
-        """The overview of a task, as `load` reads it and as a rollout records it."""
-        # Only if set: records of runs without --snap have no such field.
-        snap = {"snap": True} if self.snap else {}
-        return {"video": task["video"], "frames": num_frames, **snap}
-
-    def load(self, spec: dict) -> video.Frames:
-        """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
-        ValueError if a window holds no part of the video."""
-        most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
-        return video.load(spec, self.root, self.cache, self.min_pixels, most)
-
-    def load_overview(self, spec, task):
-        """-> (Frames, seconds of the video, text of the subtitles, video.identity)."""
-        # One call for all, because each reads the disk and this runs in a decoder's thread.
-        film, duration = self.film(spec), self.duration(spec)
-        frames = self.load_same(spec, film)
-        spoken = self.subtitles(task, frames.seconds) if self.subtitles else ""
-        return frames, duration, spoken, film
-
-    def load_window(self, spec, film):
-        """A crop as the model asked for -> (the same clamped to the video, Frames). film: the
-        identity at the overview. Raises as `load` does, and VideoError for another film."""
-        frames = self.load_same(spec, film)
-        # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
-        # the record name the part that was shown.
-        start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
-        return {**spec, "start": start, "end": end}, frames
-
-    def load_same(self, spec, film):
-        """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
-        try:
-            return self.load(spec)
-        finally:  # also after the ValueError of a window that lies beyond another film's end
-            if self.film(spec) != film:
-                raise video.VideoError(spec["video"], "the file changed during the episode")
-
-    def film(self, spec):
-        """-> video.identity of a spec's file."""
-        return video.identity(video.resolve(spec["video"], self.root))
-
-    def duration(self, spec):
-        """Seconds of the video."""
-        return video.probe(video.resolve(spec["video"], self.root), self.cache).duration
-
-
-def look_at_film(task: dict, source: Source, spec: dict, most: int) -> tuple:
+def look_at_film(task: dict, source: video.Source, spec: dict, most: int) -> tuple:
     """Reads the film and the subtitles of a task, for --check. spec: of an overview of few frames,
     which is decoded -> (its Frames, times of an overview of `most` frames [<= most], which is not).
     Raises UserError if one of them is broken, or if the label lies beyond the end."""
@@ -179,6 +116,15 @@ def look_at_film(task: dict, source: Source, spec: dict, most: int) -> tuple:
         check_subtitles([task], source.root)
     starts, info = source.cache.index(video.resolve(spec["video"], source.root))
     return seen, starts[video.overview_indices(starts, info.duration, most)]
+
+
+def give_back_memory():
+    """Gives freed memory back to the system. glibc keeps the memory of decoding in an arena per
+    thread: hundreds of MiB after some hundred steps."""
+    import ctypes
+
+    with contextlib.suppress(AttributeError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -233,118 +179,3 @@ def piece_fault(piece) -> str | None:
         return None if whole else "a video needs 'frames', or 'start' and 'end'"
     return ("content must be a text, or a list of {'type': 'text', 'text'} and "
             "{'type': 'video', 'video', ...}")
-
-
-# ------------------------------------------------------------------------------------------------
-# Subtitles. A task may name a file in "subtitles": SRT, WebVTT, or JSON as LongVideoBench ships it.
-# The path is relative to the folder of the videos. "subtitle_start" is the second of the file at
-# which the video begins. Sub-agents, which see one window, get no subtitles.
-
-
-def task_subtitles(task: dict, seconds, root: str, which: str) -> str:
-    """
-    Text of a task's subtitles, "" if there are none.
-
-    seconds: times of the frames that are shown [K]. which: "aligned" (lines spoken at those times)
-    or "full". Raises VideoError for a path that leaves the root, ValueError for an unreadable file.
-    """
-    if not task.get("subtitles"):
-        return ""
-    lines = read_subtitles(video.resolve(task["subtitles"], root), task.get("subtitle_start") or 0)
-    return subtitle_text(lines, seconds if which == "aligned" else None)
-
-
-def check_subtitles(tasks: list[dict], root: str) -> None:
-    """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
-    broken, or that holds no line with a time."""
-    for name, start in {(task.get("subtitles"), task.get("subtitle_start")): 0 for task in tasks}:
-        mend = "; mend it, or set subtitles to null in its tasks, or give --subtitles none"
-        try:
-            path = video.resolve(name, root) if name else None
-            # A silent film may have an empty file, or one with the header WEBVTT alone.
-            if path and not read_subtitles(path, start or 0.0) and os.path.getsize(path) > 16:
-                raise ValueError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
-        except (ValueError, video.VideoError) as error:
-            raise launch.UserError(str(error) + mend) from None
-
-
-def subtitle_text(lines, seconds=None):
-    """Lines [(start, end, text)] -> those that overlap one of `seconds`, or all; a repeat once."""
-    texts = [text for start, end, text in lines if text and (
-        seconds is None or any(start <= second <= end for second in seconds))]
-    return "\n".join(text for text, _ in itertools.groupby(texts))
-
-
-def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
-    """
-    SRT, WebVTT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of
-    the file at which the video begins. Raises ValueError naming the file.
-    """
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError("a pipe, which may never end, or a folder")
-        with open(path, "rb") as f:
-            raw = f.read()
-        encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        text = raw.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
-        if path.endswith(".jsonl"):  # a word a line, as Video-MME-v2 ships it
-            text = f"[{','.join(filter(str.strip, text.splitlines()))}]"
-        lines = json_lines(text) if path.endswith((".json", ".jsonl")) else srt_lines(text)
-        # A line without a time or a text cannot be shown.
-        lines = sorted((line for line in lines if line[0] is not None and line[2]),
-                       key=lambda line: line[0])
-        out, above = [], []  # above: rows of the cue before
-        for number, (start, end, text) in enumerate(lines, 1):
-            if end is None:  # open: until the next one begins
-                end = lines[number][0] if number < len(lines) else start
-            rows = plain_rows(text, path.endswith(".vtt"))
-            # Rolling captions begin a cue with the last rows of the one before, which stay shown.
-            count = max(n for n in range(len(rows) + 1)
-                        if n == 0 or rows[:n] == above[-n:] and start <= out[-1][1])
-            if count:
-                out[-1] = (out[-1][0], max(out[-1][1], end), out[-1][2])
-            if rows[count:]:
-                out.append((start, end, " ".join(rows[count:])))
-            above = rows
-        return [(start - offset, end - offset, text) for start, end, text in out]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # Another encoding is not guessed: a wrong guess shows the model wrong words.
-        why = "not UTF-8: convert it, as with iconv -f GB18030 -t UTF-8, or -f CP1252"
-        why = why if isinstance(error, UnicodeError) else type(error).__name__
-        raise ValueError(f"{path}: unreadable subtitles ({why})") from None
-
-
-def plain_rows(text: str, vtt: bool) -> list[str]:
-    """Text of a cue -> its rows, without markup."""
-    # A tag is a name, a name with attributes, a voice, or a time. "a < b and c > d" holds none.
-    text = re.sub(r"<(?:/?[a-z][\w.-]*\s*/?|[a-z]\w*\s[^<>=]*=[^<>]*|(?:v|lang)[.\s][^<>]*"
-                  r"|\d+:[\d:.]+)>", "", text, flags=re.IGNORECASE)
-    text = re.sub(r"\{\\[^{}]*\}", "", text).replace("\\N", "\n")  # {\an8} and \N are of ASS
-    text = html.unescape(text) if vtt else text
-    rows = text.encode("utf-8", "replace").decode().split("\n")  # no tokenizer takes a surrogate
-    return [" ".join(row.split()) for row in rows if row.strip()]
-
-
-def json_lines(text):
-    """LongVideoBench's two forms -> iterator of (start, end or None, text), seconds of the file."""
-    for row in launch.parse_json(text):
-        # {"timestamp": [start, end or null], "text"}, or {"start", "end", "line"}, or of words.
-        times = row["timestamp"] if "timestamp" in row else [
-            row[name] if name in row else row[f"{name}_time"] for name in ("start", "end")]
-        start, end = map(rewards.to_seconds, times)
-        yield start, end, row["text"] if "text" in row else row["line"]
-
-
-def srt_lines(text):
-    """SRT or WebVTT -> iterator of (start, end, text) in seconds, in the order of the file."""
-    # 00:01:02,345; hours and the comma vary. Bounded, or a file of digits takes minutes.
-    stamp = r"(?:\d{1,6}:)?\d{1,6}:\d{1,6}[,.]\d{1,6}"
-    # A block ends at an empty line, or where the next one begins, with or without a number before.
-    # The text may have several lines, or none. In rolling captions the first one is blank, which
-    # ffmpeg writes as an empty line into SRT.
-    blank = r"\n[ \t]+" if text.startswith("WEBVTT") else r"\n[ \t]*"
-    ends = rf"(?=\n[ \t]*\n|\n(?:\d{{1,9}}\n)?{stamp} *-->|\Z)"
-    block = rf"({stamp}) *--> *({stamp})[^\n]*((?:{blank}(?=\n))?.*?){ends}"
-    for cue in re.finditer(block, text, re.DOTALL):
-        start, end = (rewards.to_seconds(cue[i].replace(",", ".")) for i in (1, 2))
-        yield start, end, cue[3]

@@ -10,74 +10,71 @@ What each number means: docs/metrics.md. Reads and writes --out/log.jsonl. Used 
 grpo.py.
 """
 import contextlib
-import importlib.util
 import json
-import math
 import os
-import statistics
 import sys
 import time
 
 import launch
 import rewards
+from plumbing import runs, tracker
+
+PHASES = ("rollout_s", "train_s", "sync_s")  # their seconds are logged
 
 
-def log_step(log, step, steps, episodes, labels, stats, counts):
+def log_step(log, step, steps, episodes, stats, counts):
     """Writes the metrics of a step, and warns of signs that the run learns nothing. episodes,
-    counts: of this rank; stats: of all ranks. labels: see by_chance. Collective."""
-    rows = launch.gather_rows([episode_row(e, labels) for e in episodes])
+    counts: of this rank; stats: of all ranks. Collective."""
+    rows = launch.gather_rows([episode_row(e) for e in episodes])
     counts = launch.gather_rows([counts])
-    if log:  # rank 0
-        m = {**summarise(rows), **stats, **step_counts(rows, counts), "step": step + 1}
-        log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
-        found = {name: line for name, line in signs(log.rows).items() if name not in log.warned}
-        # Once per run, and one line per step: the first sign is the cause, others follow from it.
-        # After a collapse of the whole run every other number looks bad too.
-        if found and not log.warned & {"f_tau", "entropy", "failed"}:
-            print(f"WARNING step {step + 1}: {next(iter(found.values()))}", flush=True)
-        log.warned |= found.keys()
+    if not log:  # rank 0 alone writes
+        return
+    # Numbers that are summed over ranks instead of averaged over rollouts. Seconds and speeds are
+    # those of rank 0, because ranks wait for each other at the update.
+    first, packed = counts[0], sum(c["packed"] for c in counts)
+    sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
+    m = {**summarise(rows), **stats, **{name: first[name] for name in PHASES},
+         "zero_variance": sum(c["skipped"] for c in counts),
+         "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
+         "decode_s": max(c["decode_s"] for c in counts),
+         "rollout_tokens_per_s": sampled / max(first["rollout_s"], 1e-9),
+         "train_tokens_per_s": packed / max(first["train_s"], 1e-9), "step": step + 1}
+    if first["judge"]:
+        judged = [row for row in rows if row["judge"] is not None]
+        m |= {"judged": len(judged),
+              "judge_failed": sum(row["judge"] == "fallback" for row in judged),
+              "judge_cached": sum(row["judge_cached"] for row in judged
+                                  if row["judge"] != "fallback")}
+    log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
+    warnings = {name: line for name, line in signs(log.rows).items() if name not in log.warned}
+    # Once per run, and one line per step: the first sign is the cause, others follow from it.
+    # After a collapse of the whole run every other number looks bad too.
+    if warnings and not log.warned & {"f_tau", "entropy", "failed"}:
+        print(f"WARNING step {step + 1}: {next(iter(warnings.values()))}", flush=True)
+    log.warned |= warnings.keys()
 
 
-def labels_by_type(tasks):
-    """Tasks -> {type: [(id, answer)]}, for by_chance."""
-    return {kind: [(task["id"], task["answer"]) for task in tasks if task["type"] == kind]
-            for kind in {task["type"] for task in tasks}}
-
-
-def by_chance(e, labels):
-    """R_acc that the answer of `e` earns against the label of another task of the same type. Right
-    answers earn more against their own labels. None if there is no other task."""
-    known = labels.get(e.task["type"], [])
-    # A digest, so that the same rollout is compared with the same label in every run.
-    at = launch.stable_number("label", e.group, e.sample) % max(1, len(known))
-    # The task itself may be drawn. Its neighbour is another one, because ids are unique.
-    two = [known[(at + n) % len(known)] for n in range(min(2, len(known)))]
-    others = [a for name, a in two if name != e.task["id"] and a is not None]
-    answer = rewards.final_answer(e.turns, e.think_open)
-    return rewards.accuracy(answer, e.task["type"], others[0],
-                            e.task.get("options")) if others else None
-
-
-def episode_row(e, labels):
+def episode_row(e):
     """The numbers of one episode for the log, small enough to send to rank 0."""
     # f_tau uses the paper's terms in every run, so that runs with other terms can be compared.
+    executed = sum(call["status"] == "ok" for call in e.calls)
     ruler = rewards.format_reward(e.turns, e.think_open)
     return {
         "K": e.num_frames, "type": e.task["type"], "group": e.group, "status": e.status,
-        "chance": by_chance(e, labels),
         "f_tau": ruler["total"], "well_formed": ruler["well_formed"],
         # All numbers of the reward, so a term that is added in rewards.score is logged by itself.
         "reward": {name: n for name, n in e.reward.items() if name not in ("judge", "windows")},
         "acc": e.reward.get("acc"),  # none without a label
         # Counts, not shares: shares of rollouts with few tags would weigh as much as those of many.
         "closure": rewards.closure_counts(e.turns, e.think_open),
-        "written": len(e.calls), "parseable": e.parseable(), "executed": e.executed(),
+        "written": len(e.calls), "parseable": sum(call["parseable"] for call in e.calls),
+        "executed": executed,
         "turns": len(e.turns),
         "length": sum(e.context.mask) if e.context else 0,
         "cut": sum(reason == "length" for reason in e.finish),
         "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
         # Of rollouts that looked: `called` counts the others.
-        "windows": e.reward.get("windows") if e.executed() else None,
+        "windows": e.reward.get("windows") if executed else None,
         "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False),
     }
 
@@ -90,7 +87,8 @@ def mean(values):
 
 def average(rows, name):
     """Mean of a column over the rows that have a value, None if none has."""
-    return mean(float(row[name]) for row in rows if row[name] is not None)
+    values = [float(row[name]) for row in rows if row[name] is not None]
+    return sum(values) / len(values) if values else None
 
 
 def by_value(rows, name, cell):
@@ -114,13 +112,6 @@ def call_minus_skip(rows):
                 if called and skipped)
 
 
-def window_means(rows):
-    """{"window_recall": .., ..}: means over rollouts that looked and whose tasks have evidence. {}
-    if there are none."""
-    judged = [row["windows"] for row in rows if row["windows"]]
-    return {f"window_{name}": average(judged, name) for name in judged[0]} if judged else {}
-
-
 def summarise(rows):
     """Episode rows of all ranks -> the step's metrics: means over the rollouts that are ok. A
     broken video has no accuracy and no format, so zeros for it would blame the policy."""
@@ -128,35 +119,34 @@ def summarise(rows):
     terms = dict.fromkeys(name for row in rows for name in row["reward"])
     # From here on only rollouts that are ok. None stands for a mean over nothing.
     rows = [row for row in rows if row["status"] == "ok"]
-    out = {"total": None, "acc": None}  # if no task has a label
+
+    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
+    # type among several shows per type only.
+    def cell(some):
+        out = {"n": len(some), **{name: average(some, name) for name in ("acc", "f_tau",
+                                                                        "well_formed")},
+               "kappa": average(some, "executed"), "call_minus_skip": call_minus_skip(some)}
+        # Means over rollouts that looked and whose tasks have evidence.
+        looked = [row["windows"] for row in some if row["windows"]]
+        return out | {f"window_{name}": average(looked, name) for name in (looked or [{}])[0]}
+
+    out = {"total": None}  # if no task has a label
     out |= {name: mean(row["reward"][name] for row in rows if row["reward"]) for name in terms}
-    out |= {name: average(rows, name) for name in ("length", "turns", "f_tau", "well_formed",
-                                                   "sub_tokens")}
-    out |= {name: average(rows, column) for name, column in (
-        ("kappa", "executed"), ("written_calls", "written"), ("valid_calls", "parseable"))}
+    out |= {name: number for name, number in cell(rows).items() if name != "n"}
+    out |= {"length": average(rows, "length"), "turns": average(rows, "turns"),
+            "sub_tokens": average(rows, "sub_tokens"),
+            "written_calls": average(rows, "written"), "valid_calls": average(rows, "parseable")}
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
     # Of all turns of the step, a rollout of three turns counts three times.
     turns = sum(row["turns"] for row in rows)
     out["cut_turns"] = sum(row["cut"] for row in rows) / turns if turns else None
     out["not_ok"] = failed
-    out |= window_means(rows)
-    out["call_minus_skip"] = call_minus_skip(rows)
     # Closed / opened over all turns of the step. None: no such tag was opened.
     out["closure"] = {}
     for tag in rewards.KINDS:
         opened, closed = (sum(row["closure"][tag][i] for row in rows) for i in (0, 1))
         out["closure"][tag] = closed / opened if opened else None
-    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
-    # type among several shows per type only.
-    def cell(some):
-        return {"n": len(some), "acc": average(some, "acc"), "f_tau": average(some, "f_tau"),
-                "well_formed": average(some, "well_formed"), "kappa": average(some, "executed"),
-                "call_minus_skip": call_minus_skip(some), **window_means(some)}
-
-    out["by_K"] = by_value(rows, "K", cell)
-    out["by_type"] = by_value(rows, "type",
-                              lambda some: {**cell(some), "chance": average(some, "chance")})
-    return out
+    return out | {"by_K": by_value(rows, "K", cell), "by_type": by_value(rows, "type", cell)}
 
 
 def signs(history):
@@ -193,21 +183,12 @@ def signs(history):
         if lasting(lambda share: share is not None and share < 0.5, shares):
             found[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
                                      "start did not teach the format, or --lr is too high")
-    for kind, cell in m["by_type"].items():
+    for kind in m["by_type"]:
         cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
         if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
             found[f"type {kind}"] = (
                 f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
                 "the labels are right and in the form that the answers have (--show-every 1)")
-        # Rollouts of one step vary together, so the spread over steps is the measure of noise.
-        apart = [c["acc"] - c["chance"] for c in cells[-5:] if c["chance"] is not None]
-        if cell["acc"] and len(apart) == 5:
-            # Not "no better than noise": few prompts are noisy. Surely hardly better.
-            if mean(apart) + 2 * statistics.stdev(apart) / math.sqrt(5) < 0.05:
-                found[f"chance {kind}"] = (
-                    f"answers to tasks of type {kind} fit their own labels no better than the "
-                    "labels of other tasks, for 5 steps: see whether labels are mixed up between "
-                    "rows, or the checkpoint cannot do the task yet")
     # Without a signal no weight moves, so the next steps look the same. A few groups may be equal
     # by chance.
     equal = lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three)
@@ -216,6 +197,20 @@ def signs(history):
                            " earn the same: tasks too hard or too easy, --temperature or --group "
                            "too low, or a broken policy")
     return found
+
+
+def is_best(value, best, unread, best_unread, last_unread=None):
+    """Whether a held-out value, higher is better, is the new best one. unread: rows whose videos
+    could not be read, so that the value is a mean over the others; means over other rows cannot be
+    compared. best_unread: those of the best value, None: there is none yet. last_unread: those of
+    the evaluation before. `best` begins anew if more rows can be read than at `best`, and if the
+    same ones could not be read twice in a row: they have gone for good."""
+    if best_unread not in (None, unread):
+        more = set(unread) < set(best_unread) or unread == last_unread
+        launch.say(f"held-out rows not read: {len(best_unread)} at `best`, {len(unread)} now,"
+                   + (" so `best` begins anew" if more else " so this is no `best`"))
+        best = float("-inf" if more else "inf")
+    return value > best  # no number, NaN, is no best
 
 
 def number(value, form=".2f"):
@@ -238,23 +233,18 @@ def step_line(m, steps, eta):
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
 
 
-def step_counts(rows, counts):
-    """Numbers that are summed over ranks instead of averaged over rollouts, and speeds by the clock
-    of rank 0."""
-    # Seconds are rank 0's, because ranks wait for each other at the update.
-    times = {name: counts[0][name] for name in ("rollout_s", "train_s", "sync_s")}
-    packed = sum(c["packed"] for c in counts)
-    sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
-    judged = [row["judge"] for row in rows if row["judge"] is not None]
-    judge = {"judged": len(judged), "judge_failed": judged.count("fallback"),
-             "judge_cached": sum(row["judge_cached"] for row in rows
-                                 if row["judge"] in (True, False))}
-    return {**times, **(judge if counts[0]["judge"] else {}),
-            "zero_variance": sum(c["skipped"] for c in counts),
-            "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
-            "decode_s": max(c["decode_s"] for c in counts),
-            "rollout_tokens_per_s": sampled / max(times["rollout_s"], 1e-9),
-            "train_tokens_per_s": packed / max(times["train_s"], 1e-9)}
+def open_log(args, start, size):
+    """On rank 0: writes the settings beside the outputs, prints `size`, the size of the run -> Log.
+    None on other ranks. start: the step after which the run goes on."""
+    rank, world = launch.rank_and_world()
+    if rank:
+        return None
+    # args.json before the first step: a run that dies early still says how it was started.
+    runs.write_args(os.path.join(args.out, "args.json"), args)
+    # Deletes files that a killed run left half-written and, in a new run, older checkpoints.
+    runs.clean_run(args.out, start)
+    print(f"{size} | {world} rank{'s' if world > 1 else ''}", flush=True)
+    return Log(args.out, start, args)
 
 
 class Log:
@@ -269,7 +259,7 @@ class Log:
         kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
         launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(path, "a", encoding="utf-8")
-        self.tracker = start_tracker(out, start, args)
+        self.tracker = tracker.start_tracker(out, start, args)
 
     def write(self, record, line):
         """Adds a row to log.jsonl and to --track, and prints `line`."""
@@ -277,14 +267,14 @@ class Log:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         print(line, flush=True)
-        numbers = flat(record)
-        self.track("log", numbers, step=numbers.pop("step"))
+        if self.tracker:
+            numbers = tracker.flat(record)
+            self.track("log", numbers, step=numbers.pop("step"))
 
     def track(self, call, *given, **named):
         """Calls a function of --track. Errors are printed once, and end no run."""
         try:
-            if self.tracker:
-                getattr(self.tracker, call)(*given, **named)
+            getattr(self.tracker, call)(*given, **named)
         except Exception as error:  # of whatever kind: log.jsonl has the numbers
             if "track" not in self.warned:
                 why = f"{type(error).__name__}: {launch.printable(error)}"
@@ -304,54 +294,8 @@ class Log:
             end = f"stopped after step {step} of {steps}; the same command goes on from {self.out}"
         print(end, flush=True)
         self.file.close()
-        self.track("finish")
-
-
-def add_track_arguments(add):
-    """Flags of a tracker. add: add_argument of a parser's group."""
-    add("--track", choices=["trackio", "wandb", "swanlab"],
-        help="send the numbers of log.jsonl there too; needs the package of this name")
-    add("--project", default="paravt", help="of --track")
-
-
-def check_tracker(args):
-    """Raises UserError if the package of --track is missing: before models are loaded."""
-    # A folder wandb/ of earlier runs is found too, as a package without an origin.
-    if args.track and not getattr(importlib.util.find_spec(args.track), "origin", None):
-        raise launch.UserError(f"--track {args.track}: the package is not installed: "
-                        f"pip install {args.track}")
-
-
-def start_tracker(out, start, args):
-    """-> the module of --track, in which a run has begun, or goes on if start > 0. None without
-    --track. Raises UserError if the tracker refuses."""
-    if not args.track:
-        return None
-    path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
-    if not start or not os.path.exists(path):
-        launch.write_atomic(path, os.urandom(16).hex()[:21])
-    with open(path, encoding="utf-8") as f:
-        identity = f.read()
-    # trackio knows a run by its name, so the name must be its own.
-    name = f"{os.path.basename(os.path.abspath(out))}-{identity[:6]}"
-    place = {"trackio": {}, "wandb": {"id": identity, "dir": out},
-             "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
-    try:
-        tracker = importlib.import_module(args.track)
-        tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it
-                     resume="allow", **place)
-    except Exception as error:  # no login, no network: every tracker has errors of its own
-        why = " ".join(str(error).split())
-        raise launch.UserError(f"--track {args.track}: {type(error).__name__}: {why}") from None
-    return tracker
-
-
-def flat(value, name=""):
-    """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
-    if isinstance(value, dict):
-        parts = [flat(part, f"{name}/{key}") for key, part in value.items()]
-        return {key: number for part in parts for key, number in part.items()}
-    return {name[1:]: value} if isinstance(value, (int, float)) else {}
+        if self.tracker:
+            self.track("finish")
 
 
 def whole_rows(path):

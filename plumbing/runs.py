@@ -15,7 +15,6 @@ Reads and writes the folders of sft.py, grpo.py and tools/replay.py, and the fil
 """
 import contextlib
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -37,16 +36,6 @@ def claim_run(out, inputs):
     no log replaces an input, and no other run writes there."""
     rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
     keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)], inputs)
-    for link in (os.path.join(out, name) for name in ("last", "best")):
-        if os.path.isdir(link) and not os.path.islink(link):  # no link could replace it
-            raise launch.UserError(f"{link} is a folder, as cp -rL makes it; move it elsewhere")
-    probe = os.path.join(out, f".{os.urandom(4).hex()}.tmp0")
-    try:
-        os.symlink("last", probe)
-        os.remove(probe)
-    except OSError as e:
-        raise launch.UserError(f"--out {out}: {e.strerror}; `last` and `best` are links, which "
-                               "exFAT and SMB lack; choose a folder on another disk") from None
     launch.lock(out)  # until this process ends: two runs would delete each other's files
 
 
@@ -60,19 +49,16 @@ def keep_inputs(outputs, inputs):
 
 def clean_run(out, start):
     """On rank 0, at a start: deletes files that killed runs left half-written, rollouts of steps
-    that this run will take again and, if a run begins anew, its older checkpoints. Raises UserError
-    if one of them stays."""
+    that this run will take again and, if a run begins anew, its older checkpoints."""
     # .tmp: of write_atomic and symlink; .step_: of atomic_folder and prune_checkpoints
     old = r"(\.step_.*|.*\.tmp\d+)" if start else r"(\.step_.*|.*\.tmp\d+|step_\d{6,}|last|best)"
     for path in [*pathlib.Path(out).iterdir(), *pathlib.Path(out, "rollouts").glob("*")]:
         rollouts = re.match(r"step_(\d+)\.rank", path.name)
         if re.fullmatch(old, path.name) or (rollouts and int(rollouts[1]) >= start):
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path)
             else:
                 path.unlink()
-    if start == 0 and (left := newest_checkpoint(out)):
-        raise launch.UserError(f"{left} of an older run cannot be deleted; choose another --out")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -100,9 +86,8 @@ def content_digest(ckpt):
     digest = hashlib.sha256()
     for name in sorted(os.listdir(ckpt)):
         path = os.path.join(ckpt, name)
-        # Not a README, an optimizer, the state of its training, a link to a file that is gone.
-        if (name == "state.json" or not os.path.isfile(path)
-                or not name.endswith((".safetensors", ".json", ".jinja", ".txt"))):
+        # Not a README, an optimizer, the state of its training.
+        if name == "state.json" or not name.endswith((".safetensors", ".json", ".jinja", ".txt")):
             continue
         if name == "adapter_config.json":  # counts with its base's digest, not with the base's path
             config = chat.read_object(path)
@@ -123,17 +108,15 @@ def content_digest(ckpt):
 def digest_of(files, names=True):
     """Digest of the bytes of files [(folder, name)], and of their names unless names is False. The
     folder does not count, so that data may move."""
-    def one(file):
-        # A missing file has None.
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(*file), "rb") as f:
-            return file[1], hashlib.file_digest(f, "sha256").hexdigest()
-        return file[1], None
-
-    with ThreadPoolExecutor(16) as pool:  # on a network's disk each look waits
-        found = list(pool.map(one, sorted(set(files))))
+    digests = []
+    for folder, name in sorted(set(files)):
+        digest = None  # of a missing file
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, name), "rb") as f:
+            digest = hashlib.file_digest(f, "sha256").hexdigest()
+        digests.append((name, digest))
     if not names:
-        found = sorted(str(rest) for _, *rest in found)
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+        digests = sorted(str([digest]) for _, digest in digests)
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 
 
 @functools.cache  # a script that is edited while the run goes on is not the code that runs
@@ -197,10 +180,6 @@ def resume_point(out, args, resume, inputs=None, base=None):
     if any(text.startswith("--val ") for text in other):
         launch.say(f"{folder}: other held-out rows, so `best` begins anew")
         state = {k: v for k, v in state.items() if not k.startswith("best")}
-    # Not refused: people mend a script and go on. But the record must not hide it.
-    code, then = code_digests(), state.get("code")
-    if then and (changed := sorted(k for k in code.keys() | then if code.get(k) != then.get(k))):
-        launch.say(f"{folder} was saved by other code: {', '.join(changed)} changed since")
     if launch.rank_and_world()[0] == 0:  # a kill may have come before the links
         clean_run(out, state["step"])
         settle(folder, state)
@@ -215,13 +194,10 @@ def claim_file(out, args, inputs, names, kept):
     folder, name = os.path.split(os.path.abspath(out))
     launch.make_out(folder)
     launch.lock(folder, f".{name}.lock")
-    for path in (out, beside(out)):
-        for left in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
-            os.remove(left)
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
     then = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
-    was = {"args": then, "inputs": then.get("inputs")}
-    other = changes(args, inputs, was) if was["inputs"] else [f"{beside(out)} is missing or old"]
+    other = (changes(args, inputs, {"args": then, "inputs": then["inputs"]}) if then.get("inputs")
+             else [f"{beside(out)} is missing or old"])
     if paths and other:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
                                f"{', '.join(other[:3])}; choose another --out, or delete the file")
@@ -251,24 +227,9 @@ def check_run(step, bad, out, blind, last):
     """Raises RunError, on all ranks alike, after three bad steps in a row, and after a last step
     that was blind: the disk with the videos is away, so the run is not done."""
     if bad >= (1 if last and blind else 3):
-        reason = (f"no video could be read for {bad} steps; is the disk there?" if blind else
-                  f"no finite gradient for {bad} steps in a row;")
-        raise launch.RunError(f"step {step + 1}: {reason} the newest checkpoint is "
-                              f"{newest_checkpoint(out)}")
-
-
-def is_best(value, best, unread, best_unread, last_unread=None):
-    """Whether a held-out value, higher is better, is the new best one. unread: rows whose videos
-    could not be read, so that the value is a mean over the others; means over other rows cannot be
-    compared. best_unread: those of the best value, None: there is none yet. last_unread: those of
-    the evaluation before. `best` begins anew if more rows can be read than at `best`, and if the
-    same ones could not be read twice in a row: they have gone for good."""
-    if best_unread not in (None, unread):
-        more = set(unread) < set(best_unread) or unread == last_unread
-        launch.say(f"held-out rows not read: {len(best_unread)} at `best`, {len(unread)} now,"
-                   + (" so `best` begins anew" if more else " so this is no `best`"))
-        best = float("-inf" if more else "inf")
-    return value > best  # no number, NaN, is no best
+        reason = "no video could be read (is the disk there?)" if blind else "no finite gradient"
+        raise launch.RunError(f"step {step + 1}: {reason} for {bad} steps; the newest checkpoint "
+                              f"is {newest_checkpoint(out)}")
 
 
 # Statuses of episodes and calls that say nothing of the policy.
@@ -292,7 +253,8 @@ def settle(folder, state):
     out = os.path.dirname(folder)
     try:
         symlink(os.path.join(out, "last"), folder)
-        if os.path.isdir(best := best_beside(folder, state) or ""):
+        best = f"step_{state.get('best_step') or 0:06d}"  # 0: no folder has this name
+        if os.path.isdir(os.path.join(out, best)):
             symlink(os.path.join(out, "best"), best)
         launch.sync(out)  # before older checkpoints go
         prune_checkpoints(folder)
@@ -301,24 +263,14 @@ def settle(folder, state):
                    f"goes on; the newest whole checkpoint is {folder}")
 
 
-def best_beside(folder, state):
-    """The folder that `best` stands for, by the state of the checkpoint `folder`; None: none."""
-    step = state.get("best_step")
-    return step and os.path.join(os.path.dirname(folder), f"step_{step:06d}")
-
-
 def prune_checkpoints(newest, keep=2):
-    """Deletes the whole step_* folders beside the checkpoint `newest`, but for the `keep` up to it,
-    the best one of each of these, and those that `last` and `best` stand for."""
+    """Deletes the whole step_* folders beside the checkpoint `newest`, but for the `keep` up to it
+    and those that `last` and `best` stand for."""
     out = os.path.dirname(newest)
     # A newer one is damaged, else the run would have gone on from it.
-    whole = complete_checkpoints(out)
+    whole = list(filter(is_complete, step_folders(out)))  # torn folders are left out
     whole = whole[whole.index(newest):] if newest in whole else []
-    kept = [os.path.join(out, name) for name in ("last", "best")]
-    for folder in whole[:keep]:
-        state = chat.read_object(os.path.join(folder, "state.json"))
-        kept += [folder, best_beside(folder, state) or folder]
-    kept = set(map(os.path.realpath, kept))
+    kept = set(map(os.path.realpath, [*whole[:keep], f"{out}/last", f"{out}/best"]))
     for folder in whole:
         if os.path.realpath(folder) not in kept:
             # Rename first: clean_run then finds a folder that a kill left half deleted.
@@ -335,20 +287,15 @@ def step_folders(out):
     return [os.path.join(out, f"step_{step:06d}") for step in steps]
 
 
-def complete_checkpoints(out):
-    """The complete checkpoints of a run, the newest first. Torn folders are left out."""
-    return [folder for folder in step_folders(out) if is_complete(folder)]
-
-
 def newest_checkpoint(out):
     """The newest complete step_* folder of a run, or None."""
-    return next(iter(complete_checkpoints(out)), None)
+    return next(filter(is_complete, step_folders(out)), None)
 
 
 def undamaged_checkpoint(out):
     """-> (the newest checkpoint whose bytes are those that were saved, its state.json), or
     (None, {}). Collective: reads every file once, a share on each rank."""
-    for folder in launch.broadcast([complete_checkpoints(out)])[0]:
+    for folder in launch.broadcast(list(filter(is_complete, step_folders(out)))):
         state = chat.read_object(os.path.join(folder, "state.json"))
         saved = state.get("crc32", {})  # older versions wrote no sums
         found = checksums(folder, sorted(saved))
@@ -372,8 +319,8 @@ def is_complete(folder):
 
 def mark_complete(folder, state, sums):
     """Writes state.json, the last file: the loop state, and size and CRC-32 of all other files."""
-    if unread := [name for name, number in sums.items() if number is None]:
-        raise OSError(f"{unread[0]} cannot be read back")
+    if None in sums.values():
+        raise OSError("a file cannot be read back")
     files = {name: os.path.getsize(os.path.join(folder, name)) for name in sums}
     state = {**state, "files": files, "crc32": sums}
     marker = json.dumps({**state, "own_crc32": own_sum(state)}, indent=1)

@@ -6,6 +6,7 @@ import torch
 from scripted import calls
 
 import chat
+import rewards
 import rollout
 from plumbing import data
 
@@ -39,7 +40,8 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
         last = number == len(turns) - 1
         ids = chat.encode(codec, text) + ([] if cut and last else [codec.eos])
         episode.spans.append([len(context.ids), len(context.ids) + len(ids)])
-        episode.struct += rollout.struct_places(chat.pieces_of(codec, ids), len(context.ids))
+        mask = rewards.structural_mask(chat.pieces_of(codec, ids))
+        episode.struct += [t for t, one in enumerate(mask, len(context.ids)) if one]
         context.sampled(ids, [-1.0] * len(ids))
         episode.turns.append(text)
         episode.finish.append("length" if cut and last else "stop")

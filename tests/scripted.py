@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import chat
 import rollout
 from engine import Completion
-from evaluation import episodes
+from evaluation import protocol_loop
 from evaluation.endpoint import call_messages
-from plumbing.judge import probe_messages
+from plumbing.endpoint import PROBE
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
@@ -132,7 +132,7 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if body["messages"] in (probe_messages(), call_messages()):
+                if body["messages"] in (PROBE, call_messages()):
                     outer.probes += 1
                     reply = probe
                 else:
@@ -186,7 +186,7 @@ def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
     if engine.codec:
         done = list(rollout.run(sampler, tasks, frames, group, step))
     else:
-        done = list(episodes.run(sampler, tasks, episodes.Protocol(), frames, group))
+        done = list(protocol_loop.run(sampler, tasks, protocol_loop.Protocol(), frames, group))
     return sorted(done, key=lambda e: (order[e.task["id"]], e.sample))
 
 

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 import launch
-from plumbing import data
+from plumbing import data, subtitles
 
 # ------------------------------------------------------------------------------------------------
 # Labels
@@ -78,8 +78,8 @@ SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n"
 def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
     lines = [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
-    assert data.read_subtitles(str(tmp_path / "a.srt")) == lines
-    assert data.read_subtitles(str(tmp_path / "a.srt"), 1.0) == [
+    assert subtitles.read_subtitles(str(tmp_path / "a.srt")) == lines
+    assert subtitles.read_subtitles(str(tmp_path / "a.srt"), 1.0) == [
         (start - 1, end - 1, text) for start, end, text in lines]
 
 
@@ -89,18 +89,18 @@ def test_unreadable_subtitles_are_named(tmp_path, name, text):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"{name}: unreadable subtitles"):
-        data.read_subtitles(str(tmp_path / name))
+        subtitles.read_subtitles(str(tmp_path / name))
 
 
 def test_aligned_lines_are_those_spoken_at_a_frame():
     lines = [(0.0, 1.0, "a"), (2.0, 3.0, "b"), (3.0, 4.0, "b"), (5.0, 6.0, "c"), (7.0, 7.5, ""),
              (8.0, 9.0, "b")]
-    assert data.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
+    assert subtitles.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
     # ends count
-    assert data.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"
-    assert data.subtitle_text(lines, [2.0, 3.0]) == "b"
-    assert data.subtitle_text(lines, [1.5, 4.5]) == ""
-    assert data.subtitle_text([], None) == ""
+    assert subtitles.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"
+    assert subtitles.subtitle_text(lines, [2.0, 3.0]) == "b"
+    assert subtitles.subtitle_text(lines, [1.5, 4.5]) == ""
+    assert subtitles.subtitle_text([], None) == ""
 
 
 @pytest.mark.process
@@ -112,7 +112,7 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
         "01:00:02.000 --> 01:00:04.125\n<v Ann>two\nlines &lt;here&gt;\n")
     subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
                    check=True)
-    mine, theirs = (data.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
+    mine, theirs = (subtitles.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
     assert [line[:2] for line in mine] == [line[:2] for line in theirs] == [
         (1.5, 3.25), (3602.0, 3604.125)]
     assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
@@ -125,9 +125,9 @@ def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp
                              {"timestamp": [16.0, 17.0], "text": "end"}]))
     (tmp_path / "b.json").write_text(json.dumps([
         {"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}]))
-    assert data.read_subtitles(str(tmp_path / "a.json"), 12.5) == [
+    assert subtitles.read_subtitles(str(tmp_path / "a.json"), 12.5) == [
         (0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
-    assert data.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
+    assert subtitles.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
 
 
 def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
@@ -136,5 +136,5 @@ def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
         "00:02.400 --> 00:04.800", "a car\nit stops"), ("00:06.000 --> 00:09.000", "it stops")
     text = "WEBVTT\n\n" + "".join(f"{times}\n{said}\n\n" for times, said in cues)
     (tmp_path / "a.vtt").write_text(text)
-    lines = data.read_subtitles(str(tmp_path / "a.vtt"))
+    lines = subtitles.read_subtitles(str(tmp_path / "a.vtt"))
     assert lines == [(0.0, 4.8, "a car"), (2.4, 4.8, "it stops"), (6.0, 9.0, "it stops")]

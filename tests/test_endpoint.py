@@ -169,5 +169,3 @@ def test_a_server_that_refuses_is_found_before_the_run(
     with Server(ANSWER, probe=None) as server:  # content null, as of a model that still thinks
         endpoint.OpenAIEngine(server.url, "m").knock()
         assert server.probes == 1
-
-

@@ -18,7 +18,7 @@ import eval as evaluation
 import launch
 import rewards
 import rollout
-from evaluation import folders
+from evaluation import results
 
 
 def task_of(request):
@@ -220,14 +220,14 @@ def episode(*turns, task=ROWS[0], status="ok", think_open=True):
     ([], True, 0.0),
 ])  # fmt: skip
 def test_the_last_answer_or_the_text_after_the_thought_is_graded(turns, think_open, score):
-    assert folders.grade(episode(*turns, think_open=think_open))["score"] == score
+    assert results.grade(episode(*turns, think_open=think_open))["score"] == score
 
 
 def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
-    assert folders.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
-    graded = folders.grade(episode(answer("red, green"), task=task))
+    assert results.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
+    graded = results.grade(episode(answer("red, green"), task=task))
     assert graded["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 
@@ -315,31 +315,6 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert any(line.startswith("| ParaVT-8B (the paper's) | 62.1 | 69.4 |") for line in table)
 
 
-def test_shards_are_merged_into_the_same_numbers(world, tmp_path):
-    whole = world(out=tmp_path / "whole")
-    parts = [world("--shard", f"{i}/2", out=tmp_path / f"part{i}") for i in range(2)]
-    assert [p.code for p in parts] == [0, 0]
-    assert not any((p.folder / "summary.json").exists() for p in parts)
-    assert [len(records(p.folder)) for p in parts] == [3, 3]
-    merged = world("--rescore", *[p.folder for p in parts], out=tmp_path / "merged",
-                   drop=("--data", "--ckpt"))
-    assert merged.code == 0, merged.err
-
-    def timeless(results):
-        return [{k: v for k, v in r.items() if k != "seconds_per_episode"} for r in results]
-
-    assert timeless(merged.results) == timeless(whole.results) and merged.engine is None
-    inside = world("--rescore", tmp_path / "merged", parts[0].folder, out=tmp_path / "merged",
-                   drop=("--data", "--ckpt"))  # --out is one of those that are merged
-    assert inside.code == 0 and timeless(inside.results) == timeless(whole.results), inside.err
-    half = world("--rescore", tmp_path / "part0", drop=("--data", "--ckpt"))
-    assert half.code == 2 and "3 items have no record" in half.err
-    other = world("--seed", 5, "--shard", "0/2", out=tmp_path / "other")
-    mixed = world("--rescore", other.folder, parts[1].folder, out=tmp_path / "mixed",
-                  drop=("--data", "--ckpt"))
-    assert mixed.code == 2 and "other settings" in mixed.err
-
-
 def test_a_record_holds_all_that_was_said_and_decided(world):
     def say(request):
         first = request.id.endswith("/0") and request.id.count("/") == 3
@@ -364,7 +339,7 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     (("--frames", -1), (), "positive"), (("--ckpt", "/no/such"), (), "no such folder"),
     (("--context", 60), (), "too small"), (("--compare", "/no/such"), (), "summary.json"),
     (("--out", "/proc/no"), (), "output folder"), (("--limit", -1), (), "--limit"),
-    (("--samples", 2), (), "--temperature"), (("--shard", "2/2"), (), "expected I/N"),
+    (("--samples", 2), (), "--temperature"),
     (("--bench", "videomme"), ("--data",), "--root"), (("--top-p", "nan"), (), "--top-p"),
     (("--rescore", "/no/such"), (), "tasks.jsonl"),
     (("--judge-url", "http://x"), (), "--judge-model"),

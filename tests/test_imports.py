@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "video", "chat", "model", "engine", "plumbing.data",
-         "plumbing.judge", "plumbing.runs", "plumbing.checkpoint", "plumbing.metrics", "rollout",
-         "toy", "sft", "grpo",
+ORDER = ["launch", "rewards", "plumbing.disk_cache", "video", "chat", "model", "engine",
+         "plumbing.subtitles", "plumbing.data", "plumbing.endpoint", "plumbing.judge",
+         "plumbing.runs", "plumbing.checkpoint", "plumbing.tracker", "plumbing.metrics",
+         "plumbing.policies", "rollout", "toy", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
-         "evaluation.readers", "evaluation.sources", "evaluation.episodes", "evaluation.paper",
+         "evaluation.qwen_vl_sampling", "evaluation.frame_sources", "evaluation.protocol_loop",
+         "evaluation.paper",
          "evaluation.paper_driver", "evaluation.paper_texts", "evaluation.systems",
-         "evaluation.costs", "evaluation.windows", "evaluation.scores", "evaluation.folders",
+         "evaluation.costs", "evaluation.windows", "evaluation.scores", "evaluation.results",
          "eval", "tools.plan", "tools.ask", "tools.pick", "tools", "bench"]  # fmt: skip
 FILES = sorted(path for folder in (".", "plumbing", "evaluation", "tools", "bench")
                for path in Path(ROOT, folder).glob("*.py"))

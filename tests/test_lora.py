@@ -20,7 +20,7 @@ import model
 import rewards
 import rollout
 import sft
-from plumbing import checkpoint
+from plumbing import checkpoint, policies
 from tools import merge
 
 CPU = torch.device("cpu")
@@ -74,14 +74,14 @@ def test_fresh_adapters_change_nothing_and_alone_are_trained(adapted, toy, codec
 
 def test_the_reference_is_the_policy_as_it_started_and_leaves_it_as_it_is(adapted, toy, codec):
     pack = pack_of(codec)
-    reference = checkpoint.AdapterReference(adapted)
+    reference = policies.AdapterReference(adapted)
     with torch.no_grad():
         base = adapted(pack)[0]
         own = moved(adapted)(pack)[0]
         assert (own - base).abs().max() > 1e-3
         assert torch.equal(reference(pack)[0], base)
         assert torch.equal(adapted(pack)[0], own)
-        later = checkpoint.AdapterReference(adapted)  # of a stage that was given adapters
+        later = policies.AdapterReference(adapted)  # of a stage that was given adapters
         moved(adapted, 0.9)
         assert torch.equal(later(pack)[0], own)
 
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
     """L(W + 2 B A): dL/dB = 2 dL/dW A', dL/dA = 2 B' dL/dW. A forward of the reference stands
     before."""
     policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK)
-    reference = checkpoint.AdapterReference(policy)
+    reference = policies.AdapterReference(policy)
     moved(policy)
     dense, pack = merged_dense(policy, str(toy / "init"), codec), pack_of(codec)
     with torch.no_grad():

@@ -5,16 +5,9 @@ Tests of plumbing/metrics.py: python -m pytest tests/test_metrics.py -q
 """
 
 import pytest
-from handmade import colourful, make_group
 
 import rewards
 from plumbing import metrics
-
-
-@pytest.fixture(scope="module")
-def tasks(toy):
-    return colourful(toy)
-
 
 # ------------------------------------------------------------------------------------------------
 # The numbers of a step
@@ -22,7 +15,7 @@ def tasks(toy):
 
 def row(k, acc, executed, group="p", **changes):
     base = {"K": k, "group": f"{group}/{k}", "status": "ok",
-            "type": "mcq", "chance": None, "acc": acc, "f_tau": 0.6,
+            "type": "mcq", "acc": acc, "f_tau": 0.6,
             "reward": {"total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0, "new": 2 * acc},
             "well_formed": executed > 0,
             "closure": {t: [0, 0] for t in rewards.KINDS},
@@ -40,8 +33,8 @@ def test_summary_by_hand():
     rows = [row(4, 1.0, 2, closure=closure([2, 1], [2, 2], [2, 1], [1, 1]), written=3, turns=2,
                 cut=1),
             row(4, 0.0, 0, closure=closure([1, 1], [0, 0], [0, 0], [1, 0])),
-            row(64, 0.5, 1, type="open", chance=0.25, sub_tokens=8),
-            row(64, 1.0, 0, type="open", chance=0.5)]
+            row(64, 0.5, 1, type="open", sub_tokens=8),
+            row(64, 1.0, 0, type="open")]
     m = metrics.summarise(rows)
     assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
     assert m["called"] == 0.5
@@ -54,8 +47,8 @@ def test_summary_by_hand():
     assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0,
                               "call_minus_skip": 1.0}
     assert m["by_K"]["64"]["call_minus_skip"] == -0.5 and list(m["by_K"]) == ["4", "64"]
-    assert m["by_type"]["open"] == {**m["by_K"]["64"], "chance": 0.375}
-    assert m["by_type"]["mcq"] == {**m["by_K"]["4"], "chance": None}
+    assert m["by_type"]["open"] == m["by_K"]["64"]
+    assert m["by_type"]["mcq"] == m["by_K"]["4"]
     # Rollouts that failed have no accuracy, no format and no calls. They are counted, not averaged.
     failed = [row(4, 0.0, 0, status=status, f_tau=0.0, turns=0)
               for status in ("video_error", "engine_error")]
@@ -98,22 +91,6 @@ def test_what_a_call_is_worth_is_measured_within_prompts():
     assert metrics.call_minus_skip(rows + both + [refused]) == pytest.approx(0.25)
 
 
-def test_an_answer_is_compared_with_the_label_of_another_task(codec, source, tasks):
-    """The yardstick of mixed-up labels: never the task's own label, always one of its type."""
-    own, other = {**tasks[0], "id": "a"}, {**tasks[0], "id": "b"}
-    e = make_group(codec, source, own)[0]
-    for turn in ("<answer>red</answer>", "<answer>blue</answer>", "no answer"):
-        e.turns = [turn]
-        for kind in ("open", "list"):
-            e.task = {**own, "type": kind, "answer": "red"}
-            labels = metrics.labels_by_type([e.task, {**other, "type": kind, "answer": "blue"},
-                                          {**other, "id": "c", "type": "mcq", "answer": "A"}])
-            e.think_open = False
-            assert metrics.by_chance(e, labels) == float("blue" in turn)
-    e.task = {**own, "type": "mcq", "answer": "A", "options": ["red", "blue"]}
-    assert metrics.by_chance(e, metrics.labels_by_type([e.task])) is None
-
-
 def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
         run_grpo, given_rollouts, hard_tasks):
     """Without suffix and anchor the reward is smaller; the compliance that it is reported with is
@@ -136,9 +113,8 @@ def logged(steps, **changes):
     for i in range(steps):
         now = {name: value[i] if isinstance(value, list) else value
                for name, value in changes.items()}
-        kinds = now.pop("kinds", {"list": (0.5 + 0.02 * (i % 3), 0.1)})
-        by_type = {kind: {"n": 8, "acc": acc, "chance": chance}
-                   for kind, (acc, chance) in kinds.items()}
+        kinds = now.pop("kinds", {"list": 0.5 + 0.02 * (i % 3)})
+        by_type = {kind: {"n": 8, "acc": acc} for kind, acc in kinds.items()}
         rows.append({"step": i + 1, "f_tau": 0.8 + 0.01 * i, "entropy": 1.0, "cut_turns": 0.02,
                      "acc": 0.5, "not_ok": 0, "groups": 8, "zero_variance": 3,
                      "closure": dict.fromkeys(rewards.KINDS, 0.9), "by_type": by_type, **now})
@@ -150,8 +126,7 @@ def test_a_healthy_run_shows_no_sign_of_death():
     for steps in range(1, 12):
         assert metrics.signs(logged(steps)) == {}
     # A type that comes in few steps, a step that failed whole, a tag that nothing opened.
-    rare = [{"list": (0.5, 0.1), "mcq": (0.0, 0.2)} if i == 4 else {"list": (0.5, 0.1)}
-            for i in range(9)]
+    rare = [{"list": 0.5, "mcq": 0.0} if i == 4 else {"list": 0.5} for i in range(9)]
     closure = {**dict.fromkeys(rewards.KINDS, 0.9), "tool_code": None}
     assert metrics.signs(logged(9, kinds=rare, closure=closure)) == {}
     gone = [0.9] * 8 + [None]
@@ -165,10 +140,7 @@ def test_a_healthy_run_shows_no_sign_of_death():
     ("entropy", "--lr", {"entropy": [1.0] * 5 + [0.4] * 4}, 6),
     ("signal", "all rollouts of a prompt earn the same", {"zero_variance": [3] + [8] * 8}, 4),
     # Answers that are always wrong, of one type among two.
-    ("type mcq", "type mcq", {"kinds": {"list": (0.5, 0.1), "mcq": (0.0, 0.0)}}, 3),
-    # Labels shuffled between rows: an answer fits any label as well as its own.
-    ("chance list", "mixed up between rows",
-     {"kinds": [{"list": (0.2 + 0.02 * (i % 2), 0.21)} for i in range(9)]}, 5),
+    ("type mcq", "type mcq", {"kinds": {"list": 0.5, "mcq": 0.0}}, 3),
     # Tags that never close.
     ("open think", "<think>", {"closure": {**dict.fromkeys(rewards.KINDS, 0.9), "think": 0.1}}, 3),
     # Every video is gone: there is nothing to average.

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from conftest import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward
+
+from plumbing import muon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
@@ -261,12 +264,14 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
         norm = model.clip_gradients(policy, 0)
         grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
                  if p.requires_grad}
-        for optimizer in optimizers:
-            optimizer.step()
+        with mock.patch.object(muon, "semi_orthogonal", wraps=muon.semi_orthogonal) as ns:
+            for optimizer in optimizers:
+                optimizer.step()
     assert norm == pytest.approx(sum(g.square().sum().item() for g in grads.values()) ** 0.5)
     moved = {n: checkpoint.whole_tensor(p.detach()) - before[n]
              for n, p in policy.named_parameters() if p.requires_grad}
-    return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved}
+    return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved,
+            "orthogonalised": ns.call_count}
 
 
 @pytest.fixture(scope="module")
@@ -307,9 +312,9 @@ def test_our_newton_schulz_is_that_of_torch_in_fp64(shape):
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x
         wanted = x.T if shape[0] > shape[1] else x
-        ours = sft.semi_orthogonal(matrix, coefficients, 5, 1e-7)
+        ours = muon.semi_orthogonal(matrix, coefficients, 5, 1e-7)
         assert torch.allclose(ours, wanted, atol=1e-11)
-        ours = sft.semi_orthogonal(matrix.float(), coefficients, 5, 1e-7)
+        ours = muon.semi_orthogonal(matrix.float(), coefficients, 5, 1e-7)
         assert torch.allclose(ours.double(), wanted, atol=2e-3)
 
 

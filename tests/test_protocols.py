@@ -15,7 +15,7 @@ from scripted import Scripted, Server
 
 import eval as evaluation
 import rollout
-from evaluation import endpoint, episodes, folders, systems
+from evaluation import endpoint, protocol_loop, results, systems
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
@@ -39,8 +39,8 @@ def play(toy, source, codec, monkeypatch):
         engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10",
                           at_once=True)
         sampler = rollout.Sampler(engine, engine.codec, systems.source_of(source, args), agent)
-        (episode,) = episodes.run(sampler, [task], protocol, args.frames[0])
-        record = folders.record_of(episode, "d", args.frames[0], "on", args)
+        (episode,) = protocol_loop.run(sampler, [task], protocol, args.frames[0])
+        record = results.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.requests, record
 
     return play
@@ -53,14 +53,11 @@ def play(toy, source, codec, monkeypatch):
 def scripts():
     """name -> texts of a model, turn by turn, sub-agents too; one answer if there is none."""
     clip = "<think>x</think><clip>00:00:05-00:00:10</clip><answer></answer>"
-    window = dict(timestamp_start="00:00:08", timestamp_end="00:00:16")
     return {
         "paravt": [crops((0, 2)), "it is blue"], "paper": [crops((0, 3), (70, 72))],
         "paper-general": [crops((0, 3))], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
         "conan": [clip, clip],
-        "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>'],
-        "sage": [tool("identify_timestamps_visually", event="blue", **window), "at 00:00:12",
-                 sage(final_answer="B", answerable={"verdict": True})]}
+        "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>']}
 
 
 def readable(body):
@@ -92,10 +89,10 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
         protocol, _ = systems.make_protocol(args)
         engine = endpoint.make_engine(args, bool(protocol.prefill))
         sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
-        (episode,) = episodes.run(sampler, [TASK], protocol, 2)
+        (episode,) = protocol_loop.run(sampler, [TASK], protocol, 2)
         engine.close()
         sent = [readable(body) for body in server.asked]
-    assert folders.record_of(episode, "d", 2, "on", args)["score"] == 1.0
+    assert results.record_of(episode, "d", 2, "on", args)["score"] == 1.0
     stored = json.loads(STORED.read_text())
     if name not in stored:
         STORED.write_text(json.dumps({**stored, name: sent}, indent=1) + "\n")
@@ -107,16 +104,16 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
 
 
 def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
-    """With ids. An endpoint, another protocol and one call a turn go through `episodes.play`."""
+    """With ids. An endpoint, another protocol and one call a turn go through protocol_loop.play."""
     plays = []
     monkeypatch.setattr(rollout, "run",
                         lambda *given, play: plays.append(play is rollout.run_episode))
     sampler = rollout.Sampler(None, codec, source, rollout.Agent())
     turns = replace(sampler, agent=rollout.Agent(dispatch="turns"))
-    for some, protocol in ((sampler, episodes.Protocol()), (turns, episodes.Protocol()),
-                           (replace(sampler, codec=None), episodes.Protocol()),
-                           (sampler, episodes.Protocol(stop=("x",)))):
-        episodes.run(some, [], protocol)
+    for some, protocol in ((sampler, protocol_loop.Protocol()), (turns, protocol_loop.Protocol()),
+                           (replace(sampler, codec=None), protocol_loop.Protocol()),
+                           (sampler, protocol_loop.Protocol(stop=("x",)))):
+        protocol_loop.run(some, [], protocol)
     assert plays == [True, False, False, False]
 
 

@@ -24,7 +24,7 @@ import launch
 import model
 import sft
 import video
-from plumbing import checkpoint, data, runs
+from plumbing import checkpoint, data, metrics, runs
 
 
 def settings_for_chats(**changed):
@@ -371,7 +371,7 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
 
 def test_a_held_out_film_that_goes_for_good_freezes_no_best(outage, tmp_path, monkeypatch):
     """The first evaluation without the film is no `best`, the second one begins anew."""
-    real, evaluations = runs.is_best, []
+    real, evaluations = metrics.is_best, []
 
     def is_best(value, *more):
         evaluations.append(value)
@@ -384,7 +384,7 @@ def test_a_held_out_film_that_goes_for_good_freezes_no_best(outage, tmp_path, mo
     shutil.copy(tmp_path / item["video"], tmp_path / "videos" / "other.mp4")
     item["video"] = "videos/other.mp4"
     write_rows(tmp_path / "val.jsonl", rows)
-    monkeypatch.setattr(runs, "is_best", is_best)
+    monkeypatch.setattr(metrics, "is_best", is_best)
     code, out, err, _ = outage((), "--steps", 6, "--eval-every", 2)
     assert code == 0, err
     assert out.count("so this is no `best`") == 1 and out.count("so `best` begins anew") == 1
@@ -394,16 +394,17 @@ def test_a_held_out_film_that_goes_for_good_freezes_no_best(outage, tmp_path, mo
 
 
 def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
-    assert runs.is_best(-2.0, -3.0, [], []) and not runs.is_best(-3.0, -3.0, [], [])
-    assert runs.is_best(-9.0, -float("inf"), [7], None) and runs.is_best(-2.0, -3.0, [7], [7])
-    assert not runs.is_best(float("nan"), -float("inf"), [], None)
+    assert metrics.is_best(-2.0, -3.0, [], []) and not metrics.is_best(-3.0, -3.0, [], [])
+    assert metrics.is_best(-9.0, -float("inf"), [7], None) and metrics.is_best(-2.0, -3.0, [7], [7])
+    assert not metrics.is_best(float("nan"), -float("inf"), [], None)
     assert not capsys.readouterr().out
     # As many rows that are others cannot be compared either.
     for unread, before in (([7], []), ([7], [8]), ([7, 8], [7])):
-        assert not runs.is_best(-0.1, -3.0, unread, before)
+        assert not metrics.is_best(-0.1, -3.0, unread, before)
         assert "no `best`" in capsys.readouterr().out
-    assert runs.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
+    assert metrics.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
     # Twice the same: these have gone for good. A value of no row at all is no best even then.
-    assert not runs.is_best(-9.0, -3.0, [7], [], [8]) and not runs.is_best(-9.0, -3.0, [7], [], [])
-    assert runs.is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
-    assert not runs.is_best(float("nan"), -3.0, [7], [], [7])
+    assert not metrics.is_best(-9.0, -3.0, [7], [], [8])
+    assert not metrics.is_best(-9.0, -3.0, [7], [], [])
+    assert metrics.is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
+    assert not metrics.is_best(float("nan"), -3.0, [7], [], [7])

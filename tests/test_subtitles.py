@@ -14,6 +14,7 @@ import grpo
 import launch
 import rollout
 from plumbing import data as data_py
+from plumbing import subtitles
 
 # The frames of an overview of 4 stand at 8, 24, 40 and 56 s.
 SRT = ("1\n00:00:07,000 --> 00:00:09,500\nHello <i>there</i>\n\n"
@@ -83,7 +84,7 @@ def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, 
     ("{\\pos(1,2)\\i1}One{\\i0}", "One"), ("{sic} C:\\new", "{sic} C:\\new")])
 def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     (tmp_path / "a.srt").write_text(f"1\n00:00:01,000 --> 00:00:02,000\n{text}\n")
-    assert data_py.subtitle_text(data_py.read_subtitles(str(tmp_path / "a.srt"))) == wanted
+    assert subtitles.subtitle_text(subtitles.read_subtitles(str(tmp_path / "a.srt"))) == wanted
 
 
 @pytest.mark.process

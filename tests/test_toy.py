@@ -139,7 +139,7 @@ def test_the_data_speaks_the_protocol(toy):
         texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         if kind == "sub":
             start = re.search(r"Window: (\d+)", row["messages"][1]["content"][1]["text"])[1]
-            assert texts[0] == rollout.empty_summary() or all(
+            assert texts[0] == rollout.EMPTY_SUMMARY or all(
                 re.fullmatch(f"{start} ({flashes})", part) for part in texts[0].split(", "))
             continue
         assert all(text.startswith("<think>\n") for text in texts)
@@ -158,5 +158,3 @@ TEXTS = ["Which colours flash while the border is red?",
          "<think>\nI saw 16 red look 16 to 40.\n</think>\n<answer>yellow, black</answer>",
          "<12.0 seconds>é 日本 🙂 \x00",
          toy_world.call_text(16, 24), "0 1 9 10 63 64 100", "  two  spaces\n\ttab"]
-
-

@@ -565,3 +565,26 @@ def test_load_message_items(minute):
         video.load(item, root)
 
 
+def test_a_tiny_film_is_decoded_whole_once(tmp_path, opened):
+    """The frames are those of a decoder that is asked for these alone."""
+    path = write(tmp_path / "tiny.mp4", 64, rate=1, size=(32, 32))
+    cache, alone = FrameCache(), FrameCache(0)
+    looks = [{"frames": 4}, {"start": 3, "end": 9}, {"frames": 64}, {"times": [5.0, 60.0]}]
+    found = [video.load({"video": path, **look}, cache=cache) for look in looks]
+    assert len(opened) == 2  # for its times, for its frames
+    for look, frames in zip(looks, found):
+        assert same(frames, video.load({"video": path, **look}, cache=alone))
+
+
+def test_damage_late_in_a_tiny_film_spares_its_early_frames(tmp_path):
+    path = Path(write(tmp_path / "tiny.mp4", 64, rate=1, size=(32, 32), g=8, sc_threshold=0, bf=0))
+    data = bytearray(path.read_bytes())
+    with av.open(str(path)) as container:
+        packets = [(p.pos, p.size) for p in container.demux(video=0) if p.size]
+    for place, size in packets[48:56]:  # one group of frames
+        data[place + 4:place + size] = bytes(size - 4)
+    path.write_bytes(data)
+    cache = FrameCache()
+    assert seen(video.crop(path, 2, 6, cache=cache, **NATIVE).images) == [2, 3, 4, 5]
+    with pytest.raises(VideoError):
+        video.overview(path, 64, cache=cache)

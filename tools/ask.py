@@ -13,7 +13,7 @@ Reads:  a checkpoint folder, a film: a file or a folder of frames; --subtitles o
 Writes: --out, if given: rollout JSONL without rewards.
 
   python tools/ask.py --ckpt C --video film.mp4 --question "Who opens the door?"
-  python tools/ask.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol sage
+  python tools/ask.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol conan
       --video film.mp4 --question "Who opens the door?" --options "the butler" "a guest"
 """
 import argparse
@@ -31,7 +31,7 @@ import eval as evaluation
 import launch
 import rewards
 import rollout
-from evaluation import endpoint, episodes, systems
+from evaluation import endpoint, protocol_loop, systems
 from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
@@ -246,7 +246,8 @@ def parse_args():
             how = "download the film first" if "://" in path else "no such file"
             raise launch.UserError(f"{path}: {how}")
     args.video_root = args.video_root or os.path.commonpath([os.path.dirname(p) for p in paths])
-    rollout.check_rollout_file(args.out, args.video)
+    if args.out:
+        rollout.check_rollout_file(args.out, args.video)
     return args
 
 
@@ -257,7 +258,7 @@ def set_up(args):
     agent, source = rollout.agent_settings(flags, args.video)
     film = film_task(args, 0, args.question or "", args.options)
     suite = evaluation.Suite(None, [film], agent, systems.source_of(source, args))
-    episodes.check_prompts(protocol, suite.tasks, agent, 1)
+    protocol_loop.check_prompts(protocol, suite.tasks, agent, 1)
     if args.ckpt:
         check_size(film, suite.source, args)
     ckpt, _ = evaluation.whole_checkpoint(args)
@@ -267,7 +268,7 @@ def set_up(args):
     codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
-    return episodes.player(sampler, protocol, args.frames[0])
+    return protocol_loop.player(sampler, protocol, args.frames[0])
 
 
 def check_size(film, source, args) -> None:

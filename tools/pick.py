@@ -36,7 +36,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
 import rollout
-from evaluation import folders
+from evaluation import results
 from plumbing import data, runs
 
 # ------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def read_evaluation(path: str) -> list[dict]:
     shape = {name: kind for name, kind in record_shape().items() if name not in blank}
     rows = launch.read_jsonl(path, shape, lambda row: misfit(row, shape) or data.task_fault(
         {"answer": None, **row["task"]}, unlabelled=True))
-    kept = folders.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
+    kept = results.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
     if kept.get("protocol", "paravt") != "paravt" or kept.get("crop_reply") == "frames":
         raise launch.UserError(f"{path}: not of --protocol paravt with summaries, whose turns "
                                "alone sft.py can train on")

@@ -27,8 +27,8 @@ import model
 import rewards
 import rollout
 import video
-from evaluation import folders
-from plumbing import checkpoint, metrics, runs
+from evaluation import results
+from plumbing import checkpoint, metrics, policies, runs
 from plumbing.judge import open_judge
 from tools import pick
 
@@ -53,7 +53,8 @@ def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None
             continue
         for start, end in e.spans:
             pieces = chat.pieces_of(codec, e.context.ids[start:end])
-            e.struct += rollout.struct_places(pieces, start)
+            mask = rewards.structural_mask(pieces)
+            e.struct += [t for t, flag in enumerate(mask, start) if flag]
         # Positions need frames and ids that fit, so an error here means that they do not.
         try:
             model.rope_positions(codec, e.context.ids, e.context.items)
@@ -101,18 +102,18 @@ def main():
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
     seen = [(e.task["video"], e.film) for e in episodes]
-    if moved := folders.of_other_films(seen, source.root):
+    if moved := results.of_other_films(seen, source.root):
         launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
                    f" for example {moved[0]}")
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     complete(episodes, codec)
-    policy, reference, optimizer = grpo.load_models(args, ckpt, codec, source, device, None)
-    teacher = grpo.load_teacher(wise, args, codec, device)
+    policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, None)
+    teacher = policies.load_teacher(wise, args, codec, device)
     if teacher is not None:
         teacher.features.load = source.load
-    log = grpo.open_run(args, policy, 0,
-                        f"one update from the rollouts of {len(args.rollouts)} files")
+    log = metrics.open_log(args, 0, f"one update from the rollouts of {len(args.rollouts)} files | "
+                           f"{checkpoint.weights_line(policy)}")
 
     # A rank takes whole groups, because sigma needs all rollouts of a group.
     clock = time.monotonic()
@@ -136,7 +137,7 @@ def main():
     trees, tokens, skipped = grpo.training_trees(groups, args)
     stats = grpo.update(policy, reference, optimizer, trees, tokens, args, teacher)
     grpo.check_gap(0, stats["gap"], grpo.gap_tolerance())
-    metrics.log_step(log, 0, 1, episodes, {}, stats, {
+    metrics.log_step(log, 0, 1, episodes, stats, {
         "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
         "judge": judge is not None, "decode_s": 0.0, "rollout_s": rollout_s,
         "train_s": time.monotonic() - clock, "sync_s": 0.0})

@@ -80,6 +80,12 @@ MAX_TEXT, MAX_ITEMS = 65_536, 2_000  # characters of a question; messages, and i
 MAX_MARKS = 100_000  # of [ { and , in a JSON body: parsing takes time and memory for each
 
 
+def has_surrogate(value):
+    """Whether a JSON value holds text that cannot be encoded: "\\ud800" alone is valid JSON, but no
+    tokenizer takes it."""
+    return bool(re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)))
+
+
 def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
     """Messages -> (URL of a film or None, [(second or None, URL of an image)], the question)."""
     film, frames, question, system, count = None, [], "", [], 0
@@ -118,7 +124,7 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
     question = "\n".join([*system, question])
     if len(question) > MAX_TEXT:
         raise Refused(400, f"a question has {MAX_TEXT:,} characters at most")
-    if launch.has_surrogate(question):
+    if has_surrogate(question):
         raise Refused(400, "a lone surrogate (\\ud800 to \\udfff) is no text")
     return film, frames, question
 
@@ -594,7 +600,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
             if len(found) > 1000:
                 break
         # A name that is no UTF-8 cannot be sent.
-        return [name for name in sorted(found) if not launch.has_surrogate(name)][:1000]
+        return [name for name in sorted(found) if not has_surrogate(name)][:1000]
 
     @app.put("/films")
     async def dropped(request: Request):

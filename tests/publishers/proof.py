@@ -24,8 +24,8 @@ import numpy as np
 
 import rollout
 from engine import Completion
-from evaluation import benchmarks, endpoint, episodes, paper_texts, systems
-from evaluation.episodes import QUESTION, filled
+from evaluation import benchmarks, endpoint, paper_texts, protocol_loop, systems
+from evaluation.protocol_loop import QUESTION, filled
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 EVALUATION = os.path.join(os.path.dirname(os.path.dirname(HERE)), "evaluation")
@@ -321,7 +321,7 @@ def ours(args, protocol, some, task, root):
                                  prefill=args.think_prefix or bool(protocol.prefill))
     engine = Listener(wire, some.said)
     sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
-    (episode,) = episodes.run(sampler, [task], protocol, some.frames or args.frames[0])
+    (episode,) = protocol_loop.run(sampler, [task], protocol, some.frames or args.frames[0])
     wire.close()
     return engine.bodies, episode
 

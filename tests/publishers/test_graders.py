@@ -14,7 +14,7 @@ import os
 import pytest
 from proof import EVALUATION, FILES, HERE
 
-from evaluation import benchmarks, folders, paper_texts
+from evaluation import benchmarks, paper_texts, results
 
 OPTIONS = ["a red cup", "a blue cup", "a green bowl", "a dog"]
 # Reply -> the letter that it means, "" for none.
@@ -129,7 +129,7 @@ def rows_of(bench, tmp_path):
 @pytest.mark.parametrize("bench", BENCHES)
 def test_ours(bench, tmp_path):
     _, tasks = rows_of(bench, tmp_path)
-    counted("ours", bench, [folders.grade({"task": task, "status": "ok", "turns": [text],
+    counted("ours", bench, [results.grade({"task": task, "status": "ok", "turns": [text],
                                            "think_open": False})["score"]
                             for task, (text, *_) in zip(tasks, cases(bench))])
 
@@ -152,5 +152,5 @@ def test_a_publishers(grader, bench, tmp_path, request):
              for row, (text, *_) in zip(rows, cases(bench))]
     name = "paper-direct" if grader == "ParaVT" else f"lmms-eval:{bench}"
     sent = paper_texts.run(path, name, items, os.path.join(HERE, "child.py"), [EVALUATION])
-    results = [one.get("result", one) for one in sent]
-    counted(grader, bench, [one.get("score") or 0.0 for one in results])
+    found = [one.get("result", one) for one in sent]
+    counted(grader, bench, [one.get("score") or 0.0 for one in found])

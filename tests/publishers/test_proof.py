@@ -4,7 +4,7 @@ python -m pytest tests/publishers --checkouts DIR -q
 
 DIR holds clones, named as in KNOWN of proof.py. Their code runs in a child process without a
 network and keys; whoever runs it trusts it as far as that. A protocol without a clone is skipped.
-sage, rewatch-r1 and reasoning (Video-Thinker) have no code to prove against.
+rewatch-r1 and reasoning (Video-Thinker) have no code to prove against.
 """
 import difflib
 import os

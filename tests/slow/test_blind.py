@@ -10,7 +10,7 @@ from scripted import AGENT, Scripted, Server
 
 import rollout
 import video
-from evaluation import episodes, sources
+from evaluation import frame_sources, protocol_loop
 
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which is first?", "type": "mcq",
         "options": ["red", "blue", "green"], "answer": "B"}
@@ -19,7 +19,7 @@ TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which is first?
 def shown(toy, show, **more):
     """-> Source of eval.py that shows frames in this way."""
     source = rollout.Source(str(toy), video.FrameCache())
-    return sources.Source(**vars(source), show=show, **more)
+    return frame_sources.Source(**vars(source), show=show, **more)
 
 
 def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monkeypatch):
@@ -30,13 +30,13 @@ def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monk
     agent = rollout.Agent(**{**vars(AGENT), "tools": False, "max_turns": 0})
     engine = Scripted(codec, ["</think><answer>B</answer>"])
     sampler = rollout.Sampler(engine, codec, shown(toy, "real"), agent)
-    (episode,) = episodes.run(sampler, [TASK], episodes.Protocol(), frames=0)
+    (episode,) = protocol_loop.run(sampler, [TASK], protocol_loop.Protocol(), frames=0)
     assert episode.status == "ok" and episode.num_frames == 0 and episode.duration == 64.0
     (request,) = engine.requests
     assert not request.items and not request.frames and codec.image_pad not in request.expanded
     assert "Which is first?" in codec.tokenizer.decode(request.expanded)
     gone = {**TASK, "video": "gone.mp4"}
-    (broken,) = episodes.run(sampler, [gone], episodes.Protocol(), frames=0)
+    (broken,) = protocol_loop.run(sampler, [gone], protocol_loop.Protocol(), frames=0)
     assert broken.status == "video_error"
 
 
@@ -78,7 +78,7 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     assert modes == [(0, "real"), (0, "options")] + [
         (k, show) for k in (2, 4) for show in ("real", "blank", "shuffled", "options")]
     tasks = [json.loads(line) for line in data.read_text().splitlines()]
-    still = sum(episodes.reordered(task)["answer"] == "B" for task in tasks) / 12
+    still = sum(protocol_loop.reordered(task)["answer"] == "B" for task in tasks) / 12
     assert 0 < still < 1
     found = {(row["K"], row["shown"]): row for row in summary["needs"]}
     assert {place: row["headline"] for place, row in found.items()} == {
@@ -107,15 +107,15 @@ def test_shuffled_options_keep_the_right_answer():
     for n in range(60):
         for place, letter in enumerate("ABC"):
             task = {**TASK, "id": f"q{n}", "answer": letter}
-            new = episodes.reordered(task)
+            new = protocol_loop.reordered(task)
             assert sorted(new["options"]) == sorted(task["options"])
             assert new["options"][string.ascii_uppercase.index(new["answer"])] == (
                 task["options"][place])
             assert [task["options"][i] for i in new["order"]] == new["options"]
-            assert episodes.reordered(task) == new
+            assert protocol_loop.reordered(task) == new
         orders.add(tuple(new["order"]))
     assert len(orders) == 6, "every order of three options comes up"
-    labelled = episodes.reordered({**TASK, "options": ["A. red", "B. blue", "C. green"]})
+    labelled = protocol_loop.reordered({**TASK, "options": ["A. red", "B. blue", "C. green"]})
     assert sorted(labelled["options"]) == ["blue", "green", "red"]
     grounding = {**TASK, "type": "grounding", "options": None, "answer": [1.0, 2.0]}
-    assert episodes.reordered(grounding) == grounding
+    assert protocol_loop.reordered(grounding) == grounding

@@ -38,5 +38,3 @@ def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
         assert line.endswith(f"the newest whole checkpoint is {folder}")
         runs.settle(folder, state)
         assert links() == ["step_000003", "step_000001"] and not capsys.readouterr().out
-
-

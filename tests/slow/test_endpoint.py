@@ -65,5 +65,3 @@ def ask_group(server, tasks, source, **more):
         return play(engine, tasks[:1], source, replace(AGENT, tools=False), group=4)
     finally:
         engine.close()
-
-

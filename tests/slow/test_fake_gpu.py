@@ -55,7 +55,7 @@ import grpo
 import launch
 import model
 import sft
-from plumbing import checkpoint, runs
+from plumbing import checkpoint, policies, runs
 from tools import plan
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -496,7 +496,7 @@ def trace(memory, stage, size, ranks, layers, lora):
     policy, optimizer = load(lora)
     reference, kept = None, 0
     if stage == "grpo":
-        reference = checkpoint.AdapterReference(policy) if lora else load_reference()
+        reference = policies.AdapterReference(policy) if lora else load_reference()
         keep_features(policy, reference)
     memory.peak = memory.now
     for seen in (waits, reduced, travelled):

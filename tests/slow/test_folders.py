@@ -123,7 +123,7 @@ def holder(tmp_path):
 
 
 def test_a_second_run_in_one_folder_is_refused_and_told_who_is_there(holder, start, toy, tmp_path):
-    out, told = tmp_path / "run", f"pid {holder.pid} on {socket.gethostname()} since 20"
+    out, told = tmp_path / "run", f"pid {holder.pid} on {socket.gethostname()} since "
     for script in (grpo, sft):
         code, _, err = start(script, *command(script.__name__, toy, toy / "init", out)[1:])
         assert code == 2 and told in err and err.count("\n") == 1, err

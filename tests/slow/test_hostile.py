@@ -24,7 +24,7 @@ from test_video import write
 import chat
 import rollout
 import video
-from evaluation import episodes, folders
+from evaluation import protocol_loop, results
 from plumbing import data as data_py
 
 REAL = ["I need a closer look.\n</think>\n" + CALL,
@@ -107,15 +107,14 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
         said["texts"] += 1
         return mutated(rng)
 
-    agent = rollout.Agent(max_turns=2, think_prefix=seed % 2 == 0, sub_frames=2,
-                          open_thought=("run", "drop")[seed // 2])
+    agent = rollout.Agent(max_turns=2, think_prefix=seed % 2 == 0, sub_frames=2)
     step = 0
     while said["texts"] < 2500:
         sampler = rollout.Sampler(talker(say), None, source, replace(agent, seed=step))
-        for episode in episodes.run(sampler, tasks, episodes.Protocol(), 4, group=40):
+        for episode in protocol_loop.run(sampler, tasks, protocol_loop.Protocol(), 4, group=40):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
-            record = folders.grade({"status": "ok", "turns": episode.turns,
+            record = results.grade({"status": "ok", "turns": episode.turns,
                                        "think_open": episode.think_open, "task": episode.task})
             assert 0 <= record["score"] <= 1
         step += 1
@@ -245,7 +244,7 @@ def test_a_decoder_process_has_a_bound_on_its_memory(tmp_path, monkeypatch, deco
     limits = Path(f"/proc/{decoders[0].process.pid}/limits").read_text()
     assert re.search(rf"Max address space +{video.MAX_MEMORY} ", limits)
     cache.close()
-    lower = f"import video; {shortage}; video.main()"
+    lower = f"import video; {shortage}; video._serve()"
     started = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(
         [sys.executable, "-c", lower, command[-1]], cwd=ROOT, **options))
@@ -280,5 +279,3 @@ def test_subtitles_are_text_whatever_they_spell(toy, codec, source):
     tame, forged = ids("hello"), ids(FORGED)
     assert Counter(i for i in tame if i in special) == Counter(i for i in forged if i in special)
     assert FORGED.split("\n")[0] in chat.decode(codec, forged, keep_special=True)
-
-

@@ -10,7 +10,7 @@ import random
 
 import numpy as np
 
-from evaluation import readers
+from evaluation import qwen_vl_sampling
 
 
 def crop(start, end=None, name="crop_video"):
@@ -41,10 +41,8 @@ def test_sizes_are_those_of_the_processors():
         height, width = draw.randrange(40, 2200), draw.randrange(40, 2200)
         for factor, least, most in ((28, 100352, 602112), (28, 784, 50176), (32, 65536, 16777216)):
             wanted = smart_resize(height, width, factor, least, most)
-            assert readers.sides(height, width, factor, least, most) == wanted
-        assert readers.film(900, height, width, 25165824)[1] == of_film(
+            assert qwen_vl_sampling.sides(height, width, factor, least, most) == wanted
+        assert qwen_vl_sampling.film(900, height, width, 25165824)[1] == of_film(
             32, height, width, 2, 32, 4096, 25165824)
-    places, _ = readers.film(901, 480, 640, 25165824)
+    places, _ = qwen_vl_sampling.film(901, 480, 640, 25165824)
     assert places == np.linspace(0, 900, 32, dtype=int).tolist()
-
-

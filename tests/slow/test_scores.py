@@ -144,5 +144,3 @@ def test_p_of_pooled_runs_is_that_of_welch(monkeypatch):
     ours, theirs = np.array(pairs).T
     assert np.abs(ours - theirs).max() < 0.05 and np.abs(ours - theirs).mean() < 0.015
     assert (ours < 0.05).mean() <= 0.15
-
-

@@ -1,5 +1,5 @@
 """
-evaluation/folders.py (tests/test_eval.py): reads and grades the records of an evaluation, and
+evaluation/results.py (tests/test_eval.py): reads and grades the records of an evaluation, and
 compares finished folders without a model.
 
 A record is one line per item, appended when the episode ends. An item is (task id, K, mode,
@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import time
 
 import launch
@@ -39,7 +38,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file", "user_file",
             "texts_of"}
     # Parts: a record names K, mode and sample. The argument `subtitles` is the resolved flag.
-    free |= {"limit", "shard", "frames", "tools", "show", "samples", "subtitles"}
+    free |= {"limit", "frames", "tools", "show", "samples", "subtitles"}
     # Speed, addresses, and the treatment of finished records.
     free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
     free |= {"give_up", "server_wait"}
@@ -47,7 +46,8 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     free |= {"engine_share", "patience", "decode_timeout", "quiet", "cpu"}
     free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors"}
     free |= {"video", "question", "options"}
-    flags = {**vars(args), "verify": None}  # a flag that has gone; records were made with it
+    # Two flags that have gone; records were made with them.
+    flags = {**vars(args), "verify": None, "open_thought": "run"}
     kept = {name: value for name, value in sorted(flags.items()) if name not in free}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -299,7 +299,7 @@ def finish(out, found, args, policy, parts=None):
                 here[scores.place_of(row)] = {(r["task"]["id"], r["sample"]): r for r in records}
             errors.update(r["error"] for r in records if r.get("error"))
     if missing:
-        why = "run the same command (or the other shards) first, then --rescore"
+        why = "run the same command first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
     refused = scores.refuse(results, args.allow_errors)
     scores.add_crr(results)
@@ -360,27 +360,11 @@ def silent(results, allow_errors):
 
 
 def rescore(folders, args):
-    """--rescore: grades finished records again, and merges those of several folders (shards)."""
-    sources = [(number, pair) for number, folder in enumerate(folders) for pair in leaves(folder)]
-    # Copied, so that the merged folder can be graded again and compared like any other.
-    for number, (bench, leaf) in sources if len(folders) > 1 else []:
-        target = leaf_of(args.out, bench)
-        launch.make_out(target)
-        if os.path.samefile(leaf, target):  # --out is one of the folders
-            continue
-        # Checked before any file is copied, or --out would hold records of two settings.
-        known = [*read_records(leaf).values(), *read_records(target).values()]
-        if len({record["digest"] for record in known}) > 1:
-            why = "its records are of another checkpoint or other settings than those of"
-            raise launch.UserError(f"--rescore {folders[number]}: {why} {folders[0]}")
-        for path in glob.glob(os.path.join(glob.escape(leaf), "records.*")):
-            name = os.path.basename(path).replace("records.", f"records.part{number}.", 1)
-            shutil.copyfile(path, os.path.join(target, name))
-        for name in ("tasks.jsonl", "args.json"):
-            shutil.copyfile(os.path.join(leaf, name), os.path.join(target, name))
-    out = args.out if len(folders) > 1 else folders[0]
-    kept = read_json(leaves(out)[0][1], "args.json")
-    finish(out, leaves(out), args, kept["ckpt"] or kept["model"])
+    """--rescore: grades the records of finished folders again."""
+    for folder in folders:
+        found = leaves(folder)
+        kept = read_json(found[0][1], "args.json")
+        finish(folder, found, args, kept["ckpt"] or kept["model"])
 
 
 def compare(words, out):

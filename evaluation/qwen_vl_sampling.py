@@ -1,6 +1,6 @@
 """
-evaluation/readers.py (tests/slow/test_paper.py): which frames of a video the publishers' readers
-take, and how large.
+evaluation/qwen_vl_sampling.py (tests/slow/test_paper.py): which frames of a video the publishers'
+readers take, and how large.
 
   qwen     qwen_vl_utils 0.0.14: an even number of frames, from the first to the last one of the
            video or of a window, by linspace; sides are whole multiples of a factor

@@ -1,8 +1,8 @@
 """
-evaluation/sources.py (tests/test_protocols.py): where the frames of an evaluation come from.
+evaluation/frame_sources.py (tests/test_protocols.py): where the frames of an evaluation come from.
 
   overview_grid   "centres": ours, the centres of equal segments, see video.py
-                  "qwen": the reader of most publishers, windows too, see evaluation/readers.py
+                  "qwen": the reader of most publishers, windows too, see qwen_vl_sampling.py
                   "start": VideoZoomer's, from the first frame on, evenly; above its limit from the
                   first to the last
 
@@ -21,7 +21,7 @@ import numpy as np
 import launch
 import rollout
 import video
-from evaluation import readers
+from evaluation import qwen_vl_sampling
 from evaluation.endpoint import jpeg_bytes
 
 
@@ -69,7 +69,7 @@ class Source(rollout.Source):
             return self.changed(super().load(spec), spec)
         shown = spec["frames"]
         if self.overview_fps:
-            shown = readers.paced_frames(self.duration(spec), self.overview_fps, shown)
+            shown = qwen_vl_sampling.paced_frames(self.duration(spec), self.overview_fps, shown)
         most = self.max_pixels
         if self.total_pixels:
             # Two frames make one grid of patches, which the publishers' reader counts once. The
@@ -87,7 +87,7 @@ class Source(rollout.Source):
         starts, info = self.cache.index(path)
         shape = len(starts), info.height, info.width
         if spec.get("film"):
-            places, size = readers.film(*shape, self.max_pixels)
+            places, size = qwen_vl_sampling.film(*shape, self.max_pixels)
             return Film(**vars(self.cache.frames(path, places, 0, 0, size)), path=path)
         asked = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "start" in spec:
@@ -102,7 +102,7 @@ class Source(rollout.Source):
         if self.total_pixels and "frames" in spec:
             asked.update(total_pixels=self.total_pixels)
         try:
-            places, size = readers.qwen(asked, shape[0], info.fps, *shape[1:], self.patch)
+            places, size = qwen_vl_sampling.qwen(asked, shape[0], info.fps, *shape[1:], self.patch)
         except ValueError as error:
             if "start" in spec:
                 raise
@@ -130,7 +130,7 @@ class Source(rollout.Source):
         images = [reencoded(image, self.jpeg) for image in frames.images]
         height, width = frames.images.shape[1:3]
         if self.processor:
-            height, width = readers.sides(height, width, 32, *self.processor)
+            height, width = qwen_vl_sampling.sides(height, width, 32, *self.processor)
             images = [resized(image, height, width) for image in images]
         name = f"jpeg{self.jpeg}-{height}x{width}-"
         return video.Frames(np.stack(images), frames.seconds, name + frames.key,

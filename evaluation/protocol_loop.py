@@ -1,6 +1,6 @@
 """
-evaluation/episodes.py (tests/test_protocols.py): plays an episode by the protocol of a system, and
-builds its messages.
+evaluation/protocol_loop.py (tests/test_protocols.py): plays an episode by the protocol of a system,
+and builds its messages.
 
 A Protocol is a system's prompt, the form of calls, the responses to calls, and when the system must
 answer; evaluation/systems.py and evaluation/paper.py have one for each system. `play` is the
@@ -66,7 +66,6 @@ class Reply:
     messages: list
     specs: list = field(default_factory=list)
     frames: list = field(default_factory=list)
-    fresh: bool = False  # the messages are a new conversation, not the next turn of this one
 
 
 def trained_opening(task, num_frames, agent, subtitles, duration):
@@ -76,7 +75,7 @@ def trained_opening(task, num_frames, agent, subtitles, duration):
 
 async def summaries_answer(records, calls, episode, sampler, turn):
     """ParaVT's Protocol.answer: a sub-agent for every call, one tool message each, in order."""
-    await rollout.serve(records, calls, episode, sampler, turn)
+    await rollout.run_sub_agents(records, calls, episode, sampler, turn)
     return Reply([{"role": "tool", "content": record["summary"]} for record in records])
 
 
@@ -166,15 +165,10 @@ async def play(episode, sampler, protocol):
             reply = await protocol.answer(records, calls, episode, sampler, turn)
         except video.VideoError as error:  # none of the windows, see rollout.run
             for record in records:
-                rollout.refuse_window(record, error)
+                record.update(rollout.load_error(error))
             break
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
-        if reply.fresh:
-            context = open_chat(codec, reply.messages, reply.specs, reply.frames, tools)
-            episode.context = context
-            episode.spans.clear()  # of the last context alone
-            continue
         spoken_turn = {"role": "assistant", "content": prefill + said.text}
         context.messages = [*context.messages, spoken_turn, *reply.messages]
         context.frames += reply.frames
@@ -182,7 +176,9 @@ async def play(episode, sampler, protocol):
             items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
             compact = chat.tool_response_ids(codec, reply.messages, said.ended, items)
             glue = chat.expand(codec, compact, items)
-            if not rollout.fits(episode, agent, len(glue) + len(prefix)):
+            if len(context.ids) + len(glue) + len(prefix) >= agent.context:
+                episode.fail("context", "the responses do not fit into a context of "
+                             f"{agent.context}")
                 break
             context.insert(glue, compact)
             context.items += items
@@ -351,12 +347,11 @@ def opening(task, num_frames, agent, subtitles, duration,
     """
     Protocol.opening of most systems: a system text, then one user turn of frames and text.
 
-    user: template, see filled. tail: follows unchanged, except {video} and {duration}.
+    user: template, see filled. tail: follows unchanged, except {video}.
     """
     if "{subtitles}" not in user:  # publishers' texts have no place for them
         user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))
-    tail = tail.replace("{duration}", clock(duration))
     text = filled(user, task, duration, subtitles, label, between) + tail
     # The spec of the overview: the frames themselves are loaded by the loop.
     frames = {"type": "video", "video": task["video"], "frames": num_frames,
@@ -379,7 +374,7 @@ async def windows(records, calls, episode, sampler, spec_of=None):
     Fills the records. spec_of: (call, task, agent) -> spec of video.load.
     """
     agent = sampler.agent
-    wanted = rollout.admitted(records, calls, agent.max_parallel)  # indices of calls
+    wanted = rollout.runnable_calls(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
     # All at once, in the decode threads. film: see Source.load_same.
     jobs = [sampler.pump.load(sampler.source.load_same, spec, episode.film) for spec in specs]
@@ -394,7 +389,7 @@ def note_frames(record, frames):
     """Notes Frames, a VideoError or a ValueError in a call's record -> whether there are Frames.
     Raises any other error."""
     if isinstance(frames, (video.VideoError, ValueError)):
-        rollout.refuse_window(record, frames)
+        record.update(rollout.load_error(frames))
         return False
     if isinstance(frames, BaseException):
         raise frames

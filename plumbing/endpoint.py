@@ -1,0 +1,164 @@
+"""
+plumbing/endpoint.py (tests/test_endpoint.py): the client of an OpenAI-compatible chat endpoint: one
+POST that never raises.
+
+  post   JSON -> Reply: the answer, or why there is none
+
+Keys come from an environment variable and are never printed or stored; no redirect and no proxy
+carries them elsewhere.
+
+Asks endpoints; writes nothing. Used by plumbing/judge.py, and by evaluation/endpoint.py, whose
+engine asks whole episodes.
+"""
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import ssl
+import threading
+from dataclasses import dataclass
+
+import launch
+
+MAX_REPLY = 16 * 2**20  # bytes of an answer
+PROBE = [{"role": "user", "content": "Reply with yes."}]  # messages that any model answers
+
+
+@dataclass
+class Reply:
+    """What came back from a POST."""
+
+    status: int  # of HTTP; 0 without a whole answer
+    answer: object = None  # JSON, if the status is a success
+    error: str = None  # in one line
+    wait: float = 0.0  # seconds that the server asks to wait
+
+
+class Client:
+    """POSTs to chat endpoints. All requests wait in one thread of their own, so counters need no
+    lock."""
+
+    def __init__(self, key_variable=None):
+        """key_variable: environment variable of the key, which is never printed or stored."""
+        import httpx  # half a second, which --help need not wait for
+
+        self.key_variable = key_variable
+        # A header cannot hold it, and the error would: two lines of a file, or a pasted ellipsis.
+        if not (self.key().isascii() and self.key().isprintable()):
+            raise launch.UserError(f"the key in {key_variable} holds a line break, or a character "
+                                   "that is not ASCII; set it again")
+        self.ending = None  # why no request is sent any more
+        self.loop = asyncio.new_event_loop()
+        # No time-out of httpx: that bounds each read alone, and a server that drips never meets it.
+        self.http = httpx.AsyncClient(trust_env=False, timeout=None, follow_redirects=False,
+                                      verify=ssl.create_default_context())
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, work):
+        """A coroutine -> Future of its result, from the thread of the requests."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def key(self):
+        """The key, or an empty text."""
+        # A file that was read into the variable often ends in a newline.
+        return os.environ.get(self.key_variable, "").strip() if self.key_variable else ""
+
+    async def post(self, url, body, seconds):
+        """bytes of JSON -> Reply, within `seconds` in all."""
+        import httpx
+
+        headers = {"Content-Type": "application/json"}
+        if self.key():
+            headers["Authorization"] = f"Bearer {self.key()}"
+        content = b""
+        try:
+            async with (asyncio.timeout(seconds),
+                        self.http.stream("POST", url, content=body, headers=headers) as reply):
+                async for part in reply.aiter_bytes():
+                    content += part
+                    if len(content) > MAX_REPLY:
+                        break
+        except TimeoutError:
+            return Reply(0, error=f"no whole answer within {seconds:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, cut off halfway, no address
+            return Reply(0, error=masked(f"{type(error).__name__}: {error}", self.key()))
+        status = reply.status_code
+        if len(content) > MAX_REPLY:
+            return Reply(status, error=f"bad answer: more than {MAX_REPLY >> 20} MiB")
+        if not 200 <= status < 300:  # a redirect too, as the key goes to no other host
+            after = reply.headers.get("Retry-After", "")  # seconds; a date is passed over
+            wait = float(after) if passing(status) and after.isdecimal() else 0.0
+            said = f"HTTP {status}: {message_of(content, self.key())}"
+            return Reply(status, error=said.rstrip(": "), wait=wait)
+        try:
+            return Reply(status, masked(launch.parse_json(content), self.key()))
+        except ValueError as error:
+            return Reply(status, error=f"bad answer: {type(error).__name__}")
+
+    async def pause(self, seconds):
+        await asyncio.sleep(seconds)
+
+    def end(self, why):
+        """No request is sent any more. From any thread."""
+        self.ending = self.ending or why
+
+    def close(self):
+        """Returns at once. Requests that are left are cancelled, and the thread ends after them."""
+        self.end("the run is over")
+        self.run(self.leave())
+
+    async def leave(self):
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.http.aclose()
+        self.loop.stop()
+
+
+def passing(status):
+    """Whether another try may succeed. status: as in OpenAIEngine.post."""
+    return status in (0, 429) or status >= 500
+
+
+def masked(said, key):
+    """Text or JSON of a server -> the same without the key, which some servers repeat."""
+    # In JSON no escape hides the key. A word of a few letters (EMPTY, for a server that needs no
+    # key) is no secret, and answers may hold it.
+    said, key = json.dumps(said), json.dumps(key)[1:-1]
+    return json.loads(said.replace(key, "***") if len(key) > 5 else said)
+
+
+def message_of(content, key):
+    """The body of an error -> its message in one line, 200 characters at most, without the key."""
+    text = content.decode(errors="replace")
+    with contextlib.suppress(ValueError):  # not JSON: the text itself
+        found = launch.parse_json(text)
+        # {"error": {"message": ..}} or {"error": ..}, and {"detail": ..} of some frameworks
+        for name in ("error", "message", "detail"):
+            if isinstance(found, dict) and found.get(name):
+                found = found[name]
+        text = found if isinstance(found, str) else json.dumps(found)
+    if text.lstrip().startswith("<"):  # the page of a proxy
+        text = re.sub(r"<[^>]*>", " ", text)
+    return launch.printable(" ".join(masked(text, key).split()))[:200]
+
+
+def address(text):
+    """A URL as a flag's value. Raises ArgumentTypeError if it holds a user, a password or a query
+    (?key=..): settings are written to files and sent to trackers."""
+    if "@" in text or "?" in text:
+        raise argparse.ArgumentTypeError("the address names a user or has a query; give it without,"
+                                         " and the key in an environment variable")
+    return text
+
+
+def refusal(url, model, reply, flag=""):
+    """The line for a server that sent no completion. flag: "judge-", or "" for the one to
+    evaluate."""
+    if not reply.status:
+        return f"no server answers at {url} ({reply.error}); expected an OpenAI-compatible endpoint"
+    return (f"{url} refuses a request ({reply.error}); see the server's log, the key in "
+            f"--{flag or 'api-'}key-env, --{flag}model {model}, and if the address ends in /v1")
