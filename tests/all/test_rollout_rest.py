@@ -229,7 +229,7 @@ def test_flags_of_the_engine_and_the_cache_reach_them(monkeypatch):
     _, source = rollout.agent_settings(args, __file__)
     assert source.cache.memory.most == 2**29
     assert (source.cache.folder.path, source.cache.folder.most) == ("kept", 2**28)
-    assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder.path is None
+    assert rollout.agent_settings(parser.parse_args([]), __file__)[1].cache.folder is None
     args.engine_share = 1.0
     with pytest.raises(launch.UserError, match="--engine-share"):
         rollout.agent_settings(args, __file__)
