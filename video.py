@@ -883,7 +883,7 @@ class FrameCache:
 
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
-        self.memory, self.folder = Memory(max_bytes), DiskCache(folder, folder_bytes)
+        self.memory, self.folder = Memory(max_bytes), folder and DiskCache(folder, folder_bytes)
         self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
         self.witness = None  # the video that was opened last; if it has gone, the disk has
@@ -916,12 +916,13 @@ class FrameCache:
     def stored(self, name, state, read):
         """-> the values of read(), arrays and numbers, from the folder if they are there. state:
         of the video's VideoTable."""
-        values = self.folder.load(name)
+        values = self.folder.load(name) if self.folder else None
         if values is None:
             values = read()
             if identity(state[0]) != list(state[1:3]):  # else another film's frames have its key
                 raise VideoError(state[0], "changed while it was read")
-            self.folder.store(name, values)
+            if self.folder:
+                self.folder.store(name, values)
         return values
 
     def table(self, path):

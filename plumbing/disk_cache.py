@@ -18,7 +18,7 @@ import numpy as np
 
 class DiskCache:
     """Tables and frames on disk, for later runs and other processes; the least recently used are
-    deleted. path: None keeps nothing. most: bytes of all files; beyond 8 processes each may add
+    deleted. most: bytes of all files; beyond 8 processes each may add
     1/64."""
 
     def __init__(self, path, most):
@@ -27,8 +27,6 @@ class DiskCache:
 
     def load(self, name):
         """-> [arrays and numbers], None if missing or damaged."""
-        if not self.path:
-            return None
         path = os.path.join(self.path, name + ".frames")
         with contextlib.suppress(OSError):  # no such file, or another user's
             os.utime(path)  # marks the file as used now
@@ -42,8 +40,6 @@ class DiskCache:
 
     def store(self, name, values):
         """Writes a whole file or none. After an error, reading goes on without the folder."""
-        if not self.path:
-            return
         stream = io.BytesIO()
         np.savez(stream, *values)
         data = zlib.crc32(stream.getbuffer(), 1).to_bytes(4, "big") + stream.getbuffer()
