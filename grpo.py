@@ -380,10 +380,9 @@ def main():
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     stop_asked = launch.stop_on_signal()
-    tolerance = gap_tolerance(run.engine_dtype)
     bad_steps = 0  # steps in a row without a finite gradient or a video
     if val_tasks and run.start == 0:  # the accuracy that training starts from
-        evaluate(run.log, run.sampler, val_tasks, 0, args)
+        best["last_unread"] = evaluate(run.log, run.sampler, val_tasks, 0, args)[1]
 
     for step in range(run.start, args.steps):
         last, seconds = step + 1 == args.steps, {}
@@ -408,8 +407,8 @@ def main():
             # Not after an outage, also of one rank, also of windows alone: the rest would teach the
             # policy to make no calls.
             failed = [e.status == "video_error" for e in episodes]
-            away = launch.any_rank(any(failed) and source.cache.away(source.root))
-            blind = away or not launch.any_rank(not all(failed))
+            blind = launch.any_rank(any(failed) and source.cache.away())
+            blind = blind or not launch.any_rank(not all(failed))
             trees, tokens, skipped = training_trees([] if blind else groups, args)
             stats = update(policy, run.reference, run.optimizer, trees, tokens, args, run.teacher)
             # On a GPU: memory that an engine does not give back grows from step to step.
@@ -418,9 +417,8 @@ def main():
             # A single step without a finite gradient, or without a video that can be read, is
             # skipped; three in a row end the run.
             bad_steps = bad_steps + 1 if stats["bad_updates"] or blind else 0
-            if bad_steps:
-                runs.check_run(step, bad_steps, args.out, blind, last)
-            check_gap(step, stats["gap"], tolerance)
+            runs.check_run(step, bad_steps, args.out, blind, last)
+            check_gap(step, stats["gap"], gap_tolerance(run.engine_dtype))
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         eval_due = val_tasks and (last or args.eval_every and (step + 1) % args.eval_every == 0)
@@ -447,7 +445,9 @@ def main():
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad_steps
         if stopping or last or due or best["best_step"] == step + 1:
-            checkpoint.save_run(policy, policy.codec, run.optimizer, args.out, step + 1,
+            # Bad steps moved no weight: a run that stops in one takes them again.
+            done = step + 1 - bad_steps * (not last)
+            checkpoint.save_run(policy, policy.codec, run.optimizer, args.out, done,
                                 {**best, "args": vars(args), "inputs": run.inputs})
             launch.beat(args.patience)
         if step % 10 == 9:
@@ -556,8 +556,8 @@ def pay_of(args):
 
 def evaluate(log, sampler, val_tasks, step, args):
     """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, NaN of
-    no task, ids of the tasks that failed, which it leaves out). The K, the seeds and so the noise
-    of a task are the same in every evaluation. Collective."""
+    no task or if the disk is away, ids of the tasks that failed, which it leaves out). The K, the
+    seeds and so the noise of a task are the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
     rank, world = launch.rank_and_world()
     rows = []
@@ -574,7 +574,8 @@ def evaluate(log, sampler, val_tasks, step, args):
             rows.append({"id": str(e.task["id"]), "tools": tools, "status": e.status,
                          "acc": e.reward.get("acc"), "judge": e.reward.get("judge"),
                          "K": e.num_frames, "type": e.task["type"]})
-    return metrics.log_held_out(log, step, rows)
+    acc, unread = metrics.log_held_out(log, step, rows)
+    return math.nan if launch.any_rank(bool(unread) and source.cache.away()) else acc, unread
 
 
 # ------------------------------------------------------------------------------------------------

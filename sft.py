@@ -222,7 +222,7 @@ def batch_packs(chats, step, codec, args, rank, world):
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     mine = launch.deal(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, mine, codec, args.pack_tokens)
-    away = not chats.broken.isdisjoint(mine) and chats.cache.away(chats.root)
+    away = not chats.broken.isdisjoint(mine) and chats.cache.away()
     return packs, frames, away, sorted(chats.broken)
 
 
@@ -305,7 +305,8 @@ def backward(policy, packs):
 
 
 def held_out_loss(policy, chats, args, rank, world):
-    """Nats per token of the held-out chats; NaN if none can be read. Collective."""
+    """Nats per token of the held-out chats; NaN if none can be read, or if the disk with the videos
+    went away meanwhile. Collective."""
     import torch
 
     nats, tokens, rows = 0.0, 0, range(len(chats.rows))
@@ -318,7 +319,12 @@ def held_out_loss(policy, chats, args, rank, world):
         with torch.no_grad():
             loss, n = backward(policy, packs)
         nats, tokens = nats + loss * n, tokens + n
-    return nats / tokens if tokens else math.nan
+    # Chats that can be read now were left out by an outage, which may have passed.
+    lost = sorted(chats.broken)
+    chats.broken.clear()
+    back = [i for i in lost if chats.read(i, {}) is not None]
+    away = launch.any_rank(bool(back) or bool(lost) and chats.cache.away())
+    return math.nan if away or not tokens else nats / tokens
 
 
 # ------------------------------------------------------------------------------------------------
@@ -433,8 +439,9 @@ def main():
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad
         if stopping or last or due or best["best_step"] == step + 1:
-            # resume_point reads all of it again and compares the settings.
-            checkpoint.save_run(policy, codec, optimizers, args.out, step + 1,
+            # resume_point reads all of it again and compares the settings. Bad steps moved no
+            # weight: a run that stops in one takes them again.
+            checkpoint.save_run(policy, codec, optimizers, args.out, step + 1 - bad * (not last),
                                 {**best, "args": vars(args), "inputs": inputs})
             launch.beat(args.patience)
         if stopping:

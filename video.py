@@ -886,7 +886,7 @@ class FrameCache:
         self.memory, self.folder = Memory(max_bytes), folder and DiskCache(folder, folder_bytes)
         self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
-        self.witness = None  # the video that was opened last; if it has gone, the disk has
+        self.witnesses = ()  # the videos that were opened last; if all have gone, the disk has
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
@@ -898,15 +898,14 @@ class FrameCache:
         table = self.table(path)
         return np.flatnonzero(np.isin(table.ticks, table.key_ticks))
 
-    def away(self, root):
-        """Whether the disk with the videos has gone: the first frame of the video that was opened
-        last does not decode any more, or, if none was opened, the folder `root` is missing."""
-        if self.witness is None:
-            return not os.path.isdir(root)
-        with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
-            table = self.table(self.witness)
-            self.decoders.read(self.witness, table.ticks[:1], table.key_ticks, 32, 32)
-            return False
+    def away(self):
+        """Whether the disk with the videos has gone: of none of the four videos that were opened
+        last does the first frame decode any more. Ask after a video could not be read."""
+        for path in self.witnesses:
+            with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
+                table = self.table(path)
+                self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32)
+                return False
         return True
 
     def close(self):
@@ -937,7 +936,7 @@ class FrameCache:
             return table, 3 * starts.nbytes  # at most
 
         table = self.memory.once(state, read, last=False)  # a look that needs the table comes next
-        self.witness = state[0]
+        self.witnesses = (state[0], *(w for w in self.witnesses if w != state[0]))[:4]
         return table
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):

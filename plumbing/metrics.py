@@ -203,11 +203,12 @@ def is_best(value, best, unread, best_unread, last_unread=None):
     """Whether a held-out value, higher is better, is the new best one. unread: rows whose videos
     could not be read, so that the value is a mean over the others; means over other rows cannot be
     compared. best_unread: those of the best value, None: there is none yet. last_unread: those of
-    the evaluation before. `best` begins anew if more rows can be read than at `best`, and if the
-    same ones could not be read twice in a row: they have gone for good."""
-    if best_unread not in (None, unread):
-        more = set(unread) < set(best_unread) or unread == last_unread
-        launch.say(f"held-out rows not read: {len(best_unread)} at `best`, {len(unread)} now,"
+    the evaluation before, None: there was none. `best` begins anew if more rows can be read than at
+    `best`, and if the same ones could not be read twice in a row: they have gone for good."""
+    before = last_unread if best_unread is None else best_unread
+    if before not in (None, unread):
+        more = set(unread) < set(before) or unread == last_unread
+        launch.say(f"held-out rows not read: {len(before)} before, {len(unread)} now,"
                    + (" so `best` begins anew" if more else " so this is no `best`"))
         best = float("-inf" if more else "inf")
     return value > best  # no number, NaN, is no best

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import grpo
 import launch
+import model
 import rewards
 import rollout
 import video
@@ -92,14 +93,28 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
 
 
 def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap, recorded, toy,
-                                                               tmp_path):
+                                                               tmp_path, monkeypatch):
     """Else the command would say from then on that the update is done. One film may be gone."""
     shutil.copytree(toy / "videos", tmp_path / "world" / "videos")
     films = sorted({json.loads(line)["task"]["video"] for line in recorded.open()})
     flags = ("--rollouts", recorded, "--video-root", tmp_path / "world")
     os.rename(tmp_path / "world" / "videos", tmp_path / "away")
-    with pytest.raises(launch.RunError, match="^no video of these rollouts can be read; is the "):
+    with pytest.raises(launch.RunError, match="^videos of these rollouts cannot be read; is the "):
         run_grpo(*flags)
+    os.rename(tmp_path / "away", tmp_path / "world" / "videos")
+    real = model.VisionFeatures.__call__
+
+    def features(self, item):  # the disk goes after the first film
+        try:
+            return real(self, item)
+        finally:
+            if os.path.exists(tmp_path / "world" / "videos"):
+                os.rename(tmp_path / "world" / "videos", tmp_path / "away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.VisionFeatures, "__call__", features)
+        with pytest.raises(launch.RunError, match="is the disk there"):
+            run_grpo(*flags)
     assert not (tmp_path / "run" / "last").exists()
     os.rename(tmp_path / "away", tmp_path / "world" / "videos")
     os.remove(tmp_path / "world" / films[0])

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -367,6 +368,32 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
     code, out, err, log = outage((), *flags)  # it is back
     assert code == 0 and "done" in out, err
     assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
+
+
+def test_an_outage_that_has_passed_makes_no_best(outage, tmp_path, monkeypatch):
+    """Of the only evaluation; and SIGTERM in a step without videos saves the steps before it."""
+    code, _, err, log = outage(("val 0",), "--steps", 2)
+    assert code == 0 and log[-1]["val_loss"] is None, err
+    assert not (tmp_path / "out" / "best").exists()
+    asked = threading.Event()
+    real = sft.launch.stop_on_signal
+    monkeypatch.setattr(sft.launch, "stop_on_signal", lambda: real() and asked)
+    monkeypatch.setattr(runs, "check_run", lambda step, bad, *_: bad and asked.set())
+    code, _, err, _ = outage((3,), "--steps", 6, "--resume")
+    assert code == 0, err
+    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000003")
+
+
+def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path):
+    films = [shutil.copy(path, tmp_path) for path in sorted((toy / "videos").iterdir())[:2]]
+    cache = video.FrameCache()
+    assert cache.away()  # nothing was ever read
+    for film in films:
+        cache.index(film)
+    os.remove(films[1])  # the one that was opened last
+    assert not cache.away()
+    os.remove(films[0])
+    assert cache.away()
 
 
 def test_a_held_out_film_that_goes_for_good_freezes_no_best(outage, tmp_path, monkeypatch):

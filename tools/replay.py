@@ -120,9 +120,11 @@ def main():
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
-    groups = [group for group in groups if still_there(group, policy.features)]
-    if not launch.any_rank(groups):
-        raise launch.RunError("no video of these rollouts can be read; is the disk there?")
+    there = [group for group in groups if still_there(group, policy.features)]
+    lost = len(there) < len(groups)  # one film has gone, or the disk with all of them
+    if launch.any_rank(lost and source.cache.away()) or not launch.any_rank(there):
+        raise launch.RunError("videos of these rollouts cannot be read; is the disk there?")
+    groups = there
     if judge:
         async def score_all():
             await asyncio.gather(*(rollout.score_episode(e, pay, judge) for e in episodes))
