@@ -127,17 +127,3 @@ CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "en
 
 def crops(*windows):
     return "I look.</think>" + "\n".join(CROP % w for w in windows)
-
-
-# ------------------------------------------------------------------------------------------------
-# Conan, VideoZoomer, SAGE
-
-
-def sage(**fields):
-    return "<json>" + json.dumps({"final_answer": None, **fields}) + "</json>"
-
-
-def tool(name, **arguments):
-    calls = [{"rationale": "r", "name": name, "arguments": arguments},
-             {"name": "never run", "arguments": {}}]
-    return sage(video_context="a square", recommended_tools={"needed": True, "tool_calls": calls})
