@@ -11,6 +11,7 @@ grpo.py.
 """
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -212,6 +213,33 @@ def is_best(value, best, unread, best_unread, last_unread=None):
                    + (" so `best` begins anew" if more else " so this is no `best`"))
         best = float("-inf" if more else "inf")
     return value > best  # no number, NaN, is no best
+
+
+def log_held_out(log, step, rows):
+    """Logs the held-out accuracy of an evaluation, with and without tools, per K and type -> (that
+    with tools, NaN of no task, ids of the tasks that failed, which it leaves out). rows: of this
+    rank. Collective."""
+    # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
+    rows = launch.gather_rows(rows)
+    good = [row for row in rows if row["status"] in ("ok", "context")]
+
+    def cell(some):
+        with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
+        return {"n": len(with_tools), "acc": average(with_tools, "acc"),
+                "acc_without_tools": average(without, "acc")}
+
+    # A K or a type may be worse while the mean is better.
+    val = {**cell(good), "not_ok": len(rows) - len(good),
+           **{f"by_{name}": by_value(good, name, cell) for name in ("K", "type")}}
+    if log:
+        failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
+        log.write({"step": step, "val": val},
+                  f"step {step:04d} | held-out acc {number(val['acc'])} no tools "
+                  f"{number(val['acc_without_tools'])}{failed}")
+    # An answer that token F1 scored, because the judge was away, cannot be compared either.
+    comparable = {row["id"] for row in good if row["tools"] and row["judge"] != "fallback"}
+    unread = sorted({row["id"] for row in rows} - comparable)
+    return math.nan if val["acc"] is None else val["acc"], unread
 
 
 def number(value, form=".2f"):

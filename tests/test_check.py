@@ -33,7 +33,7 @@ def check(start, toy):
 def test_sound_data_has_no_fault(check, toy, tmp_path):
     out = tmp_path / "run"
     code, said, _ = check(grpo, toy / "rl.jsonl", "--val", toy / "eval.jsonl", "--out", out)
-    assert code == 0 and "10 tasks: 10 list" in said and "no fault in" in said
+    assert code == 0 and "10 tasks, 10 videos" in said and "no fault in" in said
     code, said, _ = check(sft, toy / "sft.jsonl", "--out", out)
     assert code == 0
     assert re.search(r"\d+ chats, the longest has \d+ tokens, of --max-len 2048; \d+ trained", said)
