@@ -7,6 +7,7 @@ ends the others, as under torchrun.
 """
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -119,6 +120,7 @@ def run():
     os._exit(code)
 
 
+@functools.cache  # here, because pytest imports conftest twice
 def split():
     """This process imports all that, then another one like it, forked before anything has run here,
     serves -> (file of requests, file of answers)."""
