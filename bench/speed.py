@@ -99,11 +99,8 @@ class Stills(rollout.Source):
     def load(self, spec):
         return self.root
 
-    def duration(self, spec):
-        return float(len(self.root.seconds))
-
-    def film(self, spec):
-        return None
+    def load_overview(self, spec, task):
+        return self.root, float(len(self.root.seconds)), "", None
 
 
 def our_step(args, policy, codec, filler):
