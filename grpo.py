@@ -348,7 +348,7 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
     # Episodes come as they finish. Sums and files must not depend on that order.
     episodes.sort(key=lambda e: (order[e.group], e.sample))
     if episodes and args.show_every and step % args.show_every == 0 and ranks[0] == 0:
-        print(rollout.show(episodes[0], sampler.codec, sys.stdout.isatty()), flush=True)
+        print(rollout.show(episodes[0], sampler.codec), flush=True)
     return episodes, pump.idle_s
 
 

@@ -572,13 +572,9 @@ def compute_reward(episode: Episode, pay: rewards.RewardConfig | None = None,
 # ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
 
 
-def show(episode: Episode, codec: chat.ChatProcessor, colour: bool = True) -> str:
-    """One episode as text. Sampled, inserted and structural tokens have a colour each, or marks if
-    there are no colours."""
-    marks = {"inserted": ("\033[2m", "\033[0m"), "sampled": ("\033[32m", "\033[0m"),
-             "struct": ("\033[1;33m", "\033[0m")}  # fmt: skip
-    if not colour:
-        marks = {"inserted": ("", ""), "sampled": ("«", "»"), "struct": ("«*", "*»")}
+def show(episode: Episode, codec: chat.ChatProcessor) -> str:
+    """One episode as text: «sampled», «*sampled, with format credit*», and inserted as it is."""
+    marks = {"inserted": ("", ""), "sampled": ("«", "»"), "struct": ("«*", "*»")}
     ids = episode.context.ids if episode.context else []
     kinds = ["inserted"] * len(ids)
     for start, end in episode.spans:
@@ -829,7 +825,7 @@ def parse_args():
     add("--group", type=int, default=1, help="rollouts per task")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
-    add("--show", type=int, default=0, help="print so many episodes, coloured by who wrote what")
+    add("--show", type=int, default=0, help="print so many episodes, «sampled» text in marks")
     add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says")
     # A preset changes defaults, which yield to flags. So the preset must be known first.
@@ -906,7 +902,7 @@ def main():
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone
             if len(rows) - len(done) <= args.show:
-                print(show(episode, codec, sys.stdout.isatty()), flush=True)
+                print(show(episode, codec), flush=True)
             if stop_asked.is_set():
                 break
     write(rows, args.out)

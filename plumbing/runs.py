@@ -229,8 +229,7 @@ def check_run(step, bad, out, blind, last):
     if bad >= (1 if last and blind else 3):
         reason = ("no video could be read for {} steps; is the disk there?" if blind
                   else "no finite gradient for {} steps in a row;").format(bad)
-        raise launch.RunError(f"step {step + 1}: {reason} the newest checkpoint is "
-                              f"{newest_checkpoint(out)}")
+        raise launch.RunError(f"step {step + 1}: {reason} last saved: {newest_checkpoint(out)}")
 
 
 # Statuses of episodes and calls that say nothing of the policy.
