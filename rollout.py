@@ -33,6 +33,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import glob
 import itertools
 import json
 import os
@@ -881,6 +882,9 @@ def main():
     wanted = len(tasks) * args.group
     names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
     rows = runs.claim_file(args.out, args, inputs, names, {*RECORD_FIELDS, "ids"})
+    for path in (args.out, runs.beside(args.out)):
+        for left in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
+            os.remove(left)
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first
@@ -895,7 +899,8 @@ def main():
     stop_asked, began = launch.stop_on_signal(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
     with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
-        part.write("\n" * (part.tell() > 0))  # ends a line that a kill has torn
+        if part.tell():
+            part.write("\n")  # ends a line that a kill has torn
         for episode in tqdm(episodes, total=wanted, initial=len(done), disable=None):
             launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
             rows.append(episode.to_json())

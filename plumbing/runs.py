@@ -114,8 +114,7 @@ def digest_of(files, names=True):
         with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, name), "rb") as f:
             digest = hashlib.file_digest(f, "sha256").hexdigest()
         digests.append((name, digest))
-    if not names:
-        digests = sorted(str([digest]) for _, digest in digests)
+    digests = digests if names else sorted(str([digest]) for _, digest in digests)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 
 
@@ -142,10 +141,9 @@ def changes(args, inputs, then):
     free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
             "show", "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb",
             "engine_share", "patience", "replicas", "track", "project", "judge_url",
-            "judge_key_env"}  # fmt: skip
+            "judge_key_env",
+            "ckpt", "data", "val", "rollouts"}  # inputs, compared by content: files may move
     now, old, was = json.loads(json.dumps(vars(args))), then.get("args", {}), then.get("inputs", {})
-    # Inputs are compared by content, so that files may move. Older versions kept none.
-    free |= {"ckpt", "data", "val", "rollouts"} if was else set()
     flags = [f"--{k.replace('_', '-')} {old[k]} (now {now[k]})" for k in sorted(old)
              if k in now and k not in free and old[k] != now[k]]
     return [f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
@@ -164,8 +162,8 @@ def resume_point(out, args, resume, inputs=None, base=None):
     if args.ckpt != state.get("args", {}).get("ckpt"):  # else the run there began from it
         check_apart(args.ckpt, base, out)
     if folder is None:
-        torn = step_folders(out)
-        if torn and resume is not False:  # damaged after it was saved: the user decides
+        # Damaged after it was saved: the user decides.
+        if resume is not False and (torn := step_folders(out)):
             raise launch.UserError(f"{torn[0]} is not whole (its state.json lists its files), and "
                                    "nothing else here is; --no-resume begins anew and deletes it")
         return None, {}
@@ -264,13 +262,16 @@ def settle(folder, state):
 
 
 def prune_checkpoints(newest, keep=2):
-    """Deletes the whole step_* folders beside the checkpoint `newest`, but for the `keep` up to it
-    and those that `last` and `best` stand for."""
+    """Deletes the whole step_* folders beside the checkpoint `newest`, but for the `keep` up to it,
+    the best ones by the states of these, and what `last` stands for."""
     out = os.path.dirname(newest)
     # A newer one is damaged, else the run would have gone on from it.
     whole = list(filter(is_complete, step_folders(out)))  # torn folders are left out
     whole = whole[whole.index(newest):] if newest in whole else []
-    kept = set(map(os.path.realpath, [*whole[:keep], f"{out}/last", f"{out}/best"]))
+    # If the newest one is damaged, the run goes on from the one before, and that one's best.
+    states = [chat.read_object(f"{folder}/state.json") for folder in whole[:keep]]
+    best = [f"{out}/step_{state.get('best_step') or 0:06d}" for state in states]
+    kept = set(map(os.path.realpath, [*whole[:keep], *best, f"{out}/last"]))
     for folder in whole:
         if os.path.realpath(folder) not in kept:
             # Rename first: clean_run then finds a folder that a kill left half deleted.

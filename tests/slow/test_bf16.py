@@ -56,6 +56,7 @@ def gpu_precisions():
                             functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
           mock.patch.object(model, "as_policy", as_policy),
           mock.patch.object(checkpoint, "save_checkpoint", save_checkpoint),
+          mock.patch.object(grpo, "gap_tolerance", lambda *_: 0.1),
           mock.patch.object(model, "compute_dtype", lambda device: HALF)):
         yield policies
 

@@ -90,7 +90,8 @@ def refuse(monkeypatch, capsys, toy, tmp_path):
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
         with pytest.raises(SystemExit) as stop:
             launch.run_main((plan if script == "plan" else SCRIPTS[script]).main)
-        assert stop.value.code == 2 and not [p for p in out.rglob("*") if p.is_file()]
+        assert stop.value.code == 2 and not [
+            p for p in out.rglob("*") if p.is_file() and not p.name.endswith(".lock")]
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"{script}.py: ")
         return line

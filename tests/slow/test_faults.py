@@ -141,7 +141,7 @@ def test_grpo_ends_on_all_ranks_if_the_disk_of_one_has_gone(run, tmp_path):
                 raise video.VideoError(path, "is gone")
 
             if rank == 1 and step:
-                video._identity = gone
+                video.identity = gone
             return real(sampler, tasks, step, *more)
 
         grpo.sample_batch = sample_batch

@@ -383,7 +383,7 @@ def test_no_episode_that_has_ended_is_lost(request, tmp_path, how):
     (tmp_path / "straight").mkdir()
     whole = tmp_path / "straight" / "r.jsonl"
     code, out, err, done = forked(rollouts(tmp_path, whole), tmp_path)
-    assert code == 0 and not err and "15 rollouts in" in out
+    assert code == 0 and not err and "15 new rollouts in" in out
     wanted = episodes_in(whole)
     assert len(wanted) == 15 and wanted == sorted(wanted)
     assert sorted(os.listdir(whole.parent)) == [".r.jsonl.lock", "r.args.json", "r.jsonl"]
@@ -414,7 +414,7 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
                                 tmp_path)
     assert code == -9 and len(episodes_in(out)) == 4 and len(episodes_in(part)) == 2
     code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
-    assert code == 0 and not err and "6 were there, 9 rollouts in" in said and not part.exists()
+    assert code == 0 and not err and "9 new rollouts in" in said and not part.exists()
     assert len(set(episodes_in(out))) == len(episodes_in(out)) == 15
     before = out.read_bytes()
     code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
@@ -433,5 +433,5 @@ def test_records_that_somebody_edited_are_sampled_again(tmp_path):
         out.with_suffix(".jsonl.part").write_text("".join(json.dumps(row) + "\n" for row in part))
         out.unlink(missing_ok=True)
         code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
-        assert code == 0 and not err and "11 were there, 4 rollouts in" in said, (edit, said, err)
+        assert code == 0 and not err and "4 new rollouts in" in said, (edit, said, err)
         assert episodes_in(out) == wanted

@@ -136,8 +136,8 @@ def test_a_run_an_evaluation_and_their_frames_are_on_the_page(page, small_run):
     names = [(s["name"], s["kind"]) for s in data["sources"]]
     assert names == [("grpo", "run"), ("sft", "run"), ("eval", "eval")]
     titles = {c["title"] for c in data["curves"]}
-    assert {"Reward", "f_tau", "kappa", "Closure of think", "Accuracy by K", "Entropy",
-            "Log-prob gap", "Gradient norm", "Phase times", "Loss"} <= titles
+    assert {"Reward", "f_tau", "kappa", "Closure of think", "Accuracy by K",
+            "Gradient norm", "Phase times", "Loss"} <= titles
     log = (small_run / "grpo" / "log.jsonl").read_text().splitlines()
     reward = next(c for c in data["curves"] if c["title"] == "Reward")
     drawn = [p[1] for p in reward["series"][0]["points"]]
