@@ -263,7 +263,7 @@ def settle(folder, state):
 
 def prune_checkpoints(newest, keep=2):
     """Deletes the whole step_* folders beside the checkpoint `newest`, but for the `keep` up to it,
-    the best ones by the states of these, and what `last` stands for."""
+    the best ones by the states of these, and what `last` and `best` stand for."""
     out = os.path.dirname(newest)
     # A newer one is damaged, else the run would have gone on from it.
     whole = list(filter(is_complete, step_folders(out)))  # torn folders are left out
@@ -271,7 +271,7 @@ def prune_checkpoints(newest, keep=2):
     # If the newest one is damaged, the run goes on from the one before, and that one's best.
     states = [chat.read_object(f"{folder}/state.json") for folder in whole[:keep]]
     best = [f"{out}/step_{state.get('best_step') or 0:06d}" for state in states]
-    kept = set(map(os.path.realpath, [*whole[:keep], *best, f"{out}/last"]))
+    kept = set(map(os.path.realpath, [*whole[:keep], *best, f"{out}/last", f"{out}/best"]))
     for folder in whole:
         if os.path.realpath(folder) not in kept:
             # Rename first: clean_run then finds a folder that a kill left half deleted.
