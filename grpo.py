@@ -367,7 +367,7 @@ class Run:
     log: metrics.Log  # on rank 0, None on the others
     inputs: dict  # see runs.identities
     start: int  # steps that have been taken
-    best: dict  # {"best": held-out accuracy, -1 if none yet; "best_step"; ..}, see metrics.is_best
+    best: dict  # {"best": held-out accuracy, -1 if none yet; "best_step"; ..}, see best_so_far
 
 
 def main():
@@ -444,9 +444,10 @@ def main():
         stopping = launch.any_rank(stop_asked.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad_steps
-        if stopping or last or due or best["best_step"] == step + 1:
-            # Bad steps moved no weight: a run that stops in one takes them again.
-            done = step + 1 - bad_steps * (not last)
+        # Bad steps moved no weight: a run that only stops in one takes them again.
+        due = due or last or best["best_step"] == step + 1
+        done = step + 1 - (0 if due else bad_steps)
+        if due or stopping and done > run.start:
             checkpoint.save_run(policy, policy.codec, run.optimizer, args.out, done,
                                 {**best, "args": vars(args), "inputs": run.inputs})
             launch.beat(args.patience)
@@ -526,8 +527,7 @@ def setup(args):
                            f"{args.prompts * args.group} a step, K {args.frames} | "
                            f"{checkpoint.weights_line(policy)} | format credit "
                            f"{args.format_credit}")
-    names = "best_step", "best_unread", "last_unread"  # see metrics.is_best
-    best = {"best": state.get("best", -1.0), **{name: state.get(name) for name in names}}
+    best = metrics.best_so_far(state, -1.0)
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
     return Run(tasks, val_tasks, policy, reference, teacher, optimizer, sampler, engine_dtype, log,
                inputs, start, best)

@@ -349,8 +349,7 @@ def main():
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start = state.get("step", 0)
-    names = "best_step", "best_unread", "last_unread"  # see metrics.is_best
-    best = {"best": state.get("best", math.inf), **{name: state.get(name) for name in names}}
+    best = metrics.best_so_far(state, math.inf)
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
@@ -438,10 +437,12 @@ def main():
         stopping = launch.any_rank(asked.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad
-        if stopping or last or due or best["best_step"] == step + 1:
-            # resume_point reads all of it again and compares the settings. Bad steps moved no
-            # weight: a run that stops in one takes them again.
-            checkpoint.save_run(policy, codec, optimizers, args.out, step + 1 - bad * (not last),
+        # Bad steps moved no weight: a run that only stops in one takes them again.
+        due = due or last or best["best_step"] == step + 1
+        done = step + 1 - (0 if due else bad)
+        if due or stopping and done > start:
+            # resume_point reads all of it again and compares the settings.
+            checkpoint.save_run(policy, codec, optimizers, args.out, done,
                                 {**best, "args": vars(args), "inputs": inputs})
             launch.beat(args.patience)
         if stopping:

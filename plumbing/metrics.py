@@ -200,6 +200,13 @@ def signs(history):
     return found
 
 
+def best_so_far(state, worst):
+    """Loop state of a run, {} at its start -> what `is_best` compares with, and the step of it.
+    worst: a value that each other one beats."""
+    names = ("best_step", "best_unread", "last_unread")  # None: there is none yet
+    return {"best": state.get("best", worst), **{name: state.get(name) for name in names}}
+
+
 def is_best(value, best, unread, best_unread, last_unread=None):
     """Whether a held-out value, higher is better, is the new best one. unread: rows whose videos
     could not be read, so that the value is a mean over the others; means over other rows cannot be

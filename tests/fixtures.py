@@ -120,6 +120,14 @@ def tasks(toy):
     return data.read_tasks(str(toy / "rl.jsonl"))
 
 
+@pytest.fixture
+def groups(codec, source, tasks):
+    """Scripted rollouts of two prompts, four and three of them."""
+    from handmade import make_group
+
+    return [make_group(codec, source, tasks[0]), make_group(codec, source, tasks[1])[:3]]
+
+
 @pytest.fixture(scope="module")
 def frames_of(toy):
     """A source that the tests of a file share, so that each frame set is decoded once."""

@@ -40,11 +40,6 @@ def tasks(toy):
     return colourful(toy)
 
 
-@pytest.fixture
-def groups(codec, source, tasks):
-    return [make_group(codec, source, tasks[0]), make_group(codec, source, tasks[1])[:3]]
-
-
 # ------------------------------------------------------------------------------------------------
 # The oracle
 

@@ -90,7 +90,8 @@ def test_markup_goes_and_text_stays(tmp_path, text, wanted):
 @pytest.mark.process
 def test_a_run_ends_with_one_line(toy, data, tmp_path):
     (tmp_path / "words.srt").unlink()
-    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data)
+    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data,
+                      "--out", tmp_path / "r.jsonl")
     assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     write(tmp_path, subtitles=["words.srt"])

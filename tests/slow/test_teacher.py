@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from handmade import colourful, make_group, plain_logps, record_logps
+from handmade import colourful, plain_logps, record_logps
 from reference import load_policy
 from test_grpo import (
     distance,
@@ -29,11 +29,6 @@ import model
 @pytest.fixture(scope="module")
 def tasks(toy):
     return colourful(toy)
-
-
-@pytest.fixture
-def groups(codec, source, tasks):
-    return [make_group(codec, source, tasks[0]), make_group(codec, source, tasks[1])[:3]]
 
 
 @pytest.fixture
