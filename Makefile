@@ -17,7 +17,7 @@ LORA ?= 0
 SEED ?= 0
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 # as it samples in training: greedy answers hide how often an agent calls, and what RL changed
-EVAL = eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 8 16 32 64 --tools on off --temperature 1
+EVAL = eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames 4 16 64 --tools on off --temperature 1
 EVAL_SFT = $(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft
 EVAL_GRPO = $(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo
 # without a GPU side by side, a core each: two processes that start vLLM, not two times two
