@@ -168,7 +168,7 @@ class Chats:
         return sequence
 
     def cost(self, index):
-        """About how many frames a row has, known without decoding; launch.deal balances by this."""
+        """About how many frames a row has, known without decoding; data.deal balances by this."""
         videos = chat.videos_in(self.rows[index]["messages"])
         # A crop without max_frames shows 16; 12 more for the text of the chat.
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 12
@@ -220,7 +220,7 @@ def batch_packs(chats, step, codec, args, rank, world):
     if (first + args.batch_size - 1) // len(chats.rows) > (first - 1) // len(chats.rows):
         chats.broken.clear()  # the batch begins an epoch: a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
-    mine = launch.deal(picked, chats.cost, rank, world)
+    mine = data.deal(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, mine, codec, args.pack_tokens)
     away = not chats.broken.isdisjoint(mine) and chats.cache.away()
     return packs, frames, away, sorted(chats.broken)
