@@ -488,9 +488,9 @@ def _open(path):
             if len(early) < (8 if reorders else 1):
                 early += packet.decode()
             if packet.size:  # else: the flush at the end
-                pts = _tick(packet, reorders)
                 sets = _parameter_sets(stream.codec_context, packet)
                 changed |= {kind for kind, new in sets.items() if new}
+                pts = _tick(packet, reorders or changed)  # a joined clip may have B-frames
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
                 begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
@@ -518,7 +518,7 @@ def _open(path):
         raise VideoError(path, f"the clock jumps at {jump:g} s: remux it, or encode it anew")
     # Matroska has no times below zero. In files that were cut, frames of such times follow the
     # first key frame. They depend on frames that are gone, so they neither decode nor count.
-    front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed)
+    front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed) < len(packets) - 1
     key_ticks = np.unique(pts[begins > 0])
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]

@@ -216,6 +216,8 @@ COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of t
     f"{H264} | -i h264.mp4 -c copy v.avi", f"{H264} | -i h264.mp4 -c copy v.asf",
     f"{H264} | -i h264.mp4 -c copy v.avi | -i v.avi -c copy v.mp4",
     f"{H264} | -i h264.mp4 -c copy v.avi | -fflags +genpts -i v.avi -c copy v.mkv",
+    "-c:v libx264 -bf 0 -pix_fmt yuv420p a.ts | -i a.ts -c:v libx264 -bf 3 b.ts"
+    " | -i concat:a.ts|b.ts|a.ts -c copy v.avi",
     "-c:v libx264 -bf 3 -pix_fmt yuv420p v.h264 | -i v.h264 -c copy v.mp4",
     "-c:v libx265 -x265-params log-level=none v.h265 | -i v.h265 -c copy v.mp4",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p new.mp4 | -i new.mp4 -c copy v.avi",
