@@ -412,9 +412,9 @@ def main():
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
         seconds = time.monotonic() - clock
-        ranks = launch.gather_rows([(sum(len(pack.ids) for pack in packs), broken)])
-        lengths = [length for length, _ in ranks]  # tokens of each rank
-        broken = {row for _, rows in ranks for row in rows}  # two ranks may meet the same chat
+        # lengths: tokens of each rank. Two ranks may meet the same broken chat.
+        lengths, rows = zip(*launch.gather_rows([(sum(len(p.ids) for p in packs), broken)]))
+        broken = set().union(*rows)
         if rank == 0:
             # lr is AdamW's rate; Muon's has the same fraction of another peak.
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
