@@ -512,10 +512,9 @@ def setup(args):
                            f"{args.prompts * args.group} a step, K {args.frames} | "
                            f"{checkpoint.weights_line(policy)} | format credit "
                            f"{args.format_credit}")
-    best = metrics.best_so_far(state, -1.0)
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
     return Run(tasks, val_tasks, policy, reference, optimizer, sampler, engine_dtype, log, inputs,
-               start, best)
+               start, metrics.best_so_far(state, -1.0))
 
 
 def gap_tolerance(dtype=None):
@@ -544,22 +543,23 @@ def evaluate(log, sampler, val_tasks, step, args):
     no task or if the disk is away, ids of the tasks that failed, which it leaves out). The K, the
     seeds and so the noise of a task are the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
-    rank, world = launch.rank_and_world()
-    rows = []
+    (rank, world), rows = launch.rank_and_world(), {}
     # Without tools too: the difference is the worth of calling. A policy that calls although no
-    # tool is offered shows here.
-    for tools in (True, False):
+    # tool is offered shows here. Again, if the machine failed: an outage may have passed.
+    for tools in (True, False, True, False):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
         tester = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
-        for e in rollout.run(tester, val_tasks[rank::world], args.frames, 1, 0):
+        tasks = [t for t in val_tasks[rank::world] if not rows.get((t["id"], tools), {}).get("ran")]
+        for e in rollout.run(tester, tasks, args.frames, 1, 0):
             # The whole evaluation may take longer than --patience, one episode may not.
             launch.beat(args.patience)
-            if e.error and tools and step == 0:
+            if e.error and tools and step == 0 and (e.task["id"], tools) not in rows:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
-            rows.append({"id": str(e.task["id"]), "tools": tools, "status": e.status,
-                         "acc": e.reward.get("acc"), "judge": e.reward.get("judge"),
-                         "K": e.num_frames, "type": e.task["type"]})
-    acc, unread = metrics.log_held_out(log, step, rows)
+            rows[e.task["id"], tools] = {
+                "id": str(e.task["id"]), "tools": tools, "status": e.status, "K": e.num_frames,
+                "acc": e.reward.get("acc"), "judge": e.reward.get("judge"), "type": e.task["type"],
+                "ran": e.status not in runs.MACHINE_FAULTS}
+    acc, unread = metrics.log_held_out(log, step, [*rows.values()])
     return math.nan if launch.any_rank(bool(unread) and source.cache.away()) else acc, unread
 
 
