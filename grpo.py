@@ -288,15 +288,15 @@ def share(tasks, step, args, rank, world):
     a task twice; the two are one larger group."""
     # Every rank draws the same batch and then takes its own part of it.
     batch = [tasks[i] for i in launch.batch_indices(step, args.prompts, len(tasks), args.seed)]
-    order, frames = {}, {}
+    order, costs = {}, {}
     for task in batch:
         # The step is part of the name: a task that comes again later is another group.
         name = launch.name_of(step, task["id"])
         order.setdefault(name, len(order))
-        frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-    # Balance ranks by K, the only cost of a group that is known before sampling. 1000: equally many
-    # groups each.
-    mine = data.deal(order, lambda name: 1000 + frames[name], rank, world)
+        # K is the only cost that is known before sampling. 1000: equally many prompts a rank.
+        costs[name] = costs.get(name, 0) + 1000 + rollout.overview_frames(
+            args.frames, args.seed, step, task["id"])
+    mine = data.deal(order, costs.get, rank, world)
     return [t for t in batch if launch.name_of(step, t["id"]) in mine], order
 
 

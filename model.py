@@ -75,35 +75,21 @@ class VisionFeatures:
 
     def __init__(self, visual, codec, load, max_bytes=2**30):
         """load: a VisionItem's spec -> video.Frames; called only if the features are not kept."""
-        self.visual = visual
-        self.codec = codec
-        self.load = load
+        self.visual, self.codec, self.load = visual, codec, load
         self.frames = {}  # VisionItem.key -> video.Frames that are in memory, which need no load
-        self.max_bytes = max_bytes
         self.cache = OrderedDict()  # VisionItem.key -> features
-        self.bytes = 0
+        self.max_bytes, self.bytes = max_bytes, 0
         self.computed = 0  # frame sets that went through the tower
 
     @torch.no_grad()
     def __call__(self, items):
         """[VisionItem] -> [V, 1 + D, H] in their order: the tower's output, then the D deepstack
         levels. Raises ValueError if a file changed after the prompt was built from it."""
-        new = {item.key: item for item in items if item.key not in self.cache}
-        self.compute(new.values())
-        for item in items:
-            self.cache.move_to_end(item.key)  # used last
-        features = torch.cat([self.cache[item.key] for item in items])
-        # The newest set stays, even if that set alone is over the limit.
-        while self.bytes > self.max_bytes and len(self.cache) > 1:
-            self.bytes -= self.cache.popitem(last=False)[1].nbytes
-        return features
-
-    def compute(self, items):
-        """Puts the features of new frame sets into the cache. A call of the tower costs
-        milliseconds even for one frame, so sets with frames of one size share a call."""
         weight = next(self.visual.parameters())  # tells the tower's device and dtype
-        sizes = {}
-        for item in items:
+        # A call of the tower costs milliseconds even for one frame, so new sets with frames of one
+        # size share a call.
+        sizes = {}  # (height, width) -> new items
+        for item in {item.key: item for item in items if item.key not in self.cache}.values():
             sizes.setdefault((item.height, item.width), []).append(item)
         for some in sizes.values():
             parts = [patchify(self.codec, self.images(item), weight.device) for item in some]
@@ -116,6 +102,13 @@ class VisionFeatures:
                 self.cache[item.key] = part.clone()  # a view would keep all sets in memory
                 self.bytes += part.nbytes
             self.computed += len(some)
+        for item in items:
+            self.cache.move_to_end(item.key)  # used last
+        features = torch.cat([self.cache[item.key] for item in items])
+        # The newest set stays, even if that set alone is over the limit.
+        while self.bytes > self.max_bytes and len(self.cache) > 1:
+            self.bytes -= self.cache.popitem(last=False)[1].nbytes
+        return features
 
     def images(self, item):
         """VisionItem -> its frames, uint8 [T, H, W, 3]."""
@@ -221,9 +214,7 @@ def pack_trees(codec: chat.ChatProcessor, trees: list[Tree]) -> Pack:
     """
     columns = {name: [] for name in ("ids", "text", "tree", "branch", "predictor", "target")}
     axes = []  # [3, n] time, height, width of each span
-    values = {}
-    items = []
-    layout = []
+    values, items, layout = {}, [], []
     start = 0  # pack position where the tree begins
     for index, tree in enumerate(trees):
         p = len(tree.prefix.ids)
@@ -303,8 +294,7 @@ def even_packs(codec, packs):
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     # Two ids, the second one trained: the smallest pack with a loss to go backward from.
     spare = pack_trees(codec, [Tree(Span([codec.eos, codec.eos], [0, 1]))])
-    spares = [(spare, False)] * (int(most.item()) - len(packs))
-    return [(pack, True) for pack in packs] + spares
+    return [(pack, True) for pack in packs] + [(spare, False)] * (int(most.item()) - len(packs))
 
 
 def to_device(tensor, device):
@@ -670,7 +660,7 @@ def frames_attention(module, query, key, value, attention_mask=None, scaling=Non
     """The tower's attention: each frame attends to itself. query [1, heads, L, d] -> ([1, L, heads,
     d], None).
 
-    The frames of one item have one size, so they are one batch for one sdpa call. transformers' own
+    The frames of one call have one size, so they are one batch for one sdpa call. transformers' own
     path loops over the frames in every layer.
     """
     frames = len(cu_seq_lens_q) - 1
@@ -695,28 +685,21 @@ def engine_dtype(codec: chat.ChatProcessor, device: torch.device) -> torch.dtype
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, codec.base.cpu_dtype)
 
 
-def with_our_kernels(tower):
-    """transformers' tower -> the same with our attention and patch embedding."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("frames_as_flash", frames_attention)
-    # Only to a name that holds "flash" does transformers hand over all frames at once.
-    tower.config._attn_implementation = "frames_as_flash"
-    tower.patch_embed.proj.__class__ = PatchEmbedding  # names and shapes stay
-    return tower
-
-
 def as_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: str) -> Policy:
     """transformers' model -> Policy with our attention and a frozen tower. recompute: "full" =
     backward computes the decoder layers again instead of keeping their activations, or "none"."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("packed", packed_attention)
+    AttentionInterface.register("frames_as_flash", frames_attention)
     hf.model.language_model.config._attn_implementation = "packed"
     for layer in hf.model.language_model.layers:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn.forward = functools.partial(packed_delta, layer.linear_attn)
-    tower = with_our_kernels(hf.model.visual).requires_grad_(False).to(compute_dtype(device))
+    tower = hf.model.visual.requires_grad_(False).to(compute_dtype(device))
+    # Only to a name that holds "flash" does transformers hand over all frames at once.
+    tower.config._attn_implementation = "frames_as_flash"
+    tower.patch_embed.proj.__class__ = PatchEmbedding  # names and shapes stay
     if recompute == "full":
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(hf, codec).train()

@@ -149,11 +149,6 @@ def flag(default, text, **more):
     return field(default=default, metadata={"help": text, **more})
 
 
-def one_of(*values):
-    """A field of Agent that --set gives one of these values, the default first."""
-    return field(default=values[0], metadata={"values": values})
-
-
 @dataclass
 class Agent:
     """The rules of an episode. A field is a flag of the command lines, if it has a help, or else a
@@ -169,7 +164,7 @@ class Agent:
     seed: int = flag(0, "of sampling, of the draws of K, of the order of tasks")
     crop_response: str = flag("summary", "to a call: a sub-agent's summary, or the window's frames",
                               choices=["summary", "frames"])
-    sub_question: bool = one_of(True, False)  # a sub-agent is told the question
+    sub_question: bool = True  # a sub-agent is told the question
     sub_fps: float = 1.0  # frames per second of a window
     sub_frames: int = 16  # frames of a window, at most
     sub_max_new_tokens: int = 512  # per summary
@@ -330,12 +325,10 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
                 record.update(status="not_run", summary="")
             break
 
-        if agent.crop_response == "frames":  # the main agent looks at the windows itself
-            windows = await load_windows(records, calls, episode, sampler)
-        else:
-            # Fan-out: one sub-agent per window, all at once. They join the engine's running batch.
-            await run_sub_agents(records, calls, episode, sampler, turn)
-            windows = [(None, None)] * len(records)
+        # Fan-out: one sub-agent per window, all at once. They join the engine's running batch. Or
+        # the main agent looks at the windows itself.
+        answer = load_windows if agent.crop_response == "frames" else run_sub_agents
+        windows = await answer(records, calls, episode, sampler, turn)
 
         # Gather: ONE user turn, in call order, then ONE generation prompt.
         replies = [{"role": "tool", "content": [{"type": "video", **spec}] if spec
@@ -414,37 +407,36 @@ def record_calls(episode, agent, text, turn, parse=rewards.parse_tool_calls):
     return calls, records
 
 
-async def load_windows(records, calls, episode, sampler, spec_of=None) -> list:
+async def load_windows(records, calls, episode, sampler, turn, spec_of=None) -> list:
     """Loads the windows of the good calls of a turn -> (spec, Frames) for every call, (None, None)
     for one without frames. Each record says what was shown, or why nothing. spec_of: (call, task,
     agent) -> spec as video.load reads it."""
-    agent = sampler.agent
-
-    async def load(call, record):
-        try:
-            spec, frames = await sampler.pump.load(
-                sampler.source.load_window, (spec_of or window_spec)(call, episode.task, agent),
-                episode.film)
-        except (video.VideoError, ValueError) as error:
-            record.update(load_error(error))
-            return None, None
-        seconds = [round(float(second), 3) for second in frames.seconds]
-        # Times as shown: clamped to the video.
-        record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds,
-                      start=spec["start"], end=spec["end"])
-        return spec, frames
-
-    windows = [(None, None)] * len(calls)
+    agent, windows = sampler.agent, [(None, None)] * len(calls)
     runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
-    jobs = [load(calls[i], records[i]) for i in runnable]
-    for i, window in zip(runnable, await asyncio.gather(*jobs)):
-        windows[i] = window
+    specs = [(spec_of or window_spec)(calls[i], episode.task, agent) for i in runnable]
+    loaded = await asyncio.gather(*(load_window(spec, episode, sampler) for spec in specs))
+    for i, (shown, spec, frames) in zip(runnable, loaded):
+        records[i].update(shown)
+        if frames is not None:
+            seconds = [round(float(second), 3) for second in frames.seconds]
+            records[i].update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
+            windows[i] = spec, frames
     return windows
+
+
+async def load_window(spec, episode, sampler):
+    """-> (what the record of a call says of its window, spec clamped to the video, Frames or None).
+    spec: as video.load reads it."""
+    try:
+        spec, frames = await sampler.pump.load(sampler.source.load_window, spec, episode.film)
+    except (video.VideoError, ValueError) as error:
+        return load_error(error), spec, None
+    return {"start": spec["start"], "end": spec["end"]}, spec, frames
 
 
 async def run_sub_agents(records, calls, episode, sampler, turn):
     """Runs the good calls of one turn on sub-agents and adds their results to the records, so that
-    every call has exactly one response."""
+    every call has exactly one response. -> no window to show, see load_windows."""
     agent = sampler.agent
     runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
     jobs = [sub_agent(window_spec(calls[i], episode.task, agent), episode, sampler, turn, n)
@@ -452,6 +444,7 @@ async def run_sub_agents(records, calls, episode, sampler, turn):
     # All at once: their decoding and their tokens share the machine with every other episode.
     for i, result in zip(runnable, await asyncio.gather(*jobs)):
         records[i].update(result)
+    return [(None, None)] * len(records)
 
 
 def runnable_calls(records, calls, max_parallel):
@@ -479,12 +472,9 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
     spec: the window, as video.load reads it. number: of the call among those of its turn that run.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    try:
-        spec, frames = await sampler.pump.load(sampler.source.load_window, spec, episode.film)
-    except (video.VideoError, ValueError) as error:
-        return load_error(error)
-    shown = {"start": spec["start"], "end": spec["end"]}  # clamped to the video
-
+    shown, spec, frames = await load_window(spec, episode, sampler)
+    if frames is None:
+        return shown
     messages = sub_messages(task, spec, agent.sub_question)
     context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
     room = agent.context - len(context.ids)
@@ -650,8 +640,8 @@ def from_json(row: dict) -> Episode:
 def settings() -> dict:
     """Agent fields that few runs change, given by --set: name -> the values that it takes, the
     default first, or a number, which stands for any number of its kind."""
-    rare = [f for f in fields(Agent) if "help" not in f.metadata]
-    return {f.name: f.metadata.get("values", f.default) for f in rare}
+    return {f.name: (f.default, not f.default) if f.type is bool else f.default
+            for f in fields(Agent) if "help" not in f.metadata}
 
 
 class Set(argparse.Action):
@@ -660,17 +650,14 @@ class Set(argparse.Action):
     def __call__(self, parser, namespace, texts, option_string=None):
         for text in texts:
             name, _, word = text.partition("=")
-            if name not in self.const:
-                raise launch.UserError(f"--set {text}: no such setting; there are "
-                                       + ", ".join(self.const))
-            values = self.const[name]
-            # Values as a user types them: true, false, parallel, ..
-            choices = {str(v).lower(): v for v in values} if isinstance(values, tuple) else {}
             try:
+                values = self.const[name]
+                # Values as a user types them: true, false, parallel, ..
+                choices = {str(v).lower(): v for v in values} if isinstance(values, tuple) else {}
                 setattr(namespace, name, choices[word] if choices else type(values)(word))
             except (KeyError, ValueError):
-                raise launch.UserError(f"--set {text}: {name} takes "
-                                       f"{', '.join(choices) or 'a number'}") from None
+                raise launch.UserError(f"--set {text}: no such setting or value; "
+                                       f"{self.help}") from None
 
 
 def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
@@ -870,11 +857,11 @@ def verdicts_beside(out):
 
 def summary_line(rows, new, seconds):
     """Records, how many are new, seconds that these took -> one line for the terminal."""
-    n = len(rows)
     # Failed episodes stay in every denominator: leaving them out would flatter a run.
-    mean = {k: sum(row["reward"][k] for row in rows) / n for k in ("total", "acc", "fmt", "tool")}
-    kappa = sum(c["status"] == "ok" for row in rows for c in row["calls"]) / n
-    return (f"{new} new rollouts in {seconds:.1f} s ({new / seconds:.1f}/s), {n} in all | "
+    terms = ("total", "acc", "fmt", "tool")
+    mean = {k: sum(row["reward"][k] for row in rows) / len(rows) for k in terms}
+    kappa = sum(c["status"] == "ok" for row in rows for c in row["calls"]) / len(rows)
+    return (f"{new} new rollouts in {seconds:.1f} s ({new / seconds:.1f}/s), {len(rows)} in all | "
             f"R {mean['total']:.3f} (acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} "
             f"tool {mean['tool']:.3f}) | kappa {kappa:.2f} calls/rollout | "
             f"{sum(row['status'] != 'ok' for row in rows)} not ok")

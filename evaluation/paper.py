@@ -172,7 +172,7 @@ def final(turns, think_open=False):
 async def answer(records, calls, episode, sampler, turn, texts):
     """Protocol.answer: a user message for every call that is run; the others get none."""
     reply = Reply([])
-    found = await rollout.load_windows(records, calls, episode, sampler)
+    found = await rollout.load_windows(records, calls, episode, sampler, turn)
     for call, record, (spec, frames) in zip(calls, records, found):
         if record["status"] == "not_run":
             continue

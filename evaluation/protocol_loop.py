@@ -76,7 +76,7 @@ async def trained_answer(records, calls, episode, sampler, turn, stamp=None):
     """ParaVT's Protocol.answer: one tool message for every call, in order, with the summary of a
     sub-agent or the frames of the window."""
     if sampler.agent.crop_response == "frames":
-        windows = await rollout.load_windows(records, calls, episode, sampler)
+        windows = await rollout.load_windows(records, calls, episode, sampler, turn)
         return tool_replies(records, windows, stamp)
     await rollout.run_sub_agents(records, calls, episode, sampler, turn)
     return Reply([{"role": "tool", "content": record["summary"]} for record in records])

@@ -474,7 +474,7 @@ def rewatch_text():
 
 async def frames_answer(records, calls, episode, sampler, turn, stamp):
     """A user message for every call: the frames of the window, or why there are none."""
-    found = await rollout.load_windows(records, calls, episode, sampler)
+    found = await rollout.load_windows(records, calls, episode, sampler, turn)
     return user_replies(records, found, stamp)
 
 
@@ -564,7 +564,7 @@ def longvt_protocol(texts, args):
 
 async def longvt_answer(records, calls, episode, sampler, turn, stamp):
     refuse_before(records, calls)
-    found = await rollout.load_windows(records, calls, episode, sampler)
+    found = await rollout.load_windows(records, calls, episode, sampler, turn)
     return tool_replies(records, found, stamp, "The frames of the window are shown above. Go on "
                         "with your analysis.")
 
@@ -642,7 +642,8 @@ def zoom_spec(call, task, agent):
 
 
 async def videozoomer_answer(records, calls, episode, sampler, turn):
-    ((spec, frames),) = await rollout.load_windows(records, calls, episode, sampler, zoom_spec)
+    ((spec, frames),) = await rollout.load_windows(records, calls, episode, sampler, turn,
+                                                  zoom_spec)
     return zoom_reply(records[0], spec, frames, last=turn == sampler.agent.max_turns - 1)
 
 

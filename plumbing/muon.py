@@ -7,8 +7,6 @@ ranks.
 Else each rank of the toy's cold start would spend a seventh of a step on the same products.
 Reads and writes nothing. Used by sft.py. Tests: tests/test_sft.py.
 """
-import itertools
-
 import torch
 import torch.distributed as dist
 
@@ -19,14 +17,17 @@ def share(optimizer, layers):
     """Muon on a CPU: in fp32, and if each rank holds all of every matrix, a rank orthogonalises
     only its share of them and sends the new weights to the others."""
     rank, world = (0, 1) if hasattr(layers[0], "full_tensor") else launch.rank_and_world()
-    turns = itertools.cycle(range(len(layers)))  # torch steps the matrices in this order
+    turns = []  # one entry for each matrix that this step has reached, in the order of `layers`
 
     def zeropower(matrix, *how):
-        return semi_orthogonal(matrix, *how) if next(turns) % world == rank else 0 * matrix
+        turns.append(len(turns) % world)
+        return semi_orthogonal(matrix, *how) if turns[-1] == rank else 0 * matrix
 
     def send(*_):
-        for owner in range(world):  # one message for all matrices of a rank
-            own = layers[owner::world]
+        turns.clear()
+        stepped = [matrix for matrix in layers if matrix.grad is not None]
+        for owner in range(min(world, len(stepped))):  # one message for all matrices of a rank
+            own = stepped[owner::world]
             flat = torch.cat([matrix.detach().flatten() for matrix in own])
             dist.broadcast(flat, owner)
             for matrix, part in zip(own, flat.split([matrix.numel() for matrix in own])):
