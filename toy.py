@@ -134,14 +134,6 @@ def told_scenes(scenes, looks):
     return [{**e, "window": window} for e, window in zip(told, zip(cuts, cuts[1:]))]
 
 
-def scene_text(scenes, marked):
-    """What a thought says of the scenes: "I saw 0 red, 18 blue look 18 to 30, .." for the starts
-    and borders of all, and the windows of those to look at."""
-    return "I saw " + ", ".join(
-        f"{e['window'][0]} {e['border']}" + " look {} to {}".format(*e["window"]) * (e in marked)
-        for e in scenes) + ". "
-
-
 def make_task(name, scenes, asked):
     """asked: the border colour of the question."""
     hits = [scene for scene in scenes if scene["border"] == asked]
@@ -216,7 +208,10 @@ def chats(task, rng, wrong=0.0, one_call=False, crop_response="summary"):
             others = [e for e in visible if e not in meant]
             meant = rng.sample(others, min(len(meant), len(others)))
             meant.sort(key=visible.index)
-        evidence = scene_text(visible, meant)
+        # "0 red, 18 blue look 18 to 30, ..": starts and borders, and the windows to look at.
+        evidence = "I saw " + ", ".join(
+            f"{e['window'][0]} {e['border']}" + " look {} to {}".format(*e["window"]) * (e in meant)
+            for e in visible) + ". "
         # One call per window, then the summaries as tool responses.
         turns = [[e] for e in meant] if one_call else [meant]
         for turn in turns if way == "call" else ():
@@ -283,11 +278,18 @@ def chat_template(base="qwen3_vl"):
         "{%- if add_generation_prompt %}{{- '" + start + "' }}{%- endif %}")
 
 
-def fixed_phrases(base, crop_response):
-    """The texts that are the same in every sample: the lines of both prompts, the tool list, JSON
-    or XML around the arguments of a call."""
+def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
+    """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    control = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+               "<|video_pad|>"]
+    tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
+            "</think>"]
+    # The texts that are the same in every sample: the lines of both prompts, the tool list, JSON or
+    # XML around the arguments of a call.
     system = [{"role": "system", "content": rollout.main_prompt(True, crop_response)}]
     rendered = render_jinja_template([system], tools=rollout.tool_schema(crop_response),
                                      chat_template=chat_template(base))[0][0]
@@ -298,19 +300,7 @@ def fixed_phrases(base, crop_response):
     if base == "qwen3_5":
         call = ["<function=crop_video>\n<parameter=start_time>\n",
                 "\n</parameter>\n<parameter=end_time>\n", "\n</parameter>\n</function>"]
-    return [line for line in lines if line] + call
-
-
-def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
-    """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    control = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-               "<|video_pad|>"]
-    tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
-            "</think>"]
-    phrases, seconds = fixed_phrases(base, crop_response), film_seconds(scenes)
+    phrases, seconds = [*filter(None, lines), *call], film_seconds(scenes)
     times = [f"<{t}.0 seconds>" for t in range(seconds)]
     if base == "qwen3_5":
         # transformers loads every tokenizer of this model_type with Qwen3.5's own pre-tokenizer,
@@ -392,30 +382,23 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
     torch.nn.init.normal_(policy.get_input_embeddings().weight, std=hidden ** -0.5)
     # The same mean and std for images as for videos, because vLLM normalises both with those of the
     # image processor.
-    half = [0.5, 0.5, 0.5]
     images = transformers.Qwen2VLImageProcessor(
-        patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176, image_mean=half,
-        image_std=half)
+        patch_size=16, merge_size=2, min_pixels=1024, max_pixels=50176, image_mean=[0.5] * 3,
+        image_std=[0.5] * 3)
     videos = transformers.Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
     processor = transformers.Qwen3VLProcessor(
         image_processor=images, tokenizer=tokenizer, video_processor=videos,
         chat_template=chat_template(base))
     with runs.atomic_folder(folder) as temp:
-        save_base(policy, processor, temp)
+        policy.save_pretrained(temp)
+        processor.save_pretrained(temp)
+        # transformers 5 rebuilds the stock pre-tokenizer when a Qwen2Tokenizer is loaded. Under
+        # that name every id after the first number would change without an error.
+        path = os.path.join(temp, "tokenizer_config.json")
+        with open(path) as f:
+            config = json.load(f) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     return sum(p.numel() for p in policy.parameters())
-
-
-def save_base(policy, processor, folder):
-    """Writes a checkpoint the way transformers does, and fixes one wrong field. Checkpoints trained
-    from this one copy the small files."""
-    policy.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    # transformers 5 rebuilds the stock pre-tokenizer when a Qwen2Tokenizer is loaded. Under that
-    # name every id after the first number would change without an error.
-    path = os.path.join(folder, "tokenizer_config.json")
-    with open(path) as f:
-        config = json.load(f) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def main():
@@ -469,9 +452,8 @@ def main():
                                 base=re.sub("[-.]", "_", args.base),
                                 crop_response=args.crop_response)
         [video_file.result() for video_file in encoded]  # raises the error of that process
-    print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
-          f"{sum(counts.values())} videos, "
-          + ", ".join(f"{len(r)} {s} rows" for s, r in rows.items()))
+    print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, videos and rows: "
+          + ", ".join(f"{s} {counts[s]} {len(r)}" for s, r in rows.items()))
 
 
 if __name__ == "__main__":

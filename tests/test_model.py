@@ -307,8 +307,9 @@ def test_ranks_share_the_matrices_that_a_step_of_muon_reaches(monkeypatch):
             layer.grad = torch.randn_like(layer)
         optimizer = torch.optim.Muon(layers, lr=0.1, weight_decay=0.0)
         monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", zeropower)
-        monkeypatch.setattr(launch, "rank_and_world", lambda: (rank or 0, 1 if rank is None else 3))
-        monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, owner: (
+        place = (0, 1) if rank is None else (rank, 3)
+        monkeypatch.setattr(launch, "rank_and_world", lambda place=place: place)
+        monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, owner, rank=rank: (
             sent.update({owner: flat.clone()}) if owner == rank else None))
         muon.share(optimizer, layers)
         optimizer.step()
