@@ -350,6 +350,7 @@ class Run:
     optimizer: object
     sampler: rollout.Sampler  # with the engine, where frames come from, and the judge
     engine_dtype: object  # dtype in which weights travel to the engine
+    gap_tolerance: float  # nats, see check_gap
     log: metrics.Log  # on rank 0, None on the others
     inputs: dict  # see runs.identities
     start: int  # steps that have been taken
@@ -402,8 +403,9 @@ def main():
             # A single step without a finite gradient, or without a video that can be read, is
             # skipped; three in a row end the run.
             bad_steps = bad_steps + 1 if stats["bad_updates"] or blind else 0
-            runs.check_run(step, bad_steps, args.out, blind, last)
-            check_gap(step, stats["gap"], gap_tolerance(run.engine_dtype))
+            if bad_steps:
+                runs.check_run(step, bad_steps, args.out, blind, last)
+            check_gap(step, stats["gap"], run.gap_tolerance)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         eval_due = val_tasks and (last or args.eval_every and (step + 1) % args.eval_every == 0)
@@ -513,8 +515,8 @@ def setup(args):
                            f"{checkpoint.weights_line(policy)} | format credit "
                            f"{args.format_credit}")
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
-    return Run(tasks, val_tasks, policy, reference, optimizer, sampler, engine_dtype, log, inputs,
-               start, metrics.best_so_far(state, -1.0))
+    return Run(tasks, val_tasks, policy, reference, optimizer, sampler, engine_dtype,
+               gap_tolerance(engine_dtype), log, inputs, start, metrics.best_so_far(state, -1.0))
 
 
 def gap_tolerance(dtype=None):

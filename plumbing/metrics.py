@@ -81,14 +81,8 @@ def episode_row(e):
 
 
 def mean(values):
-    """Mean of numbers, None if there are none."""
-    values = list(values)
-    return sum(values) / len(values) if values else None
-
-
-def average(rows, name):
-    """Mean of a column over the rows that have a value, None if none has."""
-    values = [float(row[name]) for row in rows if row[name] is not None]
+    """Mean of the numbers that are not None, None if there are none."""
+    values = [float(value) for value in values if value is not None]
     return sum(values) / len(values) if values else None
 
 
@@ -124,19 +118,19 @@ def summarise(rows):
     # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
     # type among several shows per type only.
     def cell(some):
-        out = {"n": len(some), **{name: average(some, name) for name in ("acc", "f_tau",
+        out = {"n": len(some), **{name: mean(row[name] for row in some) for name in ("acc", "f_tau",
                                                                         "well_formed")},
-               "kappa": average(some, "executed"), "call_minus_skip": call_minus_skip(some)}
+               "kappa": mean(row["executed"] for row in some), "call_minus_skip": call_minus_skip(some)}
         # Means over rollouts that looked and whose tasks have evidence.
         looked = [row["windows"] for row in some if row["windows"]]
-        return out | {f"window_{name}": average(looked, name) for name in (looked or [{}])[0]}
+        return out | {f"window_{name}": mean(row[name] for row in looked) for name in (looked or [{}])[0]}
 
     out = {"total": None}  # if no task has a label
     out |= {name: mean(row["reward"][name] for row in rows if row["reward"]) for name in terms}
     out |= {name: number for name, number in cell(rows).items() if name != "n"}
-    out |= {"length": average(rows, "length"), "turns": average(rows, "turns"),
-            "sub_tokens": average(rows, "sub_tokens"),
-            "written_calls": average(rows, "written"), "valid_calls": average(rows, "parseable")}
+    out |= {"length": mean(row["length"] for row in rows), "turns": mean(row["turns"] for row in rows),
+            "sub_tokens": mean(row["sub_tokens"] for row in rows),
+            "written_calls": mean(row["written"] for row in rows), "valid_calls": mean(row["parseable"] for row in rows)}
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
     # Of all turns of the step, a rollout of three turns counts three times.
     turns = sum(row["turns"] for row in rows)
@@ -232,8 +226,8 @@ def log_held_out(log, step, rows):
 
     def cell(some):
         with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
-        return {"n": len(with_tools), "acc": average(with_tools, "acc"),
-                "acc_without_tools": average(without, "acc")}
+        return {"n": len(with_tools), "acc": mean(row["acc"] for row in with_tools),
+                "acc_without_tools": mean(row["acc"] for row in without)}
 
     # A K or a type may be worse while the mean is better.
     val = {**cell(good), "not_ok": len(rows) - len(good),
