@@ -4,9 +4,14 @@ Tests of tools/convert.py: python -m pytest tests/test_convert.py -q
 Rows in the two published layouts (ParaVT-Parquet, LongVT-Parquet), with the quirks that these files
 have.
 """
+import csv
 import json
+import sys
+
+import pytest
 
 import chat
+import launch
 from plumbing.data import read_tasks
 from tools import convert as conversion
 
@@ -116,3 +121,82 @@ def test_rl_rows_become_tasks(tmp_path):
     assert read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
+ASKED = {"question": "Which?", "options": ["one", "two"], "answer": "B"}
+LINES = "Which?\nA. one\nB. two"
+VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"],
+            "problem_type": "multiple choice", "solution": "<answer>B</answer>", "path": "./a.mp4"}
+
+
+@pytest.mark.parametrize("row, flags", [
+    ({"video": "a.mp4", "conversations": [{"from": "human", "value": "<image>\n" + LINES},
+                                          {"from": "gpt", "value": "B. two"}]}, ()),
+    ({"videos": ["a.mp4"], "conversations": [{"from": "human", "value": "<video>" + LINES},
+                                             {"from": "gpt", "value": "B"}]}, ()),
+    ({"query": "<video>" + LINES, "response": "B", "videos": ["a.mp4"]}, ()),
+    ({"messages": [{"role": "user", "content": "<video>" + LINES},
+                   {"role": "assistant", "content": "two"}], "videos": ["a.mp4"]}, ()),
+    (VIDEO_R1, ()), ({"problem": LINES, "answer": "B", "videos": ["a.mp4"]}, ()),
+    ({"video": "a.mp4", **ASKED}, ()), ({"video": "a.mp4", **ASKED, "options": LINES[7:]}, ()),
+    ({"video": "a.mp4", **ASKED, "options": json.dumps(["one", "two"])}, ()),
+    ({"video": "a.mp4", "question": "Which?", "A": "one", "B": "two", "answer": "B"}, ()),
+    ({"clip": "a.mp4", "text": LINES, "label": "B"},
+     ("--map", "video=clip", "question=text", "answer=label"))])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_the_forms_that_people_have_become_tasks(tmp_path, monkeypatch, row, flags, kind):
+    path, rows = tmp_path / f"mine.{kind}", [row, row]
+    if kind == "csv":
+        flat = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
+        with open(path, "w", newline="") as f:
+            csv.DictWriter(f, flat).writeheader()
+            csv.DictWriter(f, flat).writerows([flat, flat])
+    elif kind == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
+    run(monkeypatch, path, tmp_path / "out.jsonl", *flags)
+    tasks = read_tasks(str(tmp_path / "out.jsonl"))
+    assert [task["id"] for task in tasks] == ["mine/0", "mine/1"]
+    assert all(task.items() >= {"type": "mcq", **ASKED}.items() for task in tasks)
+    assert tasks[0]["video"].removeprefix("./") == "a.mp4"
+
+
+def run(monkeypatch, path, out, *flags):
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(path), "--out", str(out), *flags])
+    launch.run_main(conversion.main)
+
+
+def test_turns_types_and_absolute_paths(tmp_path, monkeypatch, capsys):
+    film = tmp_path / "a.mp4"
+    film.touch()
+    talk = [("human", "<video>What?"), ("gpt", "A dog."), ("human", "When?"), ("gpt", "Later.")]
+    rows = [{"video": str(film), "conversations": [{"from": k, "value": v} for k, v in talk]},
+            {"video": "b.mp4", "question": "When?", "answer": [1, 2.5]},
+            {"video": "b.mp4", "question": "Which?", "answer": "red, blue", "type": "list"},
+            {"video": "/no/such.mp4", "question": "Which?", "answer": "red"}]
+    (tmp_path / "mine.json").write_text(json.dumps(rows))
+    run(monkeypatch, tmp_path / "mine.json", tmp_path / "out.jsonl")
+    tasks = read_tasks(str(tmp_path / "out.jsonl"))
+    assert [(t["id"], t["video"], t["question"], t["answer"], t["type"]) for t in tasks] == [
+        ("mine/0", str(film), "What?", "A dog.", "open"),
+        ("mine/0/1", str(film), "When?", "Later.", "open"),
+        ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
+        ("mine/2", "b.mp4", "Which?", "red, blue", "list")]
+    assert "1 rows, an absolute path outside" in capsys.readouterr().out
+
+
+def test_a_chat_with_an_answer_stays_a_chat(tmp_path):
+    talk = [{"from": "human", "value": "<video>Which?"}, {"from": "gpt", "value": ANSWER}]
+    (row,) = convert(tmp_path, [{"conversations": talk, "video": "a.mp4"}], prompts="ours")
+    assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
+    assert row["messages"][1]["content"][0] == {"type": "video", "video": "a.mp4", "frames": 64}
+
+
+def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.json").write_text(json.dumps([{"video_id": 1, "answers": "x", "prob": "y"}]))
+    for flags, says in [((), "answers, prob, video_id; say which they are: --map video=video_id "
+                         "question=COLUMN options=COLUMN answer=answers"),
+                        (("--map", "quest=x"), "OURS one of video, question, options, answer")]:
+        with pytest.raises(SystemExit) as stop:
+            run(monkeypatch, tmp_path / "mine.json", tmp_path / "out.jsonl", *flags)
+        assert stop.value.code == 2 and says in capsys.readouterr().err

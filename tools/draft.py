@@ -154,7 +154,7 @@ def main():
     args = parser.parse_args()
     launch.at_least(1, args, "questions", "seconds", "frames", "max_pixels", "workers")
     stem, root = args.out.removesuffix(".jsonl"), video.root_of(args, args.out)
-    names = [os.path.relpath(path, root) for given in args.videos for path in ask.videos_below(given)]
+    names = [os.path.relpath(p, root) for given in args.videos for p in ask.videos_below(given)]
     if not args.out.endswith(".jsonl") or not names:
         raise launch.UserError("no video there" if not names else "--out should end in .jsonl")
     if any(name.startswith("..") for name in names):
