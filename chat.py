@@ -22,10 +22,15 @@ import itertools
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import launch
 from plumbing import hub
+
+if not find_spec("torch"):  # the other scripts import this one first
+    sys.exit(f"{sys.argv[0]}: torch is not installed here: make venv, source .venv/bin/activate")
 
 # Two private-use characters of Unicode. `escape_special_tokens` removes both from text that is not
 # ours.
