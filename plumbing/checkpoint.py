@@ -53,7 +53,6 @@ def resolve_checkpoint(path):
     hf = meta_model(base)
     names = dict(hf.named_parameters())
     check_weights(base, names, stored)
-    check_copies(base, hf, stored)
     # Any other weight would be left out silently.
     known = chat.bases()[hf.config.model_type].unused  # but these, which no loader takes
     strange = set(stored) - set(hf.state_dict())
@@ -64,21 +63,6 @@ def resolve_checkpoint(path):
         raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}, which the "
                                "base does not have")
     return os.path.realpath(folder)
-
-
-def check_copies(ckpt: str, hf, stored: dict) -> None:
-    """Raises UserError if a weight of the model, as a tied head, is stored under two names with
-    other values: programs differ in which of the two they read."""
-    names = {}  # of each weight
-    for name, weight in hf.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    for name, *copies in names.values():
-        for copy in filter(stored.get, copies):
-            one, two = (w.float() for key, w in merged_weights(ckpt) if key in (name, copy))
-            if not torch.equal(one, two):
-                raise launch.UserError(f"checkpoint {ckpt}: config.json ties {copy} to {name}, but "
-                                       "other values are stored; set tie_word_embeddings to false "
-                                       f"if the model was trained so, or delete {copy}")
 
 
 def meta_model(ckpt):

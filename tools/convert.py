@@ -9,9 +9,8 @@ sft.py and grpo.py read.
 
 Chats of which none has an <answer> become tasks: each answer of the assistant is one. A chat gets
 the prompt that rollout.py builds for the same video and question. This replaces the system prompt,
-the tool schema and the instructions of the release; calls lose their `video_path` (--prompts
-release keeps these). All other text keeps its words. A row that cannot be converted whole is left
-out, counted and named.
+the tool schema and the instructions of the release; calls lose their `video_path`. All other text
+keeps its words. A row that cannot be converted whole is left out, counted and named.
 
 A tool response keeps its frames. If they are stills, or the chat's own video, the window of the
 call is decoded from the video again, one frame a second. Another file is shown whole.
@@ -346,18 +345,14 @@ def unpaired(rest):
     return None if rest[-1]["role"] == "assistant" else "the last message is not the assistant's"
 
 
-def to_chat(row, frames, most, prompts):
-    """A published SFT row -> {"messages", "tools"?}. Raises ValueError with the reason if the row
+def to_chat(row, frames, most):
+    """A published SFT row -> {"messages", "tools"}. Raises ValueError with the reason if the row
     cannot be converted."""
     head, rest = our_messages(row, frames, most)
-    if prompts == "ours":
-        tools = rollout.tool_schema()
-        head = our_prompt(head, rest, frames)
-        rest = [{**m, "content": without_path(m["content"])} if m["role"] == "assistant" else m
-                for m in rest]
-    else:
-        head, tools = released_prompt(head)
-    return {"messages": [*head, *rest], **({"tools": tools} if tools else {})}
+    head = our_prompt(head, rest, frames)
+    rest = [{**m, "content": without_path(m["content"])} if m["role"] == "assistant" else m
+            for m in rest]
+    return {"messages": [*head, *rest], "tools": rollout.tool_schema()}
 
 
 def our_prompt(head, rest, frames):
@@ -384,18 +379,6 @@ def our_prompt(head, rest, frames):
     elif timed and rewards.extract_span(answer) and re.fullmatch(span, answer, re.IGNORECASE):
         task["type"] = "grounding"
     return rollout.main_messages(task, frames)
-
-
-def released_prompt(head):
-    """The prompt as published -> (messages, schema or None). A system text that declares tools
-    stays, as the only declaration. Otherwise our system text and our schema are used."""
-    own = head[0]["role"] == "system" if head else False
-    first = joined(head[0]["content"]) if own else ""
-    asked = [{**m, "content": m["content"] if chat.videos_in([m]) else joined(m["content"])}
-             for m in head[own:]]
-    declared = "<tools>" in first
-    system = {"role": "system", "content": first if declared else rollout.main_prompt()}
-    return [system, *asked], None if declared else rollout.tool_schema()
 
 
 def without_path(text):
@@ -556,10 +539,9 @@ def span_of(answer, kind):
     return answer[0] if len(answer) == 1 and isinstance(answer[0], list) else answer
 
 
-def convert(paths, out, frames, most=64, prompts="ours", names=None):
+def convert(paths, out, frames, most=64, names=None):
     """Published files -> one JSONL. Prints how many rows were left out, and why. frames: of an
-    overview; most: of a window in a tool response; prompts: "ours" or "release"; names: {our
-    column: theirs}."""
+    overview; most: of a window in a tool response; names: {our column: theirs}."""
     given = []  # (id, row)
     for path in paths:
         stem = os.path.splitext(os.path.basename(path))[0]
@@ -580,7 +562,7 @@ def convert(paths, out, frames, most=64, prompts="ours", names=None):
         try:
             # Published rows are data: a bad row is left out and named.
             if is_chat:
-                made = [to_chat(row, frames, most, prompts)]
+                made = [to_chat(row, frames, most)]
             else:
                 made = [to_task(one) for one in (as_tasks(row) if row.get("messages") else [row])]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -620,8 +602,6 @@ def main():
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
     parser.add_argument("--window-frames", type=int, default=64,
                         help="most frames of a window in a tool response, at one per second")
-    parser.add_argument("--prompts", choices=["ours", "release"], default="ours",
-                        help="prompts of chats: as rollout.py builds them, or as published")
     parser.add_argument("--map", nargs="+", default=[], metavar="OURS=THEIRS",
                         help="columns by other names, for example question=problem")
     args = parser.parse_args()
@@ -631,7 +611,7 @@ def main():
     if not args.out.endswith(".jsonl"):
         raise launch.UserError(f"--out {args.out} should end in .jsonl")
     launch.at_least(1, args, "frames", "window_frames")
-    convert(args.files, args.out, args.frames, args.window_frames, args.prompts, names)
+    convert(args.files, args.out, args.frames, args.window_frames, names)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,31 @@
 """
 gpu_check.py (tests/slow/test_plan.py): do the trainer and the engine compute the same on the GPUs
-of this machine as on CPU in fp32? One command checks all GPUs of a node and writes one page to send
-back:
+of this machine as on CPU in fp32? One command checks all GPUs of a node and writes one file to
+send back:
 
   python tools/gpu_check.py --ckpt Qwen3-VL-2B-Instruct
 
 Each stage runs in processes of its own, so a stage that dies or hangs costs its own rows alone:
   machine     Driver, builds, compiler, memory, libraries: in seconds, before all else.
-  engine      vLLM alone on one GPU, as rollout.py starts it: a video of 64 frames whose prompt is
-              cut into chunks of 512 tokens, beside the trainer's log-probs. Sleep, wake, reload,
-              end. The memory that stays while it sleeps.
   rollouts    An engine on every rank, as grpo.py starts them: log-probs beside the trainer's,
-              three times sleep, other weights, wake.
+              three times sleep, other weights, wake. The memory that stays while it sleeps.
   forwards    Log-probs and gradients of packed, shared-prefix and chunked forwards, compared with
               one forward per sequence on CPU in fp32. Every rank has other sequences. In shards of
               all ranks, and with two replicas (HSDP) if the number of ranks is even. They run on
               CPU, and on the GPU in bf16.
-  attention   FlexAttention with our mask of blocks against sdpa with a dense mask. The gated-delta
-              kernels of Qwen3.5 against the rule in fp32 on CPU, with gradients.
+  kernels     The gated-delta kernels of Qwen3.5 against the rule in fp32 on CPU, with gradients.
   steps       SFT steps, a GRPO update and steps of adapters, as the scripts take them. The loss
               must fall, the weights must be finite and must move.
   grpo        With --ckpt: two steps of grpo.py on toy videos. The real gap, seconds and memory.
 
-Random weights and the videos of toy.py do for the other stages, and without --ckpt for the engine:
-on a GPU its layers are as wide as those of the 2B, with its number of tokens. Without a GPU the
-same code runs on toy sizes. Without vLLM the trainer's stages run, and a row says so.
+Random weights and the videos of toy.py do for the other stages; on a GPU the engine's layers are as
+wide as those of the 2B, with its number of tokens. Without a GPU the same code runs on toy sizes.
+Without vLLM the trainer's stages run, and a row says so.
 
 Each row has a name, the number that rank 0 measured, the smallest and largest of all ranks, a
 bound, and ok, FAIL with a remedy, or the reason why the check was skipped. The exit code is 1 if a
-check fails on any rank. Writes OUT.json and OUT.md after each stage, and to OUT.log what the
-libraries say. A stage that takes more than 900 s is ended.
+check fails on any rank. Writes OUT.json after each stage, and to OUT.log what the libraries say.
+ A stage that takes more than 900 s is ended.
 docs/gpu.md has the numbers of an H100. Several GPUs and --ckpt were never tried.
 """
 import argparse
@@ -47,8 +43,6 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections import defaultdict
-from copy import deepcopy
 from dataclasses import replace
 from importlib import metadata
 
@@ -56,7 +50,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # for the oracle of the forwards
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import chat
 import grpo
@@ -78,7 +71,7 @@ BF16 = (0.06, 0.05)  # 8 bits of mantissa, and a log-prob of a random model is n
 CHUNK = 512  # tokens of one step of the engine: a prompt of frames takes several
 
 
-def make_world(args, wide=False, pixels=32 * 32, channel="image"):
+def make_world(args, wide=False, pixels=32 * 32):
     """-> (random checkpoint, codec, four tasks, Source) of the world that main makes. wide: layers
     as large as those of the 2B, and its number of tokens. pixels: of a frame; 1,024 are a token."""
     ckpt, root = os.path.join(args.folder, "wide"), os.path.join(args.folder, "toy")
@@ -89,7 +82,7 @@ def make_world(args, wide=False, pixels=32 * 32, channel="image"):
     dist.barrier()
     tasks = data.read_tasks(os.path.join(root, "rl.jsonl"))[:4]
     source = rollout.Source(root, video.FrameCache(), min_pixels=pixels, max_pixels=pixels)
-    return ckpt, chat.load_codec(ckpt, channel), tasks, source
+    return ckpt, chat.load_codec(ckpt), tasks, source
 
 
 class Table:
@@ -141,20 +134,6 @@ def number(value):
     return "-" if value is None else f"{value:.4g}"
 
 
-def page(result):
-    """The result as Markdown."""
-    failed = ", ".join(result["failed"]) or "nothing"
-    lines = [f"# gpu_check: {result['ranks']} x {result['gpu'] or 'CPU'}", "",
-             f"{result['seconds']:.0f} s | {result['versions']} | failed: {failed}", "",
-             "| check | rank 0 | all ranks | bound | verdict | note |", "|---|---|---|---|---|---|"]
-    for row in result["rows"]:
-        ends = " to ".join(map(number, row["range"] or ()))
-        bound = "" if row["bound"] is None else f"<= {row['bound']:g}"
-        cells = row["what"], number(row["value"]), ends, bound, row["verdict"], row["note"]
-        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def place(device):
     return "GPU" if device.type == "cuda" else "CPU"
 
@@ -183,17 +162,6 @@ def gpu_gb():
     return [float(mib) * 2**20 / 1e9 for mib in nvidia_smi("memory.used") if mib.isdigit()]
 
 
-def shared_files():
-    """-> {file: [packages]} of files in packages that two distributions brought. The one that was
-    unpacked last wins, and the other one breaks when it is imported."""
-    owners = defaultdict(list)
-    for package in metadata.distributions():
-        for file in package.files or ():
-            if len(file.parts) > 1 and file.suffix != ".pyc":  # not the stray files of a build
-                owners[str(file)].append(package.name)
-    return {file: names for file, names in owners.items() if len(names) > 1}
-
-
 def check_machine(table, device, args):
     """What the first hour on a new machine fails on."""
     gpu, again = device.type == "cuda", "rm -rf .venv && make venv GPU=1"
@@ -206,9 +174,6 @@ def check_machine(table, device, args):
         taken = gpu_gb()
         table.add("machine: GB of a GPU that others hold", max(taken, default=math.nan), 3.0,
                   f"{len(taken)} GPUs", "nvidia-smi shows who: end that process")
-    shared = shared_files()
-    table.add("machine: files that two packages brought", len(shared), 0,
-              ", ".join(sorted({"+".join(names) for names in shared.values()}))[:200], again)
     headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     missing = [name for name, here in (("gcc", shutil.which("gcc") or os.environ.get("CC")),
                                        ("Python.h", os.path.exists(headers))) if not here]
@@ -241,50 +206,8 @@ def has_vllm():
 # Engine and rollouts
 
 
-def check_engine(table, device, args):
-    """One engine in one process: a video prompt in chunks, sleep, wake with its own weights, the
-    same prompt again -> the engine, which is to end."""
-    name = f"{place(device)} engine alone"
-    if not has_vllm():
-        return table.skip(name, "vllm is not installed")
-    ckpt, codec, tasks, source = make_world(args, device.type == "cuda", 128 * 128, "video")
-    if args.ckpt:
-        ckpt, codec = args.ckpt, chat.load_codec(args.ckpt, "video")
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-    engine = VllmEngine(ckpt, codec, Limits(4096, 64, max_seqs=8, gpu_memory=0.3, sleeping=True,
-                                            max_num_batched_tokens=CHUNK))
-    messages = rollout.main_messages(tasks[0], 64)
-    spec = messages[1]["content"][0]
-    context = rollout.open_context(codec, messages, [spec], [source.load(spec)],
-                                   rollout.tool_schema())
-    table.add(f"{name}: chunk / tokens of the prompt", CHUNK / len(context.ids), 0.9,
-              f"{len(context.ids)} tokens, chunks of {CHUNK}")
-    first = ask(engine, context, "first")
-    stays = (engine.sleep() or 0.0) - (total - free) / 1e9
-    table.add(f"{name}: GB that stay while it sleeps", stays, plan.ENGINE_ASLEEP / 1e9,
-              "tools/plan.py counts the bound",
-              "tools/plan.py is too hopeful by the difference: smaller --pack-tokens")
-    policy, answered = load_policy(ckpt, codec, source, device), deepcopy(context)
-    answered.sampled(first.ids, first.logps)
-    table.add(f"{name}: log-prob gap of a video in chunks", gap(policy, [answered]),
-              gap_bound(device), "nats, mean")
-    engine.wake(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
-    again = ask(engine, context, "again")
-    table.add(f"{name}: answers that sleep and wake changed", float(first.ids != again.ids), 0)
-    return engine
-
-
 def gap_bound(device):
     return 0.05 if device.type == "cuda" else 1e-3
-
-
-def ask(engine, context, name):
-    """-> the greedy Completion of a context."""
-    engine.submit(context.request(name, max_tokens=32, temperature=0.0, seed=0))
-    done = []
-    while not done:
-        done = engine.poll()
-    return done[0]
 
 
 def check_rollouts(table, device, args, cycles=3):
@@ -327,7 +250,8 @@ def check_rollouts(table, device, args, cycles=3):
     table.add(f"{name}: bound / gap of the weights before", bound / max(least, 1e-12), 0.5,
               "the check could fail")
     table.add(f"{name}: GB more in use asleep, last cycle against second", asleep[-1] - asleep[1],
-              0.5, f"{asleep[-1]:.1f} GB")
+              0.5, f"{asleep[-1]:.1f} GB; for the engine tools/plan.py counts "
+              f"{plan.ENGINE_ASLEEP / 1e9:g}")
     return engine
 
 
@@ -452,32 +376,7 @@ def check_forwards(table, device, args):
             check_forms(table, name, policy, mine, wanted, bounds)
 
 
-def check_attention(table, device, args):
-    """FlexAttention with model.block_mask against sdpa with the dense mask of the same pack."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    _, codec, trees, _ = group_world(args)
-    gpu = device.type == "cuda"
-    heads, shared, width = (32, 8, 128) if gpu else (4, 2, 32)
-    pack = model.pack_trees(codec, trees * (4 if gpu else 1))
-    n, dtype = len(pack.ids), model.compute_dtype(device)
-    draw = torch.Generator(device).manual_seed(0)
-    q, k, v = (torch.randn(1, h, n, width, device=device, dtype=dtype, generator=draw)
-               for h in (heads, shared, shared))
-    tree, branch, at = pack.tree.to(device), pack.branch.to(device), torch.arange(n, device=device)
-    dense = ((at[:, None] >= at) & (tree[:, None] == tree)
-             & ((branch == 0) | (branch == branch[:, None])))  # [L, L]
-    blocks = model.block_mask(pack, device)
-    # On CPU the compiler would take longer than the rest.
-    attend = model.compiled_flex() if gpu else flex_attention
-    dense_out = F.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True).float()
-    error = attend(q, k, v, block_mask=blocks, enable_gqa=True).float() - dense_out
-    table.add(f"{place(device)} FlexAttention: distance from sdpa",
-              (error.norm() / dense_out.norm()).item(), 0.01 if gpu else 1e-5, "relative")
-    check_delta(table, device)
-
-
-def check_delta(table, device, rows=4, length=1000):
+def check_delta(table, device, args, rows=4, length=1000):
     """The gated-delta kernels of the GPU in bf16, against the rule of the CPU in fp32."""
     if device.type == "cpu":
         return table.skip("GPU gated-delta kernels", "no GPU on this machine")
@@ -518,12 +417,17 @@ def delta_results(kernel, device, dtype, rows, length, heads=4, width=128):
 def check_steps(table, device, args):
     """SFT steps and a GRPO update through FSDP2, as sft.py and grpo.py take them."""
     ckpt, codec, trees, source = group_world(args)
-    check_adapters(table, device, ckpt, codec, trees, source)
-    policy = load_policy(ckpt, codec, source, device, recompute="full")
-    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
-    losses = learn(policy, optimizer, model.pack_trees(codec, alone(trees)), 3)
-    table.add(f"{place(device)} SFT: loss after two steps / before", losses[-1] / losses[0], 0.999,
-              f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
+    pack = model.pack_trees(codec, alone(trees))
+    for name, lora in (("adapters", 8), ("SFT", 0)):
+        policy = load_policy(ckpt, codec, source, device, recompute="full", lora=lora)
+        optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
+        losses = []
+        for _ in range(4):  # on the same batch, whose loss must fall; of adapters B moves first
+            losses.append(sft.backward(policy, [pack])[0])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        table.add(f"{place(device)} {name}: loss after three steps / before",
+                  losses[-1] / losses[0], 0.999, f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
 
     # Read the weights before the forward: after a forward without backward FSDP leaves the root
     # whole.
@@ -544,38 +448,6 @@ def check_steps(table, device, args):
               0.01 if device.type == "cuda" else 1e-5, "nats, mean")
     moved = bool(after.isfinite().all()) and not torch.equal(before, after)
     table.add(f"{place(device)} GRPO: weights finite and moved", float(not moved), 0)
-
-
-def learn(policy, optimizer, pack, steps):
-    """SFT steps on the same batch, whose loss must fall -> the losses."""
-    losses = []
-    for _ in range(steps):
-        losses.append(sft.backward(policy, [pack])[0])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return losses
-
-
-def check_adapters(table, device, ckpt, codec, trees, source):
-    """Adapters begin as their base, are the only weights that move, and learn."""
-    pack, bound = model.pack_trees(codec, alone(trees)), BF16 if device.type == "cuda" else FP32
-    logps = []
-    for rank in (0, 8):
-        policy = load_policy(ckpt, codec, source, device, recompute="full", lora=rank)
-        with torch.no_grad():
-            logps.append(policy(pack)[0].double().cpu())
-    name = f"{place(device)} adapters"
-    table.add(f"{name}: log-probs beside their base", (logps[1] - logps[0]).abs().mean().item(),
-              bound[0], "nats, mean")
-    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
-
-    def base():  # FSDP's root is whole after a forward; state_dict brings its shards back
-        return flat(p for name, p in policy.state_dict().items() if ".lora_" not in name)
-
-    before, losses = base(), learn(policy, optimizer, pack, 4)  # B is zero: it moves first
-    table.add(f"{name}: loss after three steps / before", losses[-1] / losses[0], 0.999,
-              f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
-    table.add(f"{name}: weights of the base that moved", (base() != before).sum().item(), 0)
 
 
 def check_grpo(table, device, args):
@@ -617,13 +489,11 @@ def stages():
     wrong = "the trainer is wrong here: send the page, train nothing"
     return {
         "machine": (check_machine, False, "mend the machine or the environment before all else"),
-        "engine": (check_engine, False, "train nothing; send the page with OUT.log"),
         "rollouts": (check_rollouts, True, "train nothing; send the page with OUT.log (in a "
                      "container first --ipc=host)"),
         "forwards": (check_forwards, True, wrong),
-        "attention": (check_attention, True, "compare triton with torch's requirement: make venv "
-                      "GPU=1; train no Qwen3.5 with wrong gated-delta kernels (FLA_TILELANG=1 "
-                      "takes others)"),
+        "kernels": (check_delta, True, "train no Qwen3.5 with wrong gated-delta kernels "
+                    "(FLA_TILELANG=1 takes others)"),
         "steps": (check_steps, True, wrong),
         "grpo": (check_grpo, False, "read OUT.log, send it with the page"),
     }
@@ -679,8 +549,8 @@ def read_rows(folder, stage):
 
 def main():
     parser = launch.parser(__doc__)
-    parser.add_argument("--ckpt", help="folder of a published checkpoint, for engine and grpo.py")
-    parser.add_argument("--out", default="gpu_check", help="writes OUT.json, OUT.md and OUT.log")
+    parser.add_argument("--ckpt", help="folder of a published checkpoint, for grpo.py")
+    parser.add_argument("--out", default="gpu_check", help="writes OUT.json and OUT.log")
     parser.add_argument("--ranks", type=int, help="default: one for each GPU, two without a GPU")
     parser.add_argument("--cpu", action="store_true", help="run the checks of the CPU alone")
     parser.add_argument("--stage", choices=stages(), help="this stage alone")
@@ -708,8 +578,7 @@ def main():
             found.update(failed=of(found["rows"], "FAIL"), skipped=of(found["rows"], "skipped"),
                          seconds=round(time.time() - began, 1))
             launch.write_atomic(f"{args.out}.json", json.dumps(found, indent=1) + "\n")
-            launch.write_atomic(f"{args.out}.md", page(found))
-    print(f"{len(found['failed'])} failed -> {args.out}.json, {args.out}.md", flush=True)
+    print(f"{len(found['failed'])} failed -> {args.out}.json", flush=True)
     sys.exit(1 if found["failed"] else 0)
 
 

@@ -13,14 +13,12 @@ of tools/ask.py, and at temperature 0 so is the answer.
 The last user message is the question, and the film is the last one of the request:
   {"type": "video_url", "video_url": {"url": U}}   U: a path or a file: URL below --video-root, a
                               data: URL, or the URL that PUT /films gave
-  {"type": "image_url", ..}   frames as data: URLs, each after a text like "<12.5 seconds>", or with
-                              the field "fps". Frames without times are refused, because every
-                              window would be wrong
-No film: the same weights answer the text alone. Nothing is fetched from a network.
+Nothing is fetched from a network.
 
 Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_completion_tokens
 (bounds the answer that is sent, never a thought: clients send 16), options ["..", ..], answer_type
-(open, list, grounding), fps. Options in the text, "A. .." one a line, are options too. A text that
+(open, list, grounding), frames (K of the overview) or fps (K is that many for each second, 1,024 at
+most). Options in the text, "A. .." one a line, are options too. A text that
 says how to answer gets no line on that from us. Other fields are not read.
 
 Reads: a checkpoint folder, films below --video-root. Writes nothing that outlives the server.
@@ -35,6 +33,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import mimetypes
 import os
 import re
@@ -71,7 +70,6 @@ class Refused(Exception):
         self.status = status
 
 
-STAMP = re.compile(r"\s*<(\d+(?:\.\d+)?) seconds?>\s*")  # as chat.py writes times before frames
 LABEL = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s+(\S.*)")  # of a line without spaces around it
 # "Answer with ..", "Please respond only with ..", "Give your answer as ..": a sentence's beginning
 STYLE = re.compile(r"\s*(?:(?:please|only|just)\s+)*"
@@ -87,32 +85,27 @@ def has_surrogate(value):
     return bool(re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)))
 
 
-def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
-    """Messages -> (URL of a film or None, [(second or None, URL of an image)], the question)."""
-    film, frames, question, system, count = None, [], "", [], 0
+def parts_of(messages: list[dict]) -> tuple[str | None, str]:
+    """Messages -> (URL of a film or None, the question)."""
+    film, question, system, count = None, "", [], 0
     for message in messages:
         role, content = message.get("role"), message.get("content")
         items = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if role not in ("system", "developer", "user") or not isinstance(items, list):
             continue  # answers of earlier questions: every question is asked anew
-        said, second = [], None
+        said = []
         count += len(items)
         if count > MAX_ITEMS:
-            raise Refused(400, f"a request has {MAX_ITEMS:,} texts, films and frames at most")
+            raise Refused(400, f"a request has {MAX_ITEMS:,} texts and films at most")
         for item in items:
             kind = item.get("type") if isinstance(item, dict) else None
-            value = item.get(kind) if kind in ("text", "video_url", "image_url") else None
+            value = item.get(kind) if kind in ("text", "video_url") else None
             value = value.get("url") if isinstance(value, dict) else value
             if not isinstance(value, str) or not value and kind != "text":
-                raise Refused(400, "content holds items of type text, video_url and image_url, "
-                              "each with its text or URL")
+                raise Refused(400, "content holds items of type text and video_url, each with its "
+                              "text or URL; frames as images are not taken, send the film")
             if kind == "video_url":
-                film, frames = value, []
-            elif kind == "image_url":
-                frames.append((second, value))
-                film = second = None
-            elif stamp := STAMP.fullmatch(value):
-                second = float(stamp[1])
+                film = value
             else:
                 said.append(value)
         text = "\n".join(said).strip()
@@ -127,7 +120,7 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
         raise Refused(400, f"a question has {MAX_TEXT:,} characters at most")
     if has_surrogate(question):
         raise Refused(400, "a lone surrogate (\\ud800 to \\udfff) is no text")
-    return film, frames, question
+    return film, question
 
 
 def question_task(text: str, options=None, kind=None) -> dict:
@@ -157,8 +150,8 @@ def data_of(url: str) -> bytes:
     """A data: URL in base64 -> its bytes."""
     head, _, text = url.partition(",")
     if not (head.startswith("data:") and head.endswith(";base64")):
-        raise Refused(400, "films and frames in a request are data: URLs in base64; nothing is "
-                      "fetched from a network")
+        raise Refused(400, "a film in a request is a data: URL in base64; nothing is fetched from "
+                      "a network")
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
@@ -176,14 +169,11 @@ class Films:
         self.lock = threading.Lock()  # uploads come from several threads
         self.used = collections.Counter()  # name -> questions that look at the film now
 
-    def find(self, film: str | None, frames: list, fps: float | None) -> tuple[str, str] | None:
-        """-> (folder, path in it) of a request's film; None without one. A film of a client counts
-        as used until `release`."""
-        if film and film.startswith("data:video/jpeg;base64,"):  # frames in the form of vLLM
-            texts = film.partition(",")[2].split(",")
-            film, frames = None, [(None, "data:image/jpeg;base64," + text) for text in texts]
+    def find(self, film: str | None) -> tuple[str, str]:
+        """-> (folder, path in it) of a request's film. A film of a client counts as used until
+        `release`."""
         if film and film.startswith("data:"):
-            return self.sent, self.keep({"": data_of(film)}, True)
+            return self.sent, self.keep(data_of(film), True)
         if film and (sent := re.fullmatch("film:([0-9a-f]{64})", film)):
             return self.again(sent[1])
         if film:
@@ -193,19 +183,7 @@ class Films:
                     return self.root, self.inside(unquote(parts.path) if parts.scheme else film)
             raise Refused(400, "a film is a path or a file: URL below --video-root, or a data: "
                           "URL; nothing is fetched from a network: download the film first")
-        if not frames:
-            return None
-        times = [second for second, _ in frames]
-        if None in times and fps is None:
-            raise Refused(400, 'frames need times: a text like "<12.5 seconds>" before each, or '
-                          'the field "fps"')
-        if None in times:
-            times = [n / fps for n in range(len(frames))]
-        if max(times) > 1e6:  # 400 digits are infinite
-            raise Refused(400, "a frame's time is above 1,000,000 seconds")
-        files = {f"{n:06d}.jpg": data_of(url) for n, (_, url) in enumerate(frames, 1)}
-        files["seconds.txt"] = "\n".join(map(str, times)).encode()
-        return self.sent, self.keep(files, True)
+        raise Refused(400, "no film: give a video_url")
 
     def inside(self, path: str) -> str:
         """A path as a client writes it -> the path below --video-root."""
@@ -223,25 +201,20 @@ class Films:
             self.used[name] += 1
         return self.sent, name
 
-    def keep(self, files: dict[str, bytes], used: bool = False) -> str:
-        """{name: bytes} of a folder of frames, or {"": bytes} of a film -> its name in `sent`."""
-        digest = hashlib.sha256()
-        for file, data in files.items():
-            digest.update(f"{file} {len(data)} ".encode())
-            digest.update(data)
-        name = digest.hexdigest()
+    def keep(self, data: bytes, used: bool = False) -> str:
+        """The bytes of a film -> its name in `sent`."""
+        name = hashlib.sha256(data).hexdigest()
         path = os.path.join(self.sent, name)
         with self.lock:
             try:
                 if not os.path.exists(path):
-                    with tempfile.TemporaryDirectory(dir=self.sent, prefix=".",
-                                                     ignore_cleanup_errors=True) as part:
-                        for file, data in files.items():
-                            with open(os.path.join(part, file or "film"), "wb") as f:
-                                f.write(data)
-                        os.rename(part if len(files) > 1 else os.path.join(part, "film"), path)
+                    with open(path + ".part", "wb") as f:
+                        f.write(data)
+                    os.rename(path + ".part", path)
                 os.utime(path)
             except OSError as error:  # the disk is full, say
+                with contextlib.suppress(OSError):
+                    os.remove(path + ".part")
                 raise Refused(507, f"the film cannot be kept: {error.strerror}") from None
             self.used[name] += used
             self.make_room(name)
@@ -249,16 +222,12 @@ class Films:
 
     def make_room(self, newest):
         """Deletes clients' films that have not been used for the longest, above `most` bytes."""
-        def size(path):
-            inner = os.listdir(path) if os.path.isdir(path) else [""]
-            return sum(os.path.getsize(os.path.join(path, name).rstrip("/")) for name in inner)
-
         kept = sorted(os.scandir(self.sent), key=lambda entry: entry.stat().st_mtime)
-        total = sum(size(entry.path) for entry in kept)
+        total = sum(entry.stat().st_size for entry in kept)
         for entry in kept:
             if total > self.most and entry.name != newest and not self.used[entry.name]:
-                total -= size(entry.path)
-                shutil.rmtree(entry.path) if entry.is_dir() else os.remove(entry.path)
+                total -= entry.stat().st_size
+                os.remove(entry.path)
 
     def release(self, root: str, name: str) -> None:
         """A question about this film has ended."""
@@ -363,13 +332,13 @@ class Agents:
         except TimeoutError:
             raise Refused(504, f"no answer within {self.args.seconds:g} seconds") from None
 
-    async def film(self, tell, task, agent, root):
+    async def film(self, tell, task, agent, root, frames):
         """An episode about a film; tells the events of ask.py, then the usage of tokens."""
         source = replace(self.sampler.source, root=root)
         sampler = replace(self.sampler, agent=agent, source=source, pump=self.pump)
         # A name of its own for each question: names of requests come from it. Seeds do not.
         name = f"0/{secrets.token_hex(8)}"
-        episode = rollout.Episode(task, name, 0, self.args.frames, 0)
+        episode = rollout.Episode(task, name, 0, frames, 0)
         async for event in ask.events(episode, sampler):
             if event["event"] == "answer":
                 masks = [episode.context.mask] if episode.context else []
@@ -378,23 +347,9 @@ class Agents:
                              cut=episode.finish[-1:] == ["length"])
                 if event["error"]:  # without the path of this machine
                     event["error"] = event["error"].replace(root, "").strip()
+                if event["status"] == "context":
+                    event["error"] += "; ask with fewer frames: the field frames, or fps"
             tell(event)
-
-    async def text(self, tell, question, agent):
-        """A question without a film: one turn of the same weights, without tools."""
-        codec = self.sampler.codec
-        context = rollout.open_context(codec, [{"role": "user", "content": question}], [], [])
-        room = min(agent.max_new_tokens, agent.context - len(context.ids))
-        if room < 1:
-            raise Refused(400, "the question does not fit into the context")
-        said = await self.pump.sample(context.request(
-            secrets.token_hex(8), max_tokens=room, temperature=agent.temperature, seed=agent.seed))
-        if said.error:
-            raise Refused(500, said.error)
-        answer = said.text.rpartition("</think>")[2].strip()
-        tell({"event": "answer", "text": answer, "status": "ok", "error": None,
-              "sampled": len(said.ids), "tokens": len(said.ids) + len(context.ids),
-              "cut": not said.ended})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -442,28 +397,20 @@ class Guard:
     def __init__(self, app, args, key):
         self.app, self.key, self.seconds = app, key, args.seconds
         self.most = int(args.max_mb * 2**20)
-        self.in_flight = 0  # bytes of the bodies that are in memory
         self.local = args.host in ("127.0.0.1", "localhost", "::1")
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        scope.update(body=bytearray(), size=0)
-        try:
-            if wrong := self.fault(scope, headers) or await self.read(scope, receive):
-                from fastapi.responses import JSONResponse
+        scope.update(body=bytearray())
+        if wrong := self.fault(scope, headers) or await self.read(scope, receive):
+            from fastapi.responses import JSONResponse
 
-                # The rest of a body may still come: the connection cannot be used again.
-                more = {"Connection": "close"} | ({"Retry-After": "2"} if wrong[0] == 429 else {})
-                return await JSONResponse(error_body(*wrong), wrong[0], more)(scope, receive, send)
-            await self.app(scope, receive, send)
-        finally:
-            self.free(scope)
-
-    def free(self, scope):
-        """The body of this request has left the memory."""
-        self.in_flight -= scope.pop("size", 0)
+            # The rest of a body may still come: the connection cannot be used again.
+            return await JSONResponse(error_body(*wrong), wrong[0], {"Connection": "close"})(
+                scope, receive, send)
+        await self.app(scope, receive, send)
 
     async def read(self, scope, receive):
         """Reads the body -> None, or (status, why). A framework would first keep all of it."""
@@ -475,12 +422,8 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         return 400, "the client has left"
                     body += message.get("body", b"")
-                    self.in_flight += len(body) - scope["size"]
-                    scope["size"] = len(body)
                     if len(body) > self.most:
                         return 413, f"a request has {self.most} bytes at most"
-                    if self.in_flight > 2 * self.most:
-                        return 429, "other requests fill the memory; ask again later"
                     more = message.get("more_body", False)
         except TimeoutError:
             return 408, f"the request has not come within {self.seconds:g} seconds"
@@ -545,6 +488,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         tools: None = None  # the agent has its own
         options: list[str] | None = Field(None, min_length=2, max_length=26)
         answer_type: Literal["open", "list", "grounding"] | None = None
+        frames: int | None = Field(None, ge=1, le=1024)
         fps: float | None = Field(None, gt=0, le=1000)
 
         @field_validator("options")
@@ -604,7 +548,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         body = request.scope.pop("body")
         if not body:
             raise Refused(400, "the body is the film, and it is empty")
-        return {"url": "film:" + await asyncio.to_thread(films.keep, {"": body})}
+        return {"url": "film:" + await asyncio.to_thread(films.keep, body)}
 
     @app.get("/films/{path:path}")
     async def played(path: str):
@@ -632,27 +576,23 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         asked = Asked.model_validate_json(request.scope.pop("body"))
         if asked.model not in (None, "", args.name):
             raise Refused(404, f"no such model; there is {args.name}")
-        film, frames, question = parts_of(asked.messages)
+        film, question = parts_of(asked.messages)
         given = {"temperature": asked.temperature, "seed": asked.seed}
         agent = replace(agents.sampler.agent, **{k: v for k, v in given.items() if v is not None})
-        found = await asyncio.to_thread(films.find, film, frames, asked.fps)
-        # Films and frames are files now, and a question may wait for long.
-        film = None if film and film.startswith("data:") else film
+        root, path = await asyncio.to_thread(films.find, film)
+        # The film is a file now, and a question may wait for long.
+        film = None if film.startswith("data:") else film
         asked.messages.clear()
-        frames.clear()
-        guard.free(request.scope)
         head = {"id": "chatcmpl-" + secrets.token_hex(12), "created": int(time.time()),
                 "model": args.name}
-        ended = partial(films.release, *found) if found else lambda: None
+        ended = partial(films.release, root, path)
         try:
-            if found:
-                root, path = found
-                await asyncio.to_thread(check_film, agents.sampler.source, root, path)
-                task = {"id": head["id"], "video": path,
-                        **question_task(question, asked.options, asked.answer_type)}
-                work = partial(agents.film, task=task, agent=agent, root=root)
-            else:
-                work = partial(agents.text, question=question, agent=agent)
+            info = await asyncio.to_thread(check_film, agents.sampler.source, root, path)
+            count = asked.frames or math.ceil((asked.fps or 0) * info.duration) or args.frames
+            task = {"id": head["id"], "video": path,
+                    **question_task(question, asked.options, asked.answer_type)}
+            work = partial(agents.film, task=task, agent=agent, root=root,
+                           frames=min(count, 1024))
             under_way = Question(agents, work, ended)
         except Refused:
             ended()
@@ -681,8 +621,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
             left.cancel()
             answer.cancel()
 
-    guard = Guard(app, args, key)
-    return guard
+    return Guard(app, args, key)
 
 
 def page_text() -> tuple[str, str]:
@@ -702,9 +641,9 @@ def page_text() -> tuple[str, str]:
 
 
 def check_film(source, root, path):
-    """Raises Refused if a film cannot be opened."""
+    """-> its VideoInfo. Raises Refused if a film cannot be opened."""
     try:
-        video.probe(video.resolve(path, root), source.cache)
+        return video.probe(video.resolve(path, root), source.cache)
     except video.VideoError as error:  # not str(error): that holds a path of this machine
         why = error.why.replace(root, "")[:200]
         raise Refused(400, f"the film cannot be read: {why}") from None
