@@ -46,9 +46,9 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
             *messages]
 
 
-def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, prompts="release", most=64):
+def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, most=64):
     (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames, most, prompts)
+    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames, most)
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
@@ -187,7 +187,7 @@ def test_turns_types_and_absolute_paths(tmp_path, monkeypatch, capsys):
 
 def test_a_chat_with_an_answer_stays_a_chat(tmp_path):
     talk = [{"from": "human", "value": "<video>Which?"}, {"from": "gpt", "value": ANSWER}]
-    (row,) = convert(tmp_path, [{"conversations": talk, "video": "a.mp4"}], prompts="ours")
+    (row,) = convert(tmp_path, [{"conversations": talk, "video": "a.mp4"}])
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
     assert row["messages"][1]["content"][0] == {"type": "video", "video": "a.mp4", "frames": 64}
 

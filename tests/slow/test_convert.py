@@ -120,7 +120,7 @@ def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, cod
     task = {"prompt": [{"role": "system", "content": TOOLS},
                        {"role": "user", "content": "<video>" + question + tail}],
             "videos": [{"video": "selfqa/b.mp4"}], "extra_info": extra}
-    (talk,) = convert(tmp_path, [talk], prompts="ours", frames=3)
+    (talk,) = convert(tmp_path, [talk], frames=3)
     (task,) = convert(tmp_path, [task])
     item = chat.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
     prompt, _ = chat.encode_prompt(codec, rollout.main_messages(task, 3), [item],
@@ -140,23 +140,22 @@ WINDOW = {"type": "video", "video": "longvt_source/selftrace_1/b.mp4", "start": 
 WHOLE = {"type": "video", "video": "longvt_source/selftrace_1/b_8.0_12.0.mp4", "frames": 4}
 
 
-@pytest.mark.parametrize("prompts", ["ours", "release"])
 @pytest.mark.parametrize("frames, seen", [(STILLS, WINDOW), ([SAME], WINDOW), ([CLIP], WHOLE)])
 @pytest.mark.parametrize("shape", ["inside", "after", "before", "tool"])
-def test_a_tool_response_keeps_its_frames(tmp_path, capsys, prompts, frames, seen, shape):
+def test_a_tool_response_keeps_its_frames(tmp_path, capsys, frames, seen, shape):
     """Without them the next turn, which says what the window shows, would be learned blind."""
     middle = {"inside": shown(f"<tool_response>\n{SENTENCE}: ", *frames, "\n</tool_response>"),
               "after": shown(f"<tool_response>{SENTENCE}: </tool_response>", *frames),
               "before": shown(*frames, f"<tool_response>{SENTENCE}: </tool_response>"),
               "tool": shown(*frames, f"{SENTENCE}: ", role="tool")}[shape]
-    (row,) = convert(tmp_path, [longvt(turn(asks(8.0, 12.0)), middle)], prompts=prompts, frames=8)
+    (row,) = convert(tmp_path, [longvt(turn(asks(8.0, 12.0)), middle)], frames=8)
     system, user, call, tool, last = row["messages"]
     text = {"type": "text", "text": f"{SENTENCE}: "}
     assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
                     else [text, seen]}
     assert last["content"].startswith("<think>This window shows it.")
     assert user["content"][0]["frames"] == 8 and chat_fault(row["messages"]) is None
-    assert ("video_path" in call["content"]) == (prompts == "release")
+    assert "video_path" not in call["content"]
     assert "of these chats 1 hold a call, 1 show frames in a tool response" in (
         capsys.readouterr().out)
 
@@ -171,7 +170,7 @@ def test_marks_and_columns_in_tool_responses(tmp_path):
         {"role": "assistant", "content": ANSWER}]),
         "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}],
         "images": ["a_0.jpg", "a_1.jpg"]}
-    (talk,) = convert(tmp_path, [row], prompts="ours")
+    (talk,) = convert(tmp_path, [row])
     assert [m["role"] for m in talk["messages"]] == [
         "system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
     window = {"type": "video", "video": "selfqa/a.mp4", "fps": 1.0, "max_frames": 64}

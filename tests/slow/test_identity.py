@@ -152,14 +152,8 @@ def recorded(codec, toy):
 
 
 FAULTS = {
-    "mask shorter": changed(["mask"], lambda mask: mask[:-1]),
-    "mask moved": changed(["mask"], lambda mask: [*mask[1:], mask[0]]),
-    "logp is NaN": changed(["logps", -1], float("nan")),
-    "no spans": changed(["spans"], []),
-    "span beyond the end": changed(["spans", -1, 1], lambda end: end + 1),
     "turns are numbers": changed(["turns"], [1, 2]),
     "call without status": changed(["calls", 0], {"turn": 0}),
-    "sub without frames": changed(["calls", 0, "sub", "vision"], []),
     "task of no type": changed(["task", "type"], "mc"),
     "unknown status": changed(["status"], "fine"),
 }
