@@ -73,24 +73,21 @@ def published(row):
                  for role, text in zip(("user", "assistant"), pair)]
     if talk:  # LLaVA marks a video as <image>
         mark = "<image>" if row.get("images") else "<video>"
-        row["messages"] = [{
-            "role": ROLES.get(m.get("from", m.get("role")), m.get("from", m.get("role"))),
-            "content": (m.get("value") or m.get("content") or "").replace("<image>", mark)}
-            for m in talk]
-        return row
+        said = [(m.get("from") or m["role"], m.get("value") or m["content"]) for m in talk]
+        return {**row, "messages": [{"role": ROLES.get(role, role),
+                                     "content": text.replace("<image>", mark)}
+                                    for role, text in said]}
     question, answer = column("question"), loosely(column("answer"))
     if question is None or answer is None or not videos:
         return None
     options = decoded(column("options")) or [row[key] for key in "ABCDEFGH" if row.get(key)]
     if isinstance(options, list):
-        options = [f"{letter}. {text}" for letter, text in zip(
-            string.ascii_uppercase, data.bare_options(list(map(str, options))))]
-        options = "\n".join(options)
+        options = data.bare_options(list(map(str, options)))
+        options = "\n".join(map("{}. {}".format, string.ascii_uppercase, options))
     tagged = re.search("<answer>(.*?)</answer>", str(answer), re.DOTALL)
-    row["prompt"] = [{"role": "user", "content": f"{question}\n{options}"}]
-    row["extra_info"] = {"answer": tagged[1].strip() if tagged else answer,
-                         "question_type": row.get("type")}
-    return row
+    return {**row, "prompt": [{"role": "user", "content": f"{question}\n{options}"}],
+            "extra_info": {"answer": tagged[1].strip() if tagged else answer,
+                           "question_type": row.get("type")}}
 
 
 def as_tasks(row):
@@ -600,8 +597,6 @@ def main():
     parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL or CSV")
     parser.add_argument("--out", required=True, help="JSONL to write")
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
-    parser.add_argument("--window-frames", type=int, default=64,
-                        help="most frames of a window in a tool response, at one per second")
     parser.add_argument("--map", nargs="+", default=[], metavar="OURS=THEIRS",
                         help="columns by other names, for example question=problem")
     args = parser.parse_args()
@@ -610,8 +605,8 @@ def main():
         raise launch.UserError(f"--map: give OURS=THEIRS, OURS one of {', '.join(COLUMNS)}")
     if not args.out.endswith(".jsonl"):
         raise launch.UserError(f"--out {args.out} should end in .jsonl")
-    launch.at_least(1, args, "frames", "window_frames")
-    convert(args.files, args.out, args.frames, args.window_frames, names)
+    launch.at_least(1, args, "frames")
+    convert(args.files, args.out, args.frames, names=names)
 
 
 if __name__ == "__main__":

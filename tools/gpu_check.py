@@ -43,7 +43,6 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from dataclasses import replace
 from importlib import metadata
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -164,7 +163,7 @@ def gpu_gb():
 
 def check_machine(table, device, args):
     """What the first hour on a new machine fails on."""
-    gpu, again = device.type == "cuda", "rm -rf .venv && make venv GPU=1"
+    gpu = device.type == "cuda"
     if gpu:
         driver = (nvidia_smi("driver_version") or [""])[0]
         major = int(driver.split(".")[0]) if driver[:1].isdigit() else 0
@@ -184,16 +183,6 @@ def check_machine(table, device, args):
         table.add("machine: GB of /dev/shm that lack", max(0.0, args.ranks - room),
                   0 if gpu else None, f"{room:.1f} GB free, 1 a rank",
                   "in a container --shm-size 16g or --ipc=host")
-    if gpu and has_vllm():
-        broken = []
-        for name in ("vllm._C_stable_libtorch", "vllm.cumem_allocator",
-                     "vllm.v1.attention.backends.flashinfer"):  # each engine imports all three
-            try:
-                importlib.import_module(name)
-            except Exception as error:  # of whatever kind a broken library raises
-                broken.append(f"{name}: {type(error).__name__}: {error}"[:100])
-        table.add("machine: libraries of vLLM that do not load", len(broken), 0, "; ".join(broken),
-                  again)
     if not has_vllm():
         table.skip("machine: vLLM", "not installed: sft.py works, grpo.py and rollouts do not")
 
@@ -225,7 +214,7 @@ def check_rollouts(table, device, args, cycles=3):
                           max_turns=1, temperature=1.0)
     policy = load_policy(ckpt, codec, source, device)
     sampler = rollout.Sampler(engine, codec, source, agent)
-    gaps, blind, asleep, failed, contexts = [], [], [], 0, []
+    gaps, asleep, failed, contexts = [], [], 0, []
     for n in range(1 + cycles):
         if n:
             asleep.append(engine.sleep() or 0.0)
@@ -235,7 +224,6 @@ def check_rollouts(table, device, args, cycles=3):
             with torch.no_grad():
                 for p in policy.hf.model.language_model.layers.parameters():
                     p.mul_(1.5 if n % 2 else 1 / 1.4)
-            blind.append(gap(policy, contexts))  # the old samples under the new weights
             engine.wake(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
         # Sample as another step, with other seeds. Stale weights or caches would show in the gap.
         episodes = list(rollout.run(sampler, tasks, 16 if gpu else 8, group=2, step=n))
@@ -243,12 +231,10 @@ def check_rollouts(table, device, args, cycles=3):
         contexts = [e.context for e in episodes]
         gaps.append(gap(policy, contexts))
     # Tensors, because Python's max and min may pass over a NaN.
-    largest, least = torch.tensor(gaps).max().item(), torch.tensor(blind).min().item()
+    largest = torch.tensor(gaps).max().item()
     longest = max(len(c.ids) for c in contexts)
     table.add(f"{name}: failed episodes", failed, 0, f"contexts of up to {longest} tokens")
     table.add(f"{name}: largest gap, {cycles} sleeps and wakes", largest, bound, "nats, mean")
-    table.add(f"{name}: bound / gap of the weights before", bound / max(least, 1e-12), 0.5,
-              "the check could fail")
     table.add(f"{name}: GB more in use asleep, last cycle against second", asleep[-1] - asleep[1],
               0.5, f"{asleep[-1]:.1f} GB; for the engine tools/plan.py counts "
               f"{plan.ENGINE_ASLEEP / 1e9:g}")
@@ -306,12 +292,12 @@ def alone(trees):
     return out
 
 
-def measure(policy, packs, chunk=1024):
+def measure(policy, packs):
     """Packs -> (log-probs of all trained tokens [N], gradient of their advantage-weighted sum [P]),
     fp64 in host memory."""
     logps = []
     for pack in packs:  # gradients add up over packs
-        logp, _ = policy(pack, chunk=chunk)  # [n]
+        logp, _ = policy(pack)  # [n]
         advantage = model.to_device(pack.values["advantage"], logp.device)  # [n]
         (-(logp * advantage).sum()).backward()
         logps.append(logp.detach().double().cpu())
@@ -333,13 +319,11 @@ def compare(table, what, found, wanted, bounds):
 
 
 def check_forms(table, name, policy, trees, wanted, bounds):
-    """Packed, shared-prefix and chunked forms of the same sequences."""
+    """Packed and shared-prefix forms of the same sequences."""
     plain = model.pack_trees(policy.codec, alone(trees))
     shared = model.pack_trees(policy.codec, trees)
     compare(table, f"{name} packed", measure(policy, [plain]), wanted, bounds)
     compare(table, f"{name} shared prefix", measure(policy, [shared]), wanted, bounds)
-    chunked = measure(policy, [shared], chunk=7)  # the last chunk is ragged
-    compare(table, f"{name} vocabulary in chunks of 7", chunked, wanted, bounds)
 
 
 def check_forwards(table, device, args):
@@ -359,13 +343,6 @@ def check_forwards(table, device, args):
         if other == rank:
             mine, logp = theirs, found[0]
     wanted = logp, gradient
-
-    # The checks must be able to fail: darker frames must move the log-probs far beyond the bound.
-    oracle.features = model.VisionFeatures(oracle.hf.model.visual,
-                                           replace(codec, mean=(0.4, 0.4, 0.4)), source.load)
-    moved = (measure(oracle, [model.pack_trees(codec, mine)])[0] - logp).abs().mean().item()
-    table.add("CPU fp32 sensitivity: bound / effect of darker frames", FP32[0] / max(moved, 1e-12),
-              0.1, f"{moved:.4f} nats")
 
     for where in dict.fromkeys([CPU, device]):
         bounds, kind = (BF16, "bf16") if where.type == "cuda" else (FP32, "fp32")
@@ -468,12 +445,8 @@ def check_grpo(table, device, args):
     table.add("grpo.py: largest log-prob gap", max(gaps, default=math.nan),
               grpo.gap_tolerance() if gaps else None,
               f"nats, mean of a step; {len(gaps)} steps with a signal")
-    for name in ("rollout_s", "rollout_tokens_per_s", "train_s", "train_tokens_per_s"):
+    for name in ("rollout_s", "train_s", "sync_s"):
         table.add(f"grpo.py: {name} of the second step", rows[-1][name])
-    table.add("grpo.py: sync_s of the first step", rows[0]["sync_s"])
-    asleep = [row.get("asleep_gb", 0.0) for row in rows]  # only a GPU's engine sleeps
-    table.add("grpo.py: GB more in use asleep, second step against first", asleep[-1] - asleep[0],
-              2.0, f"{asleep[-1]:.1f} GB")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -524,11 +497,10 @@ def start_stage(name, args):
         command = torchrun(args) + command
     # engine.py silences vLLM's log unless it is told otherwise; the log comes by stdout.
     env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-    began, taken = time.time(), 0.0
+    began = time.time()
     with open(f"{args.out}.log", "a") as log:
         child = subprocess.Popen([sys.executable, *command], stderr=log, env=env)
         while child.poll() is None:
-            taken = max(taken, *gpu_gb(), 0.0)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(1)
             if time.time() - began > LIMIT + 60:  # after run_stage has ended the ranks
@@ -537,8 +509,6 @@ def start_stage(name, args):
     if child.returncode and not of(read_rows(args.folder, name), "FAIL"):
         table.add(f"stage {name}: exit code", abs(child.returncode), 0, f"see {args.out}.log")
     table.add(f"stage {name}: seconds", time.time() - began)
-    if taken:
-        table.add(f"stage {name}: GB of a GPU in use at most", taken)
     return read_rows(args.folder, name)
 
 

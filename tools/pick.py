@@ -33,7 +33,6 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
-import rewards
 import rollout
 from evaluation import results
 from plumbing import data, runs
@@ -86,7 +85,6 @@ def record_fault(row: dict) -> str | None:
         return f"'task': {wrong}"
     if row["status"] not in known:
         return f"'status': {row['status']!r} is unknown"
-    return None
 
 
 def misfit(value, shape, name: str = "record") -> str | None:
@@ -163,18 +161,13 @@ def fault(e, least: float = 0.5, recall: float = 0.0) -> str | None:
             else "looked elsewhere" if seen is not None and e.calls and seen < recall else None)
 
 
-def best(group: list, least: float = 0.5, fewest_calls: bool = False, recall: float = 0.0):
-    """Rollouts of one task -> the one to learn from, or None. fewest_calls: no reward for
-    calling counts."""
+def best(group: list, least: float = 0.5, recall: float = 0.0):
+    """Rollouts of one task -> the one to learn from, or None."""
     good = [e for e in group if not fault(e, least, recall)]
 
     def worth(e):
-        paid = (e.reward["total"],)
-        if fewest_calls:
-            whole = rewards.format_reward(e.turns, e.think_open)["well_formed"]
-            paid = (e.reward["acc"], whole)
         length = sum(e.context.mask) if e.context else len("".join(e.turns))
-        return *paid, -len(e.calls), -length
+        return e.reward["total"], -len(e.calls), -length
 
     return max(good, default=None, key=worth)
 
@@ -225,8 +218,6 @@ def main():
     add("--recall", type=float, default=0.0, help="share of a task's `evidence` that the windows "
         "of a rollout with calls must show, 0 to 1; 0 = any windows")
     add("--per-video", type=int, default=0, help="prompts of one film, at most; 0 = all")
-    add("--fewest-calls", action="store_true",
-        help="rank by R_acc, whole tags, fewer calls; default: by the reward, which pays calls")
     yes_no = argparse.BooleanOptionalAction
     add("--tools", action=yes_no, default=True, help="crop_video was offered, as in rollout.py")
     add("--sub-question", action=yes_no, default=True,
@@ -257,7 +248,7 @@ def main():
             prompts[episode.task["id"], episode.num_frames].append(episode)
         picked, taken = [], collections.Counter()  # taken: prompts of each film
         for group in prompts.values():
-            one = best(group, args.least, args.fewest_calls, args.recall)
+            one = best(group, args.least, args.recall)
             if one and not (args.per_video and taken[one.task["video"]] == args.per_video):
                 picked.append(one)
                 taken[one.task["video"]] += 1

@@ -27,7 +27,6 @@ import model
 import rewards
 import rollout
 import video
-from evaluation import results
 from plumbing import checkpoint, metrics, policies, runs
 from plumbing.judge import open_judge
 from tools import pick
@@ -101,10 +100,6 @@ def main():
     if folder:
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
-    seen = [(e.task["video"], e.film) for e in episodes]
-    if moved := results.of_other_films(seen, source.root):
-        launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
-                   f" for example {moved[0]}")
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     complete(episodes, codec)

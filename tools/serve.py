@@ -18,8 +18,7 @@ Nothing is fetched from a network.
 Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_completion_tokens
 (bounds the answer that is sent, never a thought: clients send 16), options ["..", ..], answer_type
 (open, list, grounding), frames (K of the overview) or fps (K is that many for each second, 1,024 at
-most). Options in the text, "A. .." one a line, are options too. A text that
-says how to answer gets no line on that from us. Other fields are not read.
+most). Options in the text, "A. .." one a line, are options too. Other fields are not read.
 
 Reads: a checkpoint folder, films below --video-root. Writes nothing that outlives the server.
 
@@ -71,12 +70,7 @@ class Refused(Exception):
 
 
 LABEL = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s+(\S.*)")  # of a line without spaces around it
-# "Answer with ..", "Please respond only with ..", "Give your answer as ..": a sentence's beginning
-STYLE = re.compile(r"\s*(?:(?:please|only|just)\s+)*"
-                   r"(?:answer|respond|reply|output|return|select|choose|give|write|format|say)\b",
-                   re.IGNORECASE)
 MAX_TEXT, MAX_ITEMS = 65_536, 2_000  # characters of a question; messages, and items in them
-MAX_MARKS = 100_000  # of [ { and , in a JSON body: parsing takes time and memory for each
 
 
 def has_surrogate(value):
@@ -124,8 +118,8 @@ def parts_of(messages: list[dict]) -> tuple[str | None, str]:
 
 
 def question_task(text: str, options=None, kind=None) -> dict:
-    """The text of a question -> fields of a task. Options in the text are read. `style` replaces
-    our line on how to answer if the text says so itself."""
+    """The text of a question -> fields of a task. Options in the text are read. Text after them
+    says how the client wants them answered, and replaces our line on that."""
     task = {"question": text, "options": options or None, "answer": None}
     lines = text.split("\n")
     labels = [LABEL.fullmatch(line.strip()) for line in lines]
@@ -138,11 +132,8 @@ def question_task(text: str, options=None, kind=None) -> dict:
         if count > 1:
             found = [labels[n][3] for n in range(first, first + count)]
             task.update(question="\n".join(lines[:first]).strip(), options=found)
-            # Text after the options: how the client wants them answered.
             if after := "\n".join(lines[first + count:]).strip():
                 task["style"] = after
-    if any(map(STYLE.match, re.split(r"[.?!:;]\s|\n", task["question"]))):
-        task.setdefault("style", "")
     return {**task, "type": kind or ("mcq" if task["options"] else "open")}
 
 
@@ -427,8 +418,6 @@ class Guard:
                     more = message.get("more_body", False)
         except TimeoutError:
             return 408, f"the request has not come within {self.seconds:g} seconds"
-        if scope["method"] == "POST" and sum(map(body.count, (b"[", b"{", b","))) > MAX_MARKS:
-            return 413, f"the JSON has more than {MAX_MARKS:,} commas and brackets"
         return None
 
     def fault(self, scope, headers):
@@ -502,8 +491,8 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
     episodes = collections.OrderedDict()  # id -> what the page shows again, the latest 100
 
     def failed(status, line):
-        wait = {"Retry-After": "2"} if status in (429, 503) else None
-        return JSONResponse(error_body(status, line), status, wait)
+        return JSONResponse(error_body(status, line), status,
+                            {"Retry-After": "2"} if status in (429, 503) else None)
 
     @app.exception_handler(Refused)
     async def refused(request, error):

@@ -5,7 +5,6 @@ What tools/convert.py does with rare rows: python -m pytest tests/slow/test_conv
 import json
 
 import pytest
-from hypothesis import strategies as st
 from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F401
 
 import chat
@@ -78,30 +77,9 @@ CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
 
 
 # Sentences that publishers put after a question, from their own code.
-R1 = ("Please think about this question as if you were a human pondering deeply. Engage in an "
-      "internal dialogue using expressions such as 'let me think', 'wait', 'Hmm', 'oh, I see', "
-      "'let's break it down', etc, or other natural language thought expressions It's encouraged "
-      "to include self-reflection or verification in the reasoning process. Provide your detailed "
-      "reasoning between the <think> and </think> tags, and then give your final answer between "
-      "the <answer> and </answer> tags. Please provide only the single option letter (e.g., A, B, "
-      "C, D, etc.) within the <answer> </answer> tags.")
-EASY = ("You FIRST think about the reasoning process as an internal monologue and then provide the "
-        "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. The "
-        "final answer MUST BE put in <answer> </answer> tags.")
-KNOWN = ["Answer with the option letter only.", R1, EASY, STRICT, R1.split("process. ")[0] +
-         "process.", EASY.split(". ")[0] + ".", "Please provide your text answer within the "
-         "<answer> </answer> tags.", "Answer with the option's letter from the given choices "
-         "directly.", "The Video path for this video is: a clip.v2.mp4",
-         f"{STRICT} The Video path for this video is: b.mp4\nAnswer with the option letter only."]
-
-
 # ------------------------------------------------------------------------------------------------
 # Nothing is lost in silence
 
-word = st.integers(0, 10**6).map(lambda n: f"w{n}x")
-media = st.sampled_from([SAME, CLIP, piece("video_url", url="selfqa/c.mp4"), STILLS[0]])
-odd = st.one_of(media, st.sampled_from(["<tool_response>", "</tool_response>", "<video>", "<image>",
-                                        SENTENCE]))
 
 
 @pytest.mark.parametrize("kind", FORMS)
