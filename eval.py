@@ -326,7 +326,7 @@ def make_engine(suites, args, ckpt, codec, protocol):
         rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)
     if args.engine == "openai":
         return engine
-    # With --set crop_reply=frames all windows of an episode end up in one context.
+    # Windows that one context holds beside the overview, in the protocols of other systems.
     windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
     # rollout's --frames is one K, ours is a list of them.
     flags = argparse.Namespace(**{**vars(args), "frames": largest})

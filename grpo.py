@@ -74,7 +74,7 @@ def group_by_prompt(episodes):
     for episode in sorted(episodes, key=lambda e: e.sample):
         trained = episode.status in ("ok", "context")  # else the machine failed, not the policy
         if trained and episode.context is not None and 1 in episode.context.mask:
-            prompt = episode.group, *(item.key for item in episode.context.items)
+            prompt = episode.group, episode.context.items[0].key  # the overview
             groups.setdefault(prompt, []).append(episode)
     return list(groups.values())
 
@@ -113,7 +113,7 @@ def group_tree(group, credit, first=0):
     `first`. credit: --format-credit."""
     def prompt_of(context):
         cut = context.mask.index(1)  # all ids before the first sampled token
-        return context.ids[:cut], [item.key for item in context.items]
+        return context.ids[:cut], context.items[0].key
 
     shared, branches = prompt_of(group[0].context), []
     cut = len(shared[0])
@@ -127,10 +127,10 @@ def group_tree(group, credit, first=0):
         more = len(c.ids) - cut
         values = {"advantage": token_advantages(e, credit)[cut:], "sampler": c.logps[cut:],
                   "rollout": [number] * more, "frames": [e.num_frames] * more}
-        branches.append(model.Span(c.ids[cut:], c.mask[cut:], values))
+        branches.append(model.Span(c.ids[cut:], c.mask[cut:], values, c.items[1:]))
     nothing = {name: [0.0] * cut for name in branches[0].values}
     prompt = model.Span(shared[0], [0] * cut, nothing)  # mask 0: not read
-    return model.Tree(prompt, group[0].context.items, branches)
+    return model.Tree(prompt, group[0].context.items[:1], branches)
 
 
 def training_trees(groups, args):
@@ -308,8 +308,9 @@ def share(tasks, step, args, rank, world):
         name = launch.name_of(step, task["id"])
         order.setdefault(name, len(order))
         frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
-    # Balance ranks by K, the only cost of a group that is known before sampling.
-    mine = launch.deal(order, frames.get, rank, world)
+    # Balance ranks by K, the only cost of a group that is known before sampling. 1000: equally many
+    # groups each.
+    mine = launch.deal(order, lambda name: 1000 + frames[name], rank, world)
     return [t for t in batch if launch.name_of(step, t["id"]) in mine], order
 
 

@@ -309,7 +309,13 @@ def gather_rows(rows):
 
 def any_rank(flag):
     """Whether `flag` holds on any rank. Collective."""
-    return any(gather_rows([bool(flag)]))
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor(bool(flag), dtype=torch.uint8)  # in host memory; objects take longer
+    if rank_and_world()[1] > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def broadcast(values):
@@ -386,12 +392,15 @@ def batch_indices(step, batch_size, rows, seed):
 
 
 def deal(items, cost, rank, world):
-    """This rank's part of a batch. Items are dealt out by falling cost, back and forth, so that all
-    ranks have about the same work, and equally many items if the numbers allow it."""
-    ordered = sorted(items, key=cost, reverse=True)
-    # 0 1 2 2 1 0 0 1 2 ..: the rank with the costliest item of a round gets the cheapest next.
-    there_and_back = [*range(world), *reversed(range(world))]
-    return [x for i, x in enumerate(ordered) if there_and_back[i % (2 * world)] == rank]
+    """This rank's part of a batch. Items are dealt out by falling cost, each to the rank with the
+    least work so far."""
+    totals, mine = [0] * world, []  # the cost of each rank so far
+    for item in sorted(items, key=cost, reverse=True):
+        least = totals.index(min(totals))
+        totals[least] += cost(item)
+        if least == rank:
+            mine.append(item)
+    return mine
 
 
 # ------------------------------------------------------------------------------------------------

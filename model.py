@@ -85,30 +85,53 @@ class VisionFeatures:
         self.computed = 0  # frame sets that went through the tower
 
     @torch.no_grad()
-    def __call__(self, item):
-        """VisionItem -> [V, 1 + D, H]: the tower's output, then the D deepstack levels. Raises
-        ValueError if the file changed after the prompt was built from it."""
-        if item.key in self.cache:
+    def __call__(self, items):
+        """[VisionItem] -> [V, 1 + D, H] in their order: the tower's output, then the D deepstack
+        levels. Raises ValueError if a file changed after the prompt was built from it."""
+        new = {item.key: item for item in items if item.key not in self.cache}
+        self.compute(new.values())
+        for item in items:
             self.cache.move_to_end(item.key)  # used last
-            return self.cache[item.key]
+        features = torch.cat([self.cache[item.key] for item in items])
+        # The newest set stays, even if that set alone is over the limit.
+        while self.bytes > self.max_bytes and len(self.cache) > 1:
+            self.bytes -= self.cache.popitem(last=False)[1].nbytes
+        return features
+
+    def compute(self, items, most=2**16):
+        """Puts the features of new frame sets into the cache. A call of the tower costs
+        milliseconds even for one frame, so sets of one size of frames share calls of about `most`
+        patches."""
+        weight = next(self.visual.parameters())  # tells the tower's device and dtype
+        calls, last, room = [], None, 0
+        for item in sorted(items, key=lambda item: (item.height, item.width)):
+            size = item.height, item.width
+            patches = item.frames * item.height * item.width // self.codec.patch**2
+            if size != last or patches > room:
+                calls.append([])
+                last, room = size, most
+            calls[-1].append(item)
+            room -= patches
+        for some in calls:
+            parts = [patchify(self.codec, self.images(item), weight.device) for item in some]
+            patches, grids = (torch.cat(tensors) for tensors in zip(*parts))
+            out = self.visual(patches.to(weight.dtype), grid_thw=to_device(grids, weight.device))
+            levels = getattr(out, "deepstack_features", None) or ()  # Qwen3.5 has none: D = 0
+            features = torch.stack([out.pooler_output, *levels], 1)  # [V, 1 + D, H] of all sets
+            sizes = grids.prod(1) // self.codec.merge**2
+            for item, part in zip(some, features.split(sizes.tolist())):
+                self.cache[item.key] = part.clone()  # a view would keep all sets in memory
+                self.bytes += part.nbytes
+            self.computed += len(some)
+
+    def images(self, item):
+        """VisionItem -> its frames, uint8 [T, H, W, 3]."""
         frames = self.frames.get(item.key) or self.load(item.spec)
         # The ids hold times and one placeholder per token, so other frames do not fit them.
         same_size = frames.images.shape[:3] == (item.frames, item.height, item.width)
         if not same_size or list(frames.seconds) != list(item.seconds):
             raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
-        weight = next(self.visual.parameters())  # tells the tower's device and dtype
-        # A tower call costs tens of milliseconds, so a group of 8 rollouts pays for one.
-        patches, grid = patchify(self.codec, frames.images, weight.device)
-        out = self.visual(patches.to(weight.dtype), grid_thw=to_device(grid, weight.device))
-        levels = getattr(out, "deepstack_features", None) or ()  # Qwen3.5 has none: D = 0
-        features = torch.stack([out.pooler_output, *levels], 1)  # [V, 1 + D, H]
-        self.cache[item.key] = features
-        self.computed += 1
-        self.bytes += features.nbytes
-        # The newest set stays, even if that set alone is over the limit.
-        while self.bytes > self.max_bytes and len(self.cache) > 1:
-            self.bytes -= self.cache.popitem(last=False)[1].nbytes
-        return features
+        return frames.images
 
 
 # ------------------------------------------------------------------------------------------------
@@ -123,6 +146,7 @@ class Span:
     ids: list
     mask: list
     values: dict = field(default_factory=dict)
+    items: list = field(default_factory=list)  # [chat.VisionItem] of a branch
 
 
 @dataclass
@@ -212,8 +236,7 @@ def pack_trees(codec: chat.ChatProcessor, trees: list[Tree]) -> Pack:
         p = len(tree.prefix.ids)
         if tree.prefix.mask and tree.prefix.mask[0]:
             raise ValueError("the first token of a context has no predecessor to be predicted from")
-        own, following = rope_positions(codec, tree.prefix.ids, tree.items)  # [3, p]
-        axes.append(own)
+        following = 0  # the position after the prefix, where every branch goes on
         last_of_prefix = start + p - 1
         cursor = start  # pack position where the next span begins
         for number, span in enumerate([tree.prefix, *tree.branches]):
@@ -231,11 +254,13 @@ def pack_trees(codec: chat.ChatProcessor, trees: list[Tree]) -> Pack:
             columns["target"].append(ids[trained])
             for name, numbers in span.values.items():
                 values.setdefault(name, []).append(np.asarray(numbers, np.float32)[trained])
-            if number:  # a branch is text: the three axes advance together
-                axes.append(np.broadcast_to(following + np.arange(n), (3, n)))
+            shown = span.items if number else tree.items
+            own, end = rope_positions(codec, span.ids, shown)  # [3, n]
+            axes.append(following + own)
+            following = following if number else end
+            items += shown
             cursor += n
         layout.append((start, p, [len(b.ids) for b in tree.branches]))
-        items += tree.items
         start = cursor
     joined = {name: torch.from_numpy(np.concatenate(x)) for name, x in columns.items()}
     text = joined.pop("text")[None]  # [1, L]
@@ -377,7 +402,7 @@ class Policy(torch.nn.Module):
         ids, positions = to_device(pack.ids, device), to_device(pack.positions, device)
         predictor, target = to_device(pack.predictor, device), to_device(pack.target, device)
         # [V, 1 + D, H], None for text alone
-        features = torch.cat([self.features(item) for item in pack.items]) if pack.items else None
+        features = self.features(pack.items) if pack.items else None
         seen = self.placeholders(pack.ids, features)  # [L], in host memory
         seen = None if seen is None else to_device(seen, device)
         embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]

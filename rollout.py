@@ -7,6 +7,7 @@ One episode, for a task with K overview frames:
   fan-out      turn 1 holds n crop_video calls: n sub-agents, the same weights, each in a fresh
                context with the frames of one window; each returns a short summary
   gather       ALL n responses, in call order, become ONE user turn with ONE generation prompt
+               (--crop-response frames: no sub-agents, the responses are the windows' frames)
   main agent   turn 2, ..: at most --max-turns tool turns, then one turn that must answer
 Every main turn starts with a forced `<think>\\n` (--think-prefix). Ids only grow:
 next prompt = previous ids + sampled ids + glue. A sampled id is never decoded and encoded again.
@@ -59,10 +60,11 @@ from video import Source
 # wording and asked in another loses accuracy without any error.
 
 
-def main_prompt(tools: bool = True) -> str:
+def main_prompt(tools: bool = True, crop_response: str = "summary") -> str:
     calls = ("If the frames do not show what you need, call crop_video once for each window you "
              "want to see closely; several calls in one turn run at the same time. Every call "
-             "returns a short summary of its window.\n")
+             f"returns {'a short summary' if crop_response == 'summary' else 'frames'} of its "
+             "window.\n")
     return ("You answer questions about a long video. A few frames from all over it are shown, "
             "each after its time.\n"
             "Think first, between <think> and </think>.\n" + (calls if tools else "")
@@ -74,8 +76,10 @@ SUB_PROMPT = ("You watch one short window of a longer video. Say in a few words 
 EMPTY_SUMMARY = "(nothing to report)"  # the response to a call if the sub-agent wrote no summary
 
 
-def tool_schema() -> list[dict]:
+def tool_schema(crop_response: str = "summary") -> list[dict]:
     """Declaration of crop_video for the chat template."""
+    response = "frames of it" if crop_response == "frames" else (
+        "a short text summary of what happens there")
     start = "start of the window in seconds from the start of the video"
     frames = "frames to look at; default: one per second, at most 16"
     # num_frames is optional: a window is shown at 1 fps unless the model gives a number.
@@ -84,7 +88,7 @@ def tool_schema() -> list[dict]:
         "end_time": {"type": "number", "description": "end of the window in seconds"},
         "num_frames": {"type": "integer", "description": frames}}}
     function = {"name": "crop_video", "description": "Look closely at one window of the video. "
-                "Returns a short text summary of what happens there.", "parameters": arguments}
+                f"Returns {response}.", "parameters": arguments}
     return [{"type": "function", "function": function}]
 
 
@@ -98,14 +102,15 @@ def question_text(task: dict) -> str:
     return "\n" + "\n".join(filter(None, [task["question"], *lines, style]))
 
 
-def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: str = "") -> list:
+def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: str = "",
+                  crop_response: str = "summary") -> list:
     """The main agent's first messages: system, overview of num_frames, subtitles if there are any,
-    question."""
+    question. crop_response: summary | frames, the response to a call."""
     # Frames come first: all rollouts of a group, and questions of one video, share that prefix.
     spoken = f"\nSubtitles:\n{subtitles}\n" if subtitles else ""
     overview = {"type": "video", "video": task["video"], "frames": num_frames}
     asked = {"type": "text", "text": spoken + question_text(task)}
-    return [{"role": "system", "content": main_prompt(tools)},
+    return [{"role": "system", "content": main_prompt(tools, crop_response)},
             {"role": "user", "content": [overview, asked]}]
 
 
@@ -139,9 +144,9 @@ def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int)
 # Parts of an episode
 
 
-def flag(default, text):
-    """A field of Agent with a flag of its own. text: its help."""
-    return field(default=default, metadata={"help": text})
+def flag(default, text, **more):
+    """A field of Agent with a flag of its own. text: its help; more: as for add_argument."""
+    return field(default=default, metadata={"help": text, **more})
 
 
 def one_of(*values):
@@ -162,6 +167,8 @@ class Agent:
     tools: bool = flag(True, "offer crop_video")
     think_prefix: bool = flag(True, "force <think>\\n in every main turn")
     seed: int = flag(0, "of sampling, of the draws of K, of the order of tasks")
+    crop_response: str = flag("summary", "to a call: a sub-agent's summary, or the window's frames",
+                              choices=["summary", "frames"])
     dispatch: str = one_of("parallel", "sequential")  # "turns" is in evaluation/systems.py alone
     sub_question: bool = one_of(True, False)  # a sub-agent is told the question
     sub_fps: float = 1.0  # frames per second of a window
@@ -291,8 +298,8 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
     if shown is None:
         return episode  # episode.status says why
     spec, frames, spoken = shown
-    messages = main_messages(task, episode.num_frames, agent.tools, spoken)
-    tools = tool_schema() if agent.tools else None
+    messages = main_messages(task, episode.num_frames, agent.tools, spoken, agent.crop_response)
+    tools = tool_schema(agent.crop_response) if agent.tools else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
     episode.think_open = agent.think_prefix or codec.opens_thought
@@ -324,19 +331,28 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
                 record.update(status="not_run", summary="")
             break
 
-        # Fan-out: one sub-agent per window, all at once. They join the engine's running batch.
-        await run_sub_agents(records, calls, episode, sampler, turn)
+        if agent.crop_response == "frames":  # the main agent looks at the windows itself
+            windows = await load_windows(records, calls, episode, sampler)
+        else:
+            # Fan-out: one sub-agent per window, all at once. They join the engine's running batch.
+            await run_sub_agents(records, calls, episode, sampler, turn)
+            windows = [(None, None)] * len(records)
 
         # Gather: ONE user turn, in call order, then ONE generation prompt.
-        replies = [{"role": "tool", "content": record["summary"]} for record in records]
+        replies = [{"role": "tool", "content": [{"type": "video", **spec}] if spec
+                    else record["summary"]} for record, (spec, _) in zip(records, windows)]
+        items = [chat.vision_item(*window) for window in windows if window[0]]
         # A turn that was cut off at max_new_tokens has no end of turn yet; the glue adds one.
-        glue = chat.tool_response_ids(codec, replies, said.ended)
+        compact = chat.tool_response_ids(codec, replies, said.ended, items)
+        glue = chat.expand(codec, compact, items)
         # The next turn starts with prefix. If nothing fits after it, the episode fails without the
         # responses: an episode never ends on a tool response.
         if len(context.ids) + len(glue) + len(prefix) >= agent.context:
             episode.fail("context", f"the responses do not fit into a context of {agent.context}")
             break
-        context.insert(glue)
+        context.insert(glue, compact)
+        context.items += items
+        context.frames += [frames for spec, frames in windows if spec]
     episode.timing["total_s"] = time.monotonic() - began
     return episode
 
@@ -397,6 +413,30 @@ def record_calls(episode, agent, text, turn, parse=rewards.parse_tool_calls):
         for call in calls]  # fmt: skip
     episode.calls += records
     return calls, records
+
+
+async def load_windows(records, calls, episode, sampler, spec_of=None) -> list:
+    """Loads the windows of the good calls of a turn -> (spec, Frames) for every call, (None, None)
+    for one without frames. Each record says what was shown, or why nothing. spec_of: (call, task,
+    agent) -> spec as video.load reads it."""
+    agent = sampler.agent
+    runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
+    specs = [(spec_of or window_spec)(calls[i], episode.task, agent) for i in runnable]
+    # All at once, in the threads of the pump.
+    jobs = [sampler.pump.load(sampler.source.load_window, spec, episode.film) for spec in specs]
+    windows = [(None, None)] * len(calls)
+    for i, loaded in zip(runnable, await asyncio.gather(*jobs, return_exceptions=True)):
+        if isinstance(loaded, (video.VideoError, ValueError)):
+            records[i].update(load_error(loaded))
+        elif isinstance(loaded, BaseException):
+            raise loaded
+        else:
+            windows[i] = spec, frames = loaded
+            seconds = [round(float(second), 3) for second in frames.seconds]
+            # Times as shown: clamped to the video.
+            records[i].update(status="ok", frames_seen=len(seconds), seconds_seen=seconds,
+                              start=spec["start"], end=spec["end"])
+    return windows
 
 
 async def run_sub_agents(records, calls, episode, sampler, turn):
@@ -643,7 +683,7 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     for f in fields(Agent):
         if "help" in f.metadata and (tools or f.name != "tools"):
             kind = {"action": yes_no} if f.type is bool else {"type": f.type}
-            add(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"], **kind)
+            add(f"--{f.name.replace('_', '-')}", default=f.default, **kind, **f.metadata)
     add("--subtitles", choices=["aligned", "full", "none"], default="aligned", help="of tasks that "
         "name a file: lines spoken while a frame of the overview is shown, all lines, or none; "
         "default of eval.py --bench: as the benchmark asks")
@@ -726,8 +766,8 @@ def check_context(codec, tasks, agent, source, frames) -> None:
 
 def prompt_tokens(codec, task, item, num_frames, agent, spoken) -> int:
     """Tokens of the first prompt of a task whose overview is the VisionItem `item`."""
-    messages = main_messages(task, num_frames, agent.tools, spoken)
-    tools = tool_schema() if agent.tools else None
+    messages = main_messages(task, num_frames, agent.tools, spoken, agent.crop_response)
+    tools = tool_schema(agent.crop_response) if agent.tools else None
     return len(chat.encode_prompt(codec, messages, [item], tools)[0])
 
 
@@ -788,6 +828,8 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
     launch.use_gpu(args.cpu)
     # The engine reserves memory for the largest context: all frames that one may hold.
     num_frames, (crops, each) = most_frames(args.frames), windows
+    if args.crop_response == "frames":
+        crops, each = args.max_turns * args.max_parallel, args.sub_frames
     largest, videos = max(num_frames, args.sub_frames, each), 1 + crops  # frames of a video item
     if codec.channel == "image":  # every frame is an item, and all crops add to the overview
         largest, videos = max(largest, num_frames + crops * each), 1

@@ -170,8 +170,8 @@ class Chats:
     def cost(self, index):
         """About how many frames a row has, known without decoding; launch.deal balances by this."""
         videos = chat.videos_in(self.rows[index]["messages"])
-        # A crop without max_frames shows 16; one more for the text of the chat.
-        return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 1
+        # A crop without max_frames shows 16; 12 more for the text of the chat.
+        return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 12
 
 
 def open_data(args, codec, cache):
@@ -407,8 +407,9 @@ def main():
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
         seconds = time.monotonic() - clock
-        lengths = launch.gather_rows([sum(len(pack.ids) for pack in packs)])  # tokens of each rank
-        broken = set(launch.gather_rows(broken))  # two ranks may meet the same chat
+        ranks = launch.gather_rows([(sum(len(pack.ids) for pack in packs), broken)])
+        lengths = [length for length, _ in ranks]  # tokens of each rank
+        broken = {row for _, rows in ranks for row in rows}  # two ranks may meet the same chat
         if rank == 0:
             # lr is AdamW's rate; Muon's has the same fraction of another peak.
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,

@@ -19,12 +19,13 @@ border. 16 frames or more show all scenes; the demonstrations have these K alone
 
 The chats call at every K alike. Two in seven of the main agent's answer without a call, one of them
 without tools. All are in the protocol's style, so base and cold start are one training. With
---prior turns the agent calls one window a turn, and the next one after its summary. `sft.jsonl` is
-a smaller split than `pretrain.jsonl`, for a second training.
+--calls one the agent calls one window a turn, and the next one after its response. With
+--crop-response frames a response holds the window's frames, and there are no sub-agents.
+`sft.jsonl` is a smaller split than `pretrain.jsonl`, for a second training.
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
 `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
-video; questions, answers and cuts recur). The prior changes the chats alone.
+video; questions, answers and cuts recur). --calls and --crop-response change the chats alone.
 
 The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens,
 and each sentence of the fixed prompts as one token, so that the short context is spent on frames.
@@ -182,11 +183,17 @@ def watched(window, scenes):
     return ", ".join(f"{window[0]} {e['colour']}" for e in shown(scenes, looks.tolist()))
 
 
-def chats(task, rng, wrong=0.0, one_call=False):
+def window_piece(task, window):
+    """The frames of a window as content of a message, as rollout.window_spec asks for them."""
+    return {"type": "video", "video": task["video"], "start": float(window[0]),
+            "end": float(window[1]), "fps": 1.0, "max_frames": 16}
+
+
+def chats(task, rng, wrong=0.0, one_call=False, crop_response="summary"):
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
-    start, and at one K each it answers directly and without tools; and some sub-agents. wrong:
-    share of the samples that are about other scenes than those of the question. one_call: one call
-    a turn.
+    start, and at one K each it answers directly and without tools; and some sub-agents, if they
+    answer the calls. wrong: share of the samples that are about other scenes than those of the
+    question. one_call: one call a turn.
 
     Every first thought tells of the scenes. An answer repeats what the summaries tell, or what the
     frames show, with the word "nothing" for a flash that they do not show. So every word of an
@@ -198,7 +205,7 @@ def chats(task, rng, wrong=0.0, one_call=False):
                ("plain", rng.choice(every))]
     for way, k in samples:
         # Prompts come from rollout.py as in RL, because another wording would be another task.
-        messages = rollout.main_messages(task, k, tools=way != "plain")
+        messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
         looks = overview_looks(k, seconds)
         visible = told_scenes(scenes, looks)
         # The scenes that this sample is about.
@@ -216,7 +223,8 @@ def chats(task, rng, wrong=0.0, one_call=False):
             text = thought(evidence * (turn is turns[0]) + "I need a closer look.", rng)
             messages.append({"role": "assistant", "content": text + "\n".join(
                 call_text(*e["window"]) for e in turn)})
-            messages += [{"role": "tool", "content": watched(e["window"], scenes)
+            messages += [{"role": "tool", "content": [window_piece(task, e["window"])]
+                          if crop_response == "frames" else watched(e["window"], scenes)
                           or rollout.EMPTY_SUMMARY} for e in turn]
         # All that the crop of a window showed, else what the overview did. So a window that is too
         # wide spoils the answer.
@@ -226,8 +234,10 @@ def chats(task, rng, wrong=0.0, one_call=False):
         text = thought(f"{evidence * (way != 'call')}I saw {flashes}.", rng)
         answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
         messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})
-        tools = {} if way == "plain" else {"tools": rollout.tool_schema()}
+        tools = {} if way == "plain" else {"tools": rollout.tool_schema(crop_response)}
         rows.append({"id": f"{task['id']}-{way}-{k}", **tools, "messages": messages})
+    if crop_response == "frames":
+        return rows
     # Four scenes as some overview tells them, two windows of any place, and a few seconds around
     # two flashes, because sub-agents that cannot read flashes hold a whole run back.
     looks = overview_looks(rng.choice(every), seconds)
@@ -238,9 +248,8 @@ def chats(task, rng, wrong=0.0, one_call=False):
     windows += [(e["start"] - rng.randint(0, 1), min(seconds, e["end"] + rng.randint(0, 2)))
                 for e in rng.sample(scenes, 2)]
     for number, (a, b) in enumerate(windows):
-        spec = {"start": float(a), "end": float(b), "fps": 1.0, "max_frames": 16}
         rows.append({"id": f"{task['id']}-sub-{number}", "messages": [
-            *rollout.sub_messages(task, spec),
+            *rollout.sub_messages(task, window_piece(task, (a, b))),
             {"role": "assistant", "content": watched((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
     return rows
 
@@ -274,13 +283,13 @@ def chat_template(base="qwen3_vl"):
         "{%- if add_generation_prompt %}{{- '" + start + "' }}{%- endif %}")
 
 
-def fixed_phrases(base):
+def fixed_phrases(base, crop_response):
     """The texts that are the same in every sample: the lines of both prompts, the tool list, JSON
     or XML around the arguments of a call."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    system = [{"role": "system", "content": rollout.main_prompt()}]
-    rendered = render_jinja_template([system], tools=rollout.tool_schema(),
+    system = [{"role": "system", "content": rollout.main_prompt(True, crop_response)}]
+    rendered = render_jinja_template([system], tools=rollout.tool_schema(crop_response),
                                      chat_template=chat_template(base))[0][0]
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
     lines += [*rollout.SUB_PROMPT.split("\n"), rewards.task_types()["list"].prompt_suffix,
@@ -292,7 +301,7 @@ def fixed_phrases(base):
     return [line for line in lines if line] + call
 
 
-def build_tokenizer(rng, base="qwen3_vl", scenes=4):
+def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -301,7 +310,7 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4):
                "<|video_pad|>"]
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
             "</think>"]
-    phrases, seconds = fixed_phrases(base), film_seconds(scenes)
+    phrases, seconds = fixed_phrases(base, crop_response), film_seconds(scenes)
     times = [f"<{t}.0 seconds>" for t in range(seconds)]
     if base == "qwen3_5":
         # transformers loads every tokenizer of this model_type with Qwen3.5's own pre-tokenizer,
@@ -336,14 +345,14 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4):
 
 
 def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
-               scenes=4, vocab=0):
+               scenes=4, vocab=0, crop_response="summary"):
     """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
     vocab: ids of the model, if more than the tokenizer's: published ones are padded, too."""
     launch.import_shim()
     import torch
     import transformers
 
-    tokenizer = build_tokenizer(rng, base, scenes)
+    tokenizer = build_tokenizer(rng, base, scenes, crop_response)
     one = tokenizer.convert_tokens_to_ids
     axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
     text = dict(vocab_size=vocab or len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
@@ -417,8 +426,10 @@ def main():
     add("--scenes", type=int, default=4, help="scenes of a film, 4 to 32")
     add("--wrong", type=float, default=0.3,
         help="share of demonstrations that look at other scenes than those asked about")
-    add("--prior", choices=["tidy", "turns"], default="tidy",
-        help="the chats call all windows in one turn, or one window a turn")
+    add("--calls", choices=["turn", "one"], default="turn",
+        help="the chats call all windows in one turn, or one a turn")
+    add("--crop-response", choices=["summary", "frames"], default="summary",
+        help="the response to a call in the chats, as in rollout.py")
     add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
     add("--sft-videos", type=int, default=96, help="videos of the cold-start split")
     add("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
@@ -433,7 +444,7 @@ def main():
 
     launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    # The style has a generator of its own, so that the prior changes the chats alone.
+    # The style has a generator of its own, so that the flags of the chats change nothing else.
     style = random.Random(f"style/{args.seed}")
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}
@@ -449,13 +460,14 @@ def main():
                 encoded.append(pool.submit(write_video, os.path.join(args.out, task["video"]),
                                            draw_frames(task["scenes"], noise)))
                 rows[split] += [task] if split in ("rl", "eval") else chats(
-                    task, style, args.wrong, args.prior == "turns")
+                    task, style, args.wrong, args.calls == "one", args.crop_response)
                 bar.update()
         for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
             text = "".join(json.dumps(row) + "\n" for row in rows[split])
             launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
         parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
-                                base=re.sub("[-.]", "_", args.base))
+                                base=re.sub("[-.]", "_", args.base),
+                                crop_response=args.crop_response)
         [video_file.result() for video_file in encoded]  # raises the error of that process
     print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, "
           f"{sum(counts.values())} videos, "

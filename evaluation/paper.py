@@ -23,7 +23,8 @@ import re
 from functools import partial
 
 import rewards
-from evaluation.protocol_loop import Protocol, Reply, add_video, filled, windows
+import rollout
+from evaluation.protocol_loop import Protocol, Reply, add_video, filled
 
 TURNS = 3  # rounds of calls, in the scripts that made the table
 QUALITY = 85  # of JPEGs
@@ -171,7 +172,7 @@ def final(turns, think_open=False):
 async def answer(records, calls, episode, sampler, turn, texts):
     """Protocol.answer: a user message for every call that is run; the others get none."""
     reply = Reply([])
-    found = await windows(records, calls, episode, sampler)
+    found = await rollout.load_windows(records, calls, episode, sampler)
     for call, record, (spec, frames) in zip(calls, records, found):
         if record["status"] == "not_run":
             continue

@@ -10,7 +10,6 @@ trained goes through rollout.py's own loop; a test asserts that both loops give 
 Reads and writes no file. Used by eval.py, evaluation/costs.py and tools/ask.py.
 """
 
-import asyncio
 import bisect
 import itertools
 import os
@@ -70,11 +69,15 @@ class Reply:
 
 def trained_opening(task, num_frames, agent, subtitles, duration):
     """ParaVT's first messages, as Protocol.opening."""
-    return rollout.main_messages(task, num_frames, agent.tools, subtitles)
+    return rollout.main_messages(task, num_frames, agent.tools, subtitles, agent.crop_response)
 
 
-async def summaries_answer(records, calls, episode, sampler, turn):
-    """ParaVT's Protocol.answer: a sub-agent for every call, one tool message each, in order."""
+async def trained_answer(records, calls, episode, sampler, turn, stamp=None):
+    """ParaVT's Protocol.answer: one tool message for every call, in order, with the summary of a
+    sub-agent or the frames of the window."""
+    if sampler.agent.crop_response == "frames":
+        windows = await rollout.load_windows(records, calls, episode, sampler)
+        return tool_replies(records, windows, stamp)
     await rollout.run_sub_agents(records, calls, episode, sampler, turn)
     return Reply([{"role": "tool", "content": record["summary"]} for record in records])
 
@@ -85,7 +88,7 @@ class Protocol:
 
     opening: callable = trained_opening  # (task, K, agent, subtitles, duration) -> first messages
     parse: callable = rewards.parse_tool_calls  # (text, whether it began in a thought) -> calls
-    answer: callable = summaries_answer  # async (records, calls, episode, sampler, turn) -> Reply
+    answer: callable = trained_answer  # async (records, calls, episode, sampler, turn) -> Reply
     force: callable = None  # (task) -> text put before the last turn
     force_tokens: callable = None  # (task) -> tokens of that turn
     schema: callable = rollout.tool_schema  # () -> tools for the chat template; None: no tools
@@ -103,7 +106,8 @@ def run(sampler, tasks, protocol, frames=64, group=1):
 def player(sampler, protocol, frames):
     """-> (sampler, episode loop) of a protocol: training's own for ParaVT as trained, if the engine
     takes ids."""
-    trained = protocol == Protocol() and sampler.agent.dispatch != "turns" and frames != 0
+    trained = replace(protocol, schema=rollout.tool_schema) == Protocol()
+    trained &= sampler.agent.dispatch != "turns" and frames != 0
     # An endpoint answers messages with text, also if a checkpoint's tokenizer counts the tokens.
     if sampler.codec and trained and not getattr(sampler.engine, "takes_messages", False):
         return sampler, rollout.run_episode
@@ -364,38 +368,21 @@ def opening(task, num_frames, agent, subtitles, duration,
     return [*messages, {"role": "user", "content": content}]
 
 # ------------------------------------------------------------------------------------------------
-# Answers to calls. Only `windows` waits for frames. A Protocol.answer is (records,
-# calls, episode, sampler, turn) -> Reply.
+# Answers to calls. A Protocol.answer is (records, calls, episode, sampler, turn) -> Reply.
 
 
-async def windows(records, calls, episode, sampler, spec_of=None):
-    """
-    Loads the windows of the calls that are run -> (spec, Frames) or (None, None) for every call.
-    Fills the records. spec_of: (call, task, agent) -> spec of video.load.
-    """
-    agent = sampler.agent
-    wanted = rollout.runnable_calls(records, calls, agent.max_parallel)  # indices of calls
-    specs = [(spec_of or rollout.window_spec)(calls[i], episode.task, agent) for i in wanted]
-    # All at once, in the decode threads. film: see Source.load_same.
-    jobs = [sampler.pump.load(sampler.source.load_same, spec, episode.film) for spec in specs]
-    found = [(None, None)] * len(calls)
-    for i, spec, frames in zip(wanted, specs, await asyncio.gather(*jobs, return_exceptions=True)):
-        if note_frames(records[i], frames):
-            found[i] = spec, frames
-    return found
-
-
-def note_frames(record, frames):
-    """Notes Frames, a VideoError or a ValueError in a call's record -> whether there are Frames.
-    Raises any other error."""
-    if isinstance(frames, (video.VideoError, ValueError)):
-        record.update(rollout.load_error(frames))
-        return False
-    if isinstance(frames, BaseException):
-        raise frames
-    seconds = [round(float(second), 3) for second in frames.seconds]
-    record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
-    return True
+def tool_replies(records, windows, stamp, text=None):
+    """A tool message for every call: frames and a text, or the reason as text."""
+    reply = Reply([])
+    for record, (spec, frames) in zip(records, windows):
+        content = record["summary"]
+        if frames is not None:
+            content = [add_video(reply, spec, frames, stamp)]
+            if text:
+                record["summary"] = text
+                content.append({"type": "text", "text": text})
+        reply.messages.append({"role": "tool", "content": content})
+    return reply
 
 
 def add_video(reply, spec, frames, stamp):

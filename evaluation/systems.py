@@ -36,10 +36,10 @@ from evaluation.protocol_loop import (
     filled,
     filled_places,
     opening,
-    summaries_answer,
     tagged,
+    tool_replies,
+    trained_answer,
     user_replies,
-    windows,
 )
 
 NAMED_PATH = "The video path for this video is: {video}"
@@ -106,13 +106,12 @@ def protocols():
     asked = {"final": paper.final, "held": crops_held, "reader": paper.READER,
              "departures": ("answers are read by our rules",)}
     tool, files = crop_schema(frames=True, path=True)[0], "--texts-of takes them of the driver"
-    agent = paper.our_texts(paravt_text(True, True, False), tool), paper.protocol
+    agent = paper.our_texts(paravt_text(True, "frames", timed=False), tool), paper.protocol
     one_turn = {"native": paper.settings(True), **asked, "final": rewards.answer_or_tail}
     single_turn = partial(paper.protocol, names=paper.ONE_TURN)
     return {
         # Ours, as trained
-        "paravt": System("a system text", [rollout.main_prompt()], paravt_protocol, {},
-                         held=paravt_held),
+        "paravt": System("a system text", [rollout.main_prompt()], paravt_protocol, {}),
         # The paper's Table 1: ParaVT-8B; Qwen3-VL-8B and Conan-7B; Qwen2.5-VL-7B; the others
         "paper": System(files, *agent, paper.settings(False), **asked),
         "paper-general": System(files, agent[0], partial(paper.protocol, general=True),
@@ -198,8 +197,6 @@ def add_arguments(parser):
 def rare_settings():
     """Settings of protocols for --set, see rollout.settings."""
     return {
-        # paravt: a sub-agent's summary, or the frames of the window themselves
-        "crop_reply": ("summary", "frames"),  # paravt: the answer to a call
         # Whether a frame follows its time. Protocols with other stamps keep theirs.
         "stamps": (True, False),
         "overview_fps": 0.0,  # frames per second of video, at most --frames; 0 = always --frames
@@ -471,13 +468,13 @@ def rewatch_text():
 
 
 # ------------------------------------------------------------------------------------------------
-# Answers to calls. Only `windows` and the functions `*_answer` wait for frames. Each
+# Answers to calls. The functions `*_answer` alone wait for frames. Each
 # `*_answer` is a Protocol.answer, (records, calls, episode, sampler, turn) -> Reply.
 
 
 async def frames_answer(records, calls, episode, sampler, turn, stamp):
     """A user message for every call: the frames of the window, or why there are none."""
-    found = await windows(records, calls, episode, sampler)
+    found = await rollout.load_windows(records, calls, episode, sampler)
     return user_replies(records, found, stamp)
 
 
@@ -486,30 +483,28 @@ async def frames_answer(records, calls, episode, sampler, turn, stamp):
 
 
 def paravt_protocol(texts, args):
-    """ParaVT as trained: sub-agents return summaries. With --set crop_reply=frames, calls are
-    answered with the frames themselves."""
-    own, summaries = not args.prompt_file, args.crop_reply == "summary"
-    if own and summaries and args.stamps:
-        return Protocol()  # the very prompts of training
-    stamp = stamp_kind(args)
+    """ParaVT as trained, see --crop-response, or with the prompts of --prompt-file."""
+    own, stamp = not args.prompt_file, stamp_kind(args)
+    frames = args.crop_response == "frames"
+    if own and args.stamps:  # the very prompts of training
+        return Protocol(schema=partial(rollout.tool_schema, args.crop_response))
     # A text that contains the schema declares the tool, so the template must not declare it again.
     inside = not own and "{tool_schema}" in texts[0]
-    schema = partial(crop_schema, frames=not summaries, path=inside)
+    schema = partial(crop_schema, frames=frames, path=inside)
     system = None if own else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
     return Protocol(
-        opening=partial(paravt_opening, system=system, stamp=stamp, frames=not summaries,
-                        path=inside),
-        answer=summaries_answer if summaries else partial(frames_answer, stamp=stamp),
+        opening=partial(paravt_opening, system=system, stamp=stamp, path=inside),
+        answer=partial(frames_answer, stamp=stamp) if inside and frames else partial(
+            trained_answer, stamp=stamp),
         schema=None if inside else schema)
 
 
-def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, frames, path,
-                   user=None):
+def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, path, user=None):
     """Training's first messages with another stamp and system text (None: training's, adapted).
-    frames: calls are answered with frames. path: the video's name is told. user: a template."""
+    path: the video's name is told. user: a template."""
     messages = rollout.main_messages(task, num_frames, agent.tools, subtitles)
     if system is None:
-        system = paravt_text(agent.tools, frames, timed=stamp is None)
+        system = paravt_text(agent.tools, agent.crop_response, timed=stamp is None)
     messages[0]["content"] = system
     overview, asked = messages[1]["content"]
     overview["stamp"] = stamp
@@ -522,33 +517,23 @@ def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, 
     return messages
 
 
-def paravt_text(tools, frames, timed):
-    """Training's system text, without times if not timed, and with frames instead of summaries."""
-    text = rollout.main_prompt(tools)
-    if not timed:
-        text = text.replace(", each after its time", "")
-    if frames:
-        text = text.replace("returns a short summary of its window", "returns frames of its window")
-    return text
+def paravt_text(tools, crop_response, timed):
+    """Training's system text, without times if not timed."""
+    text = rollout.main_prompt(tools, crop_response)
+    return text if timed else text.replace(", each after its time", "")
 
 
 def crop_schema(frames, path):
     """Training's schema. frames: calls return frames. path: a call names the video."""
-    schema = rollout.tool_schema()[:1]  # crop_video, whichever tools training adds
+    schema = rollout.tool_schema("frames" if frames else "summary")[:1]  # crop_video alone
     function = schema[0]["function"]
     arguments = function["parameters"]
-    if frames:
-        function["description"] = "Look closely at one window of the video. Returns frames of it."
     if path:  # the authors' three arguments; the model does not choose the number of frames
         named = {"type": "string", "description": "path of the video"}
         times = {name: arguments["properties"][name] for name in ("start_time", "end_time")}
         arguments.update(properties={"video_path": named, **times},
                          required=["video_path", *times])
     return schema
-
-
-def paravt_held(args):
-    return crops_held(args) if args.crop_reply == "frames" else (0, 0)
 
 
 def crops_held(args):
@@ -579,8 +564,9 @@ def longvt_protocol(texts, args):
 
 async def longvt_answer(records, calls, episode, sampler, turn, stamp):
     refuse_before(records, calls)
-    found = await windows(records, calls, episode, sampler)
-    return tool_replies(records, found, stamp)
+    found = await rollout.load_windows(records, calls, episode, sampler)
+    return tool_replies(records, found, stamp, "The frames of the window are shown above. Go on "
+                        "with your analysis.")
 
 
 def refuse_before(records, calls):
@@ -589,19 +575,6 @@ def refuse_before(records, calls):
         if call.error is None and call.start < 0:
             call.error = "start_time is below 0"  # so the call is not run
             record.update(status="error", summary=f"error: {call.error}")  # told to the model
-
-
-def tool_replies(records, found, stamp):
-    """A tool message for every call: frames and a sentence, or the reason as text."""
-    reply = Reply([])
-    for record, (spec, frames) in zip(records, found):
-        content = record["summary"]
-        if frames is not None:
-            said = "The frames of the window are shown above. Go on with your analysis."
-            record["summary"] = said
-            content = [add_video(reply, spec, frames, stamp), {"type": "text", "text": said}]
-        reply.messages.append({"role": "tool", "content": content})
-    return reply
 
 
 # ------------------------------------------------------------------------------------------------
@@ -669,7 +642,7 @@ def zoom_spec(call, task, agent):
 
 
 async def videozoomer_answer(records, calls, episode, sampler, turn):
-    ((spec, frames),) = await windows(records, calls, episode, sampler, zoom_spec)
+    ((spec, frames),) = await rollout.load_windows(records, calls, episode, sampler, zoom_spec)
     return zoom_reply(records[0], spec, frames, last=turn == sampler.agent.max_turns - 1)
 
 

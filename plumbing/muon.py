@@ -25,8 +25,12 @@ def share(optimizer, layers):
         return semi_orthogonal(matrix, *how) if next(turns) % world == rank else 0 * matrix
 
     def send(*_):
-        for i, matrix in enumerate(layers):
-            dist.broadcast(matrix.detach(), i % world)
+        for owner in range(world):  # one message for all matrices of a rank
+            own = layers[owner::world]
+            flat = torch.cat([matrix.detach().flatten() for matrix in own])
+            dist.broadcast(flat, owner)
+            for matrix, part in zip(own, flat.split([matrix.numel() for matrix in own])):
+                matrix.detach().copy_(part.view_as(matrix))
 
     # torch's own iterations run in bf16. A CPU without bf16 instructions multiplies that a hundred
     # times slower than fp32.

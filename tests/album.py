@@ -74,4 +74,18 @@ def separate_and_packed(codec, album):
     groups = [(a, [first], [response(1, 5), response(2, 1), response(3, 17)]),
               (b, [second, first], [response(4, 9), response(5, 4)])]
     separate = [plain_tree(ids, items, o) for ids, items, answers in groups for o in answers]
-    return separate, [branched_tree(*group) for group in groups]
+    packed = [branched_tree(*group) for group in groups]
+    # Rollouts that were shown windows of their own after their first turn.
+    looks = [looked(codec, album.item(seed, frames, height), seed) for seed, frames, height in
+             ((6, 1, 64), (7, 3, 96))]
+    separate += [Tree(Span(a + span.ids, [0] * len(a) + span.mask), [first, *span.items])
+                 for span in looks]
+    return separate, [*packed, Tree(Span(a, [0] * len(a)), [first], looks)]
+
+
+def looked(codec, item, seed):
+    """-> the Span of a rollout: a turn, the frames of a window, another turn."""
+    turns, (place,) = [response(seed, 6), response(seed + 1, 8)], user(item)
+    compact = chat.tool_response_ids(codec, [{**place, "role": "tool"}], True, [item])
+    glue = chat.expand(codec, compact, [item])
+    return Span(turns[0] + glue + turns[1], [1] * 6 + [0] * len(glue) + [1] * 8, {}, [item])

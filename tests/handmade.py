@@ -27,9 +27,10 @@ def sub_record(codec, source, task, text):
                     "vision": [vars(item) for item in context.items]}}
 
 
-def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frames=4, cut=False):
+def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frames=4, cut=False,
+                 windows=()):
     """An Episode as rollout.py leaves it: `turns` are sampled texts, each call of the first turn is
-    answered by a summary."""
+    answered by a summary, or by the frames of a window."""
     spec = {"video": task["video"], "frames": frames}
     context = rollout.open_context(codec, rollout.main_messages(task, frames), [spec],
                                    [source.load(spec)], rollout.tool_schema())
@@ -48,7 +49,13 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
         if not last:
             episode.calls = [sub_record(codec, source, task, text) for text in summaries]
             replies = [{"role": "tool", "content": text} for text in summaries]
-            context.insert(chat.tool_response_ids(codec, replies, True))
+            specs = [{"video": task["video"], "start": a, "end": b, "fps": 1.0, "max_frames": 4}
+                     for a, b in windows]
+            replies += [{"role": "tool", "content": [{"type": "video", **s}]} for s in specs]
+            items = [chat.vision_item(spec, source.load(spec)) for spec in specs]
+            compact = chat.tool_response_ids(codec, replies, True, items)
+            context.insert(chat.expand(codec, compact, items), compact)
+            context.items += items
     return episode
 
 
@@ -57,13 +64,13 @@ def reward(acc, fmt, tool, weight=1.0):
             "total": acc + weight * fmt + tool}
 
 
-def make_group(codec, source, task, step=0, frames=4):
+def make_group(codec, source, task, step=0, frames=4, windows=()):
     """Four rollouts of one prompt: two turns with a call, a short answer, a thought that never
     closes, a turn cut off."""
     some = task["answer"].split(",")[0]
     group = [make_episode(codec, source, task, 0,
                           [CALLING, f"I saw {some}.\n</think>\n<answer>{some}</answer>"],
-                          ["a red square"], step, frames),
+                          ["a red square"], step, frames, windows=windows),
              make_episode(codec, source, task, 1,
                           [f"It was {some} I think.\n</think>\n<answer>{some}</answer>"], (), step,
                           frames),

@@ -65,8 +65,8 @@ def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
         grid, following[row] = model.rope_positions(codec, prompt, items)
         positions[1:, row, own] = torch.from_numpy(grid)
         positions[0, row, own] = torch.arange(len(prompt))
-    features = [vision(item) for _, items in prompts for item in items]
-    features = torch.cat(features) if features else None
+    shown = [item for _, items in prompts for item in items]
+    features = vision(shown) if shown else None
     seen = policy.placeholders(ids, features)
     bias = torch.zeros(text.config.vocab_size)
     bias[list(codec.suppress_tokens)] = -100.0

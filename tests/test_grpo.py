@@ -251,7 +251,7 @@ def test_kl_term_is_k3_with_its_own_gradient():
     assert logp.grad.tolist() == pytest.approx([0.1 * (1 - 2), 0.0])
 
 
-@pytest.mark.parametrize("case", ["plain", "kl", "warm kl", "capped", "warm", "sequence"])
+@pytest.mark.parametrize("case", ["plain", "kl", "warm kl", "capped", "warm", "sequence", "frames"])
 def test_gradient_of_an_update_is_that_of_separate_sequences(
         process_group, codec, source, groups, policy, vision, plain, toy, case, monkeypatch):
     """Packing, shared prompts, vision tokens, chunked log-probs and the loss, all at once, against
@@ -261,6 +261,9 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(
     credit = "sequence" if case == "sequence" else "struct"
     shift = ((lambda n: -0.3 if n % 3 == 0 else 0.1) if case == "capped"
              else (lambda n: 0.02 * (n % 5 - 2)))
+    if case == "frames":  # one rollout of each group was shown two windows
+        groups = [make_group(codec, source, group[0].task, windows=((8.0, 12.0), (30.0, 31.0)))
+                  for group in groups]
     record_logps(plain, codec, source, [e for g in groups for e in g], temperature, shift)
     reference = other = None
     if "kl" in case:  # a reference that is not the policy, else its gradient would be zero

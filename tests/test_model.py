@@ -440,10 +440,10 @@ def sampling_prompts(codec, album):
 def test_features_are_computed_once_per_frame_set(policy, codec, album):
     vision = album.features(policy, codec)
     items = [album.item(1), album.item(2)]
-    kept = vision(items[0])
-    vision(items[1])
-    assert vision(dataclasses.replace(items[0])) is kept and vision.computed == 2
-    assert kept.shape == (3 * 6, 2, 128) and not kept.requires_grad
+    both = vision(items)
+    again = vision([dataclasses.replace(items[0]), items[1], items[0]])
+    assert (again == torch.cat([both, both[:3 * 6]])).all() and vision.computed == 2
+    assert both.shape == (2 * 3 * 6, 2, 128) and not both.requires_grad
 
 
 if __name__ == "__main__":  # the worker of the two-rank tests

@@ -104,9 +104,9 @@ def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap,
     os.rename(tmp_path / "away", tmp_path / "world" / "videos")
     real = model.VisionFeatures.__call__
 
-    def features(self, item):  # the disk goes after the first film
+    def features(self, items):  # the disk goes after the first film
         try:
-            return real(self, item)
+            return real(self, items)
         finally:
             if os.path.exists(tmp_path / "world" / "videos"):
                 os.rename(tmp_path / "world" / "videos", tmp_path / "away")

@@ -7,6 +7,7 @@ test_endpoint.py.
 """
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -75,44 +76,54 @@ SCRIPTS = {
 }
 
 
-def rendered(codec, task, source, num_frames, turns):
+def rendered(codec, task, source, num_frames, turns, response):
     """The conversation through the chat template and the tokenizer, the whole text at once -> ids.
 
-    turns: (assistant text with its thought's opening tag, number of responses). Nothing of model.py
-    is used.
+    turns: assistant texts with their thought's opening tag. response: --crop-response. Nothing of
+    model.py is used.
     """
-    seconds = video.load({"video": task["video"], "frames": num_frames}, source.root).seconds
-    if codec.channel == "image":
-        parts = [p for s in seconds
-                 for p in ({"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"})]
-    else:
-        parts = [{"type": "video"}]
-    system, user = rollout.main_messages(task, num_frames)
-    messages = [system, {"role": "user", "content": parts + [user["content"][1]]}]
-    for text, replies in turns:
+    pairs = []  # what stands for each video in channel video
+
+    def parts(**spec):
+        seconds = video.load({"video": task["video"], **spec}, source.root).seconds
+        pairs.append("".join(
+            f"<{(a + b) / 2:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"
+            for a, b in zip(seconds[::2], seconds[1::2])))
+        return [{"type": "video"}] if codec.channel == "video" else [
+            p for s in seconds
+            for p in ({"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"})]
+
+    system, user = rollout.main_messages(task, num_frames, crop_response=response)
+    messages = [system, {"role": "user",
+                         "content": parts(frames=num_frames) + [user["content"][1]]}]
+    for text in turns:
         messages.append({"role": "assistant", "content": text})
-        messages += [{"role": "tool", "content": "a red square"}] * replies
-    text = codec.processor.apply_chat_template(messages, tools=rollout.tool_schema(),
+        messages += [{"role": "tool", "content": "a red square" if response == "summary" else parts(
+            start=c.start, end=c.end, fps=1.0)} for c in rewards.parse_tool_calls(text)]
+    text = codec.processor.apply_chat_template(messages, tools=rollout.tool_schema(response),
                                                tokenize=False)
     if codec.channel == "video":
-        pairs = "".join(f"<{(a + b) / 2:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"
-                        for a, b in zip(seconds[::2], seconds[1::2]))
-        text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", pairs)
+        text = re.sub(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>",
+                      lambda _: pairs.pop(0), text)
     return codec.tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("channel", ["image", "video"])
-def test_ids_of_an_episode_are_those_of_the_rendered_chat(script, prefix, channel, codecs, tasks,
-                                                          frames_of):
+@pytest.mark.parametrize("response", ["summary", "frames"])
+def test_ids_of_an_episode_are_those_of_the_rendered_chat(script, prefix, channel, response, codecs,
+                                                          tasks, frames_of):
     """Ids grow piece by piece; wherever sampled text is tokenised to itself they must equal the
     template's own rendering, or the policy is trained on headers that inference never shows it."""
     codec, turns = codecs[channel], SCRIPTS[script]
     engine = Scripted(codec, [text if prefix else "<think>\n" + text for text, _ in turns])
-    episode = play_one(engine, tasks, frames_of, replace(AGENT, think_prefix=prefix), frames=8)
+    agent = replace(AGENT, think_prefix=prefix, crop_response=response)
+    episode = play_one(engine, tasks, frames_of, agent, frames=8)
     assert episode.status == "ok" and episode.executed() == sum(n for _, n in turns)
-    want = rendered(codec, tasks[0], frames_of, 8, [("<think>\n" + text, n) for text, n in turns])
+    assert len(engine.subs()) == (episode.executed() if response == "summary" else 0)
+    want = rendered(codec, tasks[0], frames_of, 8, ["<think>\n" + text for text, _ in turns],
+                    response)
     assert text_of(codec, episode.context.ids) == text_of(codec, want)
     assert episode.context.ids == want
 
@@ -449,6 +460,8 @@ FIELDS = {
     "think_prefix": (False, lambda e: {text_of(e.codec, r.ids).endswith("<think>\n")
                                        for r in e.mains()}, {True}, {False}),
     "sub_frames": (3, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {3}),
+    "crop_response": ("frames", lambda e: (len(e.subs()), len(e.mains()[-1].items)), (9, 1),
+                      (0, 10)),
     "sub_fps": (0.5, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {4}),
 }
 

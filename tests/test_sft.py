@@ -74,7 +74,7 @@ def test_cost_counts_the_frames_of_a_chat(tmp_path, codec):
             {"id": 2, "messages": user_and("a", start=0, end=9, max_frames=7)},
             {"id": 3, "messages": user_and("a", start=0, end=9, max_frames=None)}]
     chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec)
-    assert [chats.cost(i) for i in range(4)] == [1, 65, 8, 17]
+    assert [chats.cost(i) for i in range(4)] == [12, 76, 19, 28]
 
 
 def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_group):

@@ -71,7 +71,7 @@ def still_there(group: list[rollout.Episode], features: model.VisionFeatures) ->
     the log counts. The features are computed, and kept for the update."""
     try:
         for item in group[0].context.items:
-            features(item)
+            features([item])
     except (video.VideoError, ValueError) as error:
         print(launch.printable(f"skipped task {group[0].task['id']}: {error}"), flush=True)
         for e in group:

@@ -461,7 +461,7 @@ def keep_features(policy, reference):
     if isinstance(reference, model.Policy):
         reference.features = policy.features
     for key in ("a", "b"):
-        policy.features(video_item(key))
+        policy.features([video_item(key)])
 
 
 def sft_step(policy, optimizer):
