@@ -13,8 +13,6 @@ inside every rank.
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
   k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1      ref: the checkpoint of --ckpt
              N = sampled tokens of the whole batch, over ALL ranks
-  --teacher CKPT --distill W    A_it gains W (teacher_t - old_t): the reverse KL of the policy to
-             another checkpoint, on the policy's own rollouts; tasks then need no answer
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
 `<think>\\n`, --answer-suffix pays for a final answer block, --anchor pays for closed thoughts),
@@ -50,6 +48,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
@@ -83,9 +82,8 @@ def set_advantages(group):
     """Sets Episode.advantage = {"task", "fmt", "sigma"} from the two parts that rewards.score
     paid."""
     # R is composed in rewards.score alone. A term that is added there arrives here by itself.
-    # A task without an answer, for --teacher, has no reward.
-    task = [e.reward.get("paid_task", 0.0) for e in group]  # [G] credited at every sampled token
-    fmt = [e.reward.get("paid_fmt", 0.0) for e in group]  # [G] credited at the tags
+    task = [e.reward["paid_task"] for e in group]  # [G] credited at every sampled token
+    fmt = [e.reward["paid_fmt"] for e in group]  # [G] credited at the tags
     a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
     for e, t, f in zip(group, a_task, a_fmt):
         e.advantage = {"task": t, "fmt": f, "sigma": sigma}
@@ -126,7 +124,7 @@ def group_tree(group, credit, first=0):
         # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
         more = len(c.ids) - cut
         values = {"advantage": token_advantages(e, credit)[cut:], "sampler": c.logps[cut:],
-                  "rollout": [number] * more, "frames": [e.num_frames] * more}
+                  "rollout": [number] * more}
         branches.append(model.Span(c.ids[cut:], c.mask[cut:], values, c.items[1:]))
     nothing = {name: [0.0] * cut for name in branches[0].values}
     prompt = model.Span(shared[0], [0] * cut, nothing)  # mask 0: not read
@@ -142,9 +140,8 @@ def training_trees(groups, args):
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
         # A group whose advantages are all 0 adds nothing to the gradient. Test the advantages, not
-        # sigma: rounding can leave sigma at 1e-16. A teacher has something to say of every group.
-        taught = args.teacher and args.distill
-        if taught or any(e.advantage["task"] or e.advantage["fmt"] for e in group):
+        # sigma: rounding can leave sigma at 1e-16.
+        if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
             trees.append(group_tree(group, args.format_credit, rollouts))
         else:
             skipped += 1
@@ -188,7 +185,7 @@ def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
     return loss, stats
 
 
-def pack_loss(policy, reference, teacher, pack, real, old, args):
+def pack_loss(policy, reference, pack, real, old, args):
     """One forward of each model over a Pack -> (loss [n], {name of a number for the log: [n]}), for
     its n sampled tokens. old: log-probs before this batch [n], None for those of this forward."""
     import torch
@@ -196,7 +193,6 @@ def pack_loss(policy, reference, teacher, pack, real, old, args):
     # All log-probs are at the sampling temperature: the engine's are, too.
     with torch.no_grad():  # first: with adapters the reference is the policy, adapters changed
         ref = None if reference is None else reference(pack, args.temperature)[0]  # [n]
-        taught = None if teacher is None else teacher(pack, args.temperature)[0]  # [n]
     logp, entropy = policy(pack, args.temperature)  # [n] each
     old = logp.detach() if old is None else old  # a constant
     if real:
@@ -204,25 +200,19 @@ def pack_loss(policy, reference, teacher, pack, real, old, args):
         sampler = model.to_device(pack.values["sampler"], logp.device)  # [n]
     else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
         advantage, sampler = torch.zeros_like(old), old
-    numbers = {}
-    if teacher is not None:
-        # A token that the teacher finds likelier than the policy does is worth saying.
-        advantage = advantage + args.distill * (taught - old)
-        numbers["teacher_kl"] = old - taught  # reverse KL
     loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
     gap = (old - sampler).abs()  # engine against trainer: only rounding is allowed
     return loss, {"loss": loss.detach(), "tokens": torch.ones_like(gap), "gap": gap,
-                  "entropy": entropy, **stats, **numbers}
+                  "entropy": entropy, **stats}
 
 
-def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
+def update(policy, reference, optimizer, trees, tokens, args):
     """
     Trains on one batch in args.minibatches optimizer steps -> means over the sampled tokens of all
     groups with a signal, on all ranks: {"loss", "gap", ..}; "tokens": the number of these tokens.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. tokens: sampled tokens of this rank,
-    with those of groups without a signal. teacher: of --teacher. Collective: all ranks run equally
-    many forwards.
+    with those of groups without a signal. Collective: all ranks run equally many forwards.
     """
     import torch
     import torch.distributed as dist
@@ -260,11 +250,10 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
     # Sums stay on the device until the end, so that no pack waits for a copy to the host.
     zero = torch.zeros((), device=device, dtype=torch.float64)
     sums, worst_gap = dict.fromkeys(names, zero), zero
-    norms, teacher_kl = [], []  # teacher_kl: (K [n], reverse KL to the teacher [n]) of each pack
+    norms = []
     for packs in minibatches:  # one optimizer step each
         for pack, real in packs:
-            loss, numbers = pack_loss(policy, reference, teacher, pack, real,
-                                      old_logps.get(id(pack)), args)
+            loss, numbers = pack_loss(policy, reference, pack, real, old_logps.get(id(pack)), args)
             # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
             # multiplies by the number of ranks.
             (real * world * loss.sum() / n).backward()
@@ -272,8 +261,6 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
                 continue
             sums = {name: sums[name] + numbers[name].double().sum() for name in names}
             worst_gap = torch.maximum(worst_gap, numbers["gap"].max().double())
-            if teacher is not None:
-                teacher_kl.append((pack.values["frames"], numbers["teacher_kl"]))
 
         norms.append(model.clip_gradients(policy, args.clip))
         # The norm covers the gradients of all ranks, so all of them step or none does.
@@ -287,10 +274,9 @@ def update(policy, reference, optimizer, trees, tokens, args, teacher=None):
     dist.all_reduce(worst_gap, op=dist.ReduceOp.MAX)
     sums = dict(zip(names, sums.tolist()))
     means = {name: value / max(1.0, sums["tokens"]) for name, value in sums.items()}
-    stats = {**means, "tokens": sums["tokens"], "grad_norm": max(norms),
-             "gap_max": worst_gap.item(), "skipped_update": 0,
-             "bad_updates": sum(not math.isfinite(norm) for norm in norms)}
-    return stats if teacher is None else {**stats, "teacher_kl": policies.teacher_kl(teacher_kl)}
+    return {**means, "tokens": sums["tokens"], "grad_norm": max(norms),
+            "gap_max": worst_gap.item(), "skipped_update": 0,
+            "bad_updates": sum(not math.isfinite(norm) for norm in norms)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -310,7 +296,7 @@ def share(tasks, step, args, rank, world):
         frames[name] = rollout.overview_frames(args.frames, args.seed, step, task["id"])
     # Balance ranks by K, the only cost of a group that is known before sampling. 1000: equally many
     # groups each.
-    mine = launch.deal(order, lambda name: 1000 + frames[name], rank, world)
+    mine = data.deal(order, lambda name: 1000 + frames[name], rank, world)
     return [t for t in batch if launch.name_of(step, t["id"]) in mine], order
 
 
@@ -361,7 +347,6 @@ class Run:
     val_tasks: list
     policy: model.Policy
     reference: object  # of the KL; None without
-    teacher: object  # of --teacher; None without
     optimizer: object
     sampler: rollout.Sampler  # with the engine, where frames come from, and the judge
     engine_dtype: object  # dtype in which weights travel to the engine
@@ -403,15 +388,14 @@ def main():
             asleep_gb = engine.sleep()
             # The frames that the rollouts saw: an update needs no file, which may have gone.
             frames = {f.key: f for group in groups for e in group for f in e.context.frames}
-            for reader in filter(None, (policy, run.teacher)):
-                reader.features.frames = frames
+            policy.features.frames = frames
             # Not after an outage, also of one rank, also of windows alone: the rest would teach the
             # policy to make no calls.
             failed = [e.status == "video_error" for e in episodes]
             blind = launch.any_rank(any(failed) and source.cache.away())
             blind = blind or not launch.any_rank(not all(failed))
             trees, tokens, skipped = training_trees([] if blind else groups, args)
-            stats = update(policy, run.reference, run.optimizer, trees, tokens, args, run.teacher)
+            stats = update(policy, run.reference, run.optimizer, trees, tokens, args)
             # On a GPU: memory that an engine does not give back grows from step to step.
             stats |= {"asleep_gb": asleep_gb} if asleep_gb else {}
             # Two faults end the run, on all ranks alike: NaN, and an engine that is another policy.
@@ -483,15 +467,16 @@ def setup(args):
     before a model is built. Collective."""
     # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    teacher_ckpt = args.teacher and checkpoint.resolve_checkpoint(args.teacher)
     faults = [] if args.check else None  # --check collects them all; a run stops at the first
-    tasks = data.read_tasks(args.data, faults, unlabelled=bool(args.teacher))
+    tasks = data.read_tasks(args.data, faults)
     val_tasks = data.read_tasks(args.val, faults) if args.val else []
     agent, source = rollout.agent_settings(args, args.data)
     if args.check:
         if os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone looks
             codec = chat.load_codec(ckpt, args.channel, args.template_args)
-            faults += rollout.preflight(codec, tasks + val_tasks, agent, source, args.frames)
+            faults += data.preflight(
+                tasks + val_tasks, source, rollout.most_frames(args.frames), agent.context,
+                partial(rollout.prompt_tokens, codec, agent))
             data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
         return None
     launch.make_out(os.path.join(args.out, "rollouts"))
@@ -504,8 +489,8 @@ def setup(args):
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
     subtitles = data.files_of(args, (args.data, tasks), (args.val, val_tasks))[1]
-    ckpts = {"--ckpt": ckpt, **({"--teacher": teacher_ckpt} if teacher_ckpt else {})}
-    inputs = runs.identities(ckpts, {"--data": [args.data], "--val": [args.val]}, subtitles)
+    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
+                             subtitles)
     resume_from, state = runs.resume_point(args.out, args, args.resume, inputs,
                                            checkpoint.base_of(ckpt))
     start = state.get("step", 0)
@@ -518,7 +503,6 @@ def setup(args):
     rollout.check_context(codec, tasks + val_tasks, agent, source, args.frames)
     policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device,
                                                         resume_from)
-    teacher = policies.load_teacher(teacher_ckpt, args, codec, device)
     # On a GPU the engine shares the device with the trainer, so it starts asleep.
     engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
     engine_dtype = model.engine_dtype(codec, device)
@@ -528,10 +512,9 @@ def setup(args):
                            f"{args.prompts * args.group} a step, K {args.frames} | "
                            f"{checkpoint.weights_line(policy)} | format credit "
                            f"{args.format_credit}")
-    best = metrics.best_so_far(state, -1.0)
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
-    return Run(tasks, val_tasks, policy, reference, teacher, optimizer, sampler, engine_dtype, log,
-               inputs, start, best)
+    return Run(tasks, val_tasks, policy, reference, optimizer, sampler, engine_dtype, log, inputs,
+               start, metrics.best_so_far(state, -1.0))
 
 
 def gap_tolerance(dtype=None):
@@ -560,22 +543,23 @@ def evaluate(log, sampler, val_tasks, step, args):
     no task or if the disk is away, ids of the tasks that failed, which it leaves out). The K, the
     seeds and so the noise of a task are the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
-    rank, world = launch.rank_and_world()
-    rows = []
+    (rank, world), rows = launch.rank_and_world(), {}
     # Without tools too: the difference is the worth of calling. A policy that calls although no
-    # tool is offered shows here.
-    for tools in (True, False):
+    # tool is offered shows here. Again, if the machine failed: an outage may have passed.
+    for tools in (True, False, True, False):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
         tester = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
-        for e in rollout.run(tester, val_tasks[rank::world], args.frames, 1, 0):
+        tasks = [t for t in val_tasks[rank::world] if not rows.get((t["id"], tools), {}).get("ran")]
+        for e in rollout.run(tester, tasks, args.frames, 1, 0):
             # The whole evaluation may take longer than --patience, one episode may not.
             launch.beat(args.patience)
-            if e.error and tools and step == 0:
+            if e.error and tools and step == 0 and (e.task["id"], tools) not in rows:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
-            rows.append({"id": str(e.task["id"]), "tools": tools, "status": e.status,
-                         "acc": e.reward.get("acc"), "judge": e.reward.get("judge"),
-                         "K": e.num_frames, "type": e.task["type"]})
-    acc, unread = metrics.log_held_out(log, step, rows)
+            rows[e.task["id"], tools] = {
+                "id": str(e.task["id"]), "tools": tools, "status": e.status, "K": e.num_frames,
+                "acc": e.reward.get("acc"), "judge": e.reward.get("judge"), "type": e.task["type"],
+                "ran": e.status not in runs.MACHINE_FAULTS}
+    acc, unread = metrics.log_held_out(log, step, [*rows.values()])
     return math.nan if launch.any_rank(bool(unread) and source.cache.away()) else acc, unread
 
 
@@ -598,8 +582,6 @@ def add_update_arguments(parser):
     add("--tool-reward", dest="tool_weight", type=float, default=1.0, help="w_tool; 0 = off")
     add("--window-reward", dest="window_weight", type=float, default=0.0, help="w_win; 0 = off")
     add("--call-cost", type=float, default=0.0, help="c, price of an executed call; 0 = the paper")
-    add("--teacher", help="checkpoint with the same ids, to which the policy is drawn; no answers")
-    add("--distill", type=float, default=1.0, help="W, weight of --teacher; 0 = off")
     # The rates differ by stage and by --lora, so None stands for "see parse_flags".
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
@@ -610,7 +592,6 @@ def add_update_arguments(parser):
     checkpoint.add_arguments(add)
     tracker.add_track_arguments(parser.add_argument_group("tracker").add_argument)
     rollout.add_agent_arguments(parser, more={
-        "rewards": ("on", "off"),  # off: logged, but only --teacher trains
         "gamma": 0.3,  # penalty of a thought that never closes, see rewards.format_reward
         "minibatches": 1})  # optimizer steps per batch; above 1 costs one more forward
     add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
@@ -651,11 +632,9 @@ def parse_flags(parser):
         args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
     launch.at_least(1, args, "pack_tokens", "minibatches")
     launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "anchor", "gamma",
-                    "format_weight", "tool_weight", "call_cost", "window_weight", "distill")
+                    "format_weight", "tool_weight", "call_cost", "window_weight")
     if args.temperature <= 0:
         raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
-    if args.rewards == "off" and not (args.teacher and args.distill):
-        raise launch.UserError("--set rewards=off: then only --teacher trains; give one")
     tracker.check_tracker(args)
     return args
 
@@ -663,8 +642,7 @@ def parse_flags(parser):
 def parse_args():
     args = parse_flags(build_parser())
     launch.at_least(1, args, "prompts", "steps")
-    # One alone has no advantage.
-    launch.at_least(1 if args.teacher and args.distill else 2, args, "group")
+    launch.at_least(2, args, "group")  # one alone has no advantage
     launch.at_least(0, args, "eval_every", "save_every", "show_every")
     return args
 

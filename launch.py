@@ -310,11 +310,10 @@ def gather_rows(rows):
 def any_rank(flag):
     """Whether `flag` holds on any rank. Collective."""
     import torch
-    import torch.distributed as dist
 
-    found = torch.tensor(bool(flag), dtype=torch.uint8)  # in host memory; objects take longer
+    found = torch.tensor(int(bool(flag)))  # in host memory; objects take ten times as long
     if rank_and_world()[1] > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return bool(found)
 
 
@@ -389,18 +388,6 @@ def batch_indices(step, batch_size, rows, seed):
         orders[epoch] = list(range(rows))
         random.Random(f"{seed}/{epoch}").shuffle(orders[epoch])  # a str seed is the same everywhere
     return [orders[i // rows][i % rows] for i in positions]
-
-
-def deal(items, cost, rank, world):
-    """This rank's part of a batch. Items are dealt out by falling cost, each to the rank with the
-    least work so far."""
-    totals, mine = [0] * world, []  # the cost of each rank so far
-    for item in sorted(items, key=cost, reverse=True):
-        least = totals.index(min(totals))
-        totals[least] += cost(item)
-        if least == rank:
-            mine.append(item)
-    return mine
 
 
 # ------------------------------------------------------------------------------------------------

@@ -98,28 +98,21 @@ class VisionFeatures:
             self.bytes -= self.cache.popitem(last=False)[1].nbytes
         return features
 
-    def compute(self, items, most=2**16):
+    def compute(self, items):
         """Puts the features of new frame sets into the cache. A call of the tower costs
-        milliseconds even for one frame, so sets of one size of frames share calls of about `most`
-        patches."""
+        milliseconds even for one frame, so sets with frames of one size share a call."""
         weight = next(self.visual.parameters())  # tells the tower's device and dtype
-        calls, last, room = [], None, 0
-        for item in sorted(items, key=lambda item: (item.height, item.width)):
-            size = item.height, item.width
-            patches = item.frames * item.height * item.width // self.codec.patch**2
-            if size != last or patches > room:
-                calls.append([])
-                last, room = size, most
-            calls[-1].append(item)
-            room -= patches
-        for some in calls:
+        sizes = {}
+        for item in items:
+            sizes.setdefault((item.height, item.width), []).append(item)
+        for some in sizes.values():
             parts = [patchify(self.codec, self.images(item), weight.device) for item in some]
             patches, grids = (torch.cat(tensors) for tensors in zip(*parts))
             out = self.visual(patches.to(weight.dtype), grid_thw=to_device(grids, weight.device))
             levels = getattr(out, "deepstack_features", None) or ()  # Qwen3.5 has none: D = 0
             features = torch.stack([out.pooler_output, *levels], 1)  # [V, 1 + D, H] of all sets
-            sizes = grids.prod(1) // self.codec.merge**2
-            for item, part in zip(some, features.split(sizes.tolist())):
+            counts = grids.prod(1) // self.codec.merge**2  # [sets] vision tokens
+            for item, part in zip(some, features.split(counts.tolist())):
                 self.cache[item.key] = part.clone()  # a view would keep all sets in memory
                 self.bytes += part.nbytes
             self.computed += len(some)
@@ -288,15 +281,12 @@ def fill_packs(trees: list[Tree], budget: int) -> list[list[Tree]]:
             piece.branches.append(b)
         pieces.append(piece)
     packs = []
-    room = []  # tokens left in each pack
     for piece in sorted(pieces, key=len, reverse=True):
-        fits = [n for n, left in enumerate(room) if left >= len(piece)]
-        if fits:
-            packs[fits[0]].append(piece)
-            room[fits[0]] -= len(piece)
+        fitting = [pack for pack in packs if sum(map(len, pack)) + len(piece) <= budget]
+        if fitting:
+            fitting[0].append(piece)
         else:
             packs.append([piece])
-            room.append(budget - len(piece))
     return packs
 
 

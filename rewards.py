@@ -58,7 +58,6 @@ class RewardConfig:
     tool_weight: float = 1.0  # w_tool, flag --tool-reward
     window_weight: float = 0.0  # w_win, flag --window-reward
     call_cost: float = 0.0  # c: price of each executed call, taken from the task part
-    rewards: str = "on"  # "off": nothing is paid; a teacher trains instead
 
 
 def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardConfig | None = None,
@@ -94,8 +93,6 @@ def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardCo
         judged["windows"] = window_scores([(c["start"], c["end"]) for c in executed], evidence)
         # The IoU: recall would pay for the whole film, and a sum over windows for copies of one.
         paid_task += pay.window_weight * (judged["windows"]["iou"] or 0.0)
-    if pay.rewards == "off":
-        paid_task = paid_fmt = 0.0
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
             "total": paid_task + paid_fmt, **judged}
 

@@ -169,7 +169,6 @@ class Agent:
     seed: int = flag(0, "of sampling, of the draws of K, of the order of tasks")
     crop_response: str = flag("summary", "to a call: a sub-agent's summary, or the window's frames",
                               choices=["summary", "frames"])
-    dispatch: str = one_of("parallel", "sequential")  # "turns" is in evaluation/systems.py alone
     sub_question: bool = one_of(True, False)  # a sub-agent is told the question
     sub_fps: float = 1.0  # frames per second of a window
     sub_frames: int = 16  # frames of a window, at most
@@ -420,22 +419,26 @@ async def load_windows(records, calls, episode, sampler, spec_of=None) -> list:
     for one without frames. Each record says what was shown, or why nothing. spec_of: (call, task,
     agent) -> spec as video.load reads it."""
     agent = sampler.agent
-    runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
-    specs = [(spec_of or window_spec)(calls[i], episode.task, agent) for i in runnable]
-    # All at once, in the threads of the pump.
-    jobs = [sampler.pump.load(sampler.source.load_window, spec, episode.film) for spec in specs]
+
+    async def load(call, record):
+        try:
+            spec, frames = await sampler.pump.load(
+                sampler.source.load_window, (spec_of or window_spec)(call, episode.task, agent),
+                episode.film)
+        except (video.VideoError, ValueError) as error:
+            record.update(load_error(error))
+            return None, None
+        seconds = [round(float(second), 3) for second in frames.seconds]
+        # Times as shown: clamped to the video.
+        record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds,
+                      start=spec["start"], end=spec["end"])
+        return spec, frames
+
     windows = [(None, None)] * len(calls)
-    for i, loaded in zip(runnable, await asyncio.gather(*jobs, return_exceptions=True)):
-        if isinstance(loaded, (video.VideoError, ValueError)):
-            records[i].update(load_error(loaded))
-        elif isinstance(loaded, BaseException):
-            raise loaded
-        else:
-            windows[i] = spec, frames = loaded
-            seconds = [round(float(second), 3) for second in frames.seconds]
-            # Times as shown: clamped to the video.
-            records[i].update(status="ok", frames_seen=len(seconds), seconds_seen=seconds,
-                              start=spec["start"], end=spec["end"])
+    runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
+    jobs = [load(calls[i], records[i]) for i in runnable]
+    for i, window in zip(runnable, await asyncio.gather(*jobs)):
+        windows[i] = window
     return windows
 
 
@@ -446,12 +449,8 @@ async def run_sub_agents(records, calls, episode, sampler, turn):
     runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
     jobs = [sub_agent(window_spec(calls[i], episode.task, agent), episode, sampler, turn, n)
             for n, i in enumerate(runnable)]
-    if agent.dispatch == "parallel":
-        # All at once: their decoding and their tokens share the machine with every other episode.
-        results = await asyncio.gather(*jobs)
-    else:
-        results = [await job for job in jobs]
-    for i, result in zip(runnable, results):
+    # All at once: their decoding and their tokens share the machine with every other episode.
+    for i, result in zip(runnable, await asyncio.gather(*jobs)):
         records[i].update(result)
 
 
@@ -753,8 +752,7 @@ def check_context(codec, tasks, agent, source, frames) -> None:
         except video.VideoError as error:
             first = first or error
             continue  # counted as video_error when the episode of this task comes
-        item = chat.vision_item(spec, seen)
-        tokens = prompt_tokens(codec, task, item, most_frames(frames), agent, spoken)
+        tokens = prompt_tokens(codec, agent, task, spec, seen, seen.seconds, spoken)
         if tokens + 32 > agent.context:  # 32: the shortest thought and answer worth sampling
             why = f"task {task['id']} with {len(seen.seconds)} frames takes {tokens} tokens"
             raise launch.UserError(f"--context {agent.context} is too small: {why}; raise "
@@ -764,45 +762,18 @@ def check_context(codec, tasks, agent, source, frames) -> None:
                            f"--video-root right? {first}")
 
 
-def prompt_tokens(codec, task, item, num_frames, agent, spoken) -> int:
-    """Tokens of the first prompt of a task whose overview is the VisionItem `item`."""
-    messages = main_messages(task, num_frames, agent.tools, spoken, agent.crop_response)
+def prompt_tokens(codec, agent, task, spec, frames, times, spoken) -> int:
+    """Tokens of the first prompt of a task with an overview of Frames at `times`, seconds; with
+    --crop-response frames those of a window too."""
+    # Only sizes and times enter the ids: `frames` may hold fewer.
+    item = replace(chat.vision_item(spec, frames), frames=len(times), seconds=list(times))
+    messages = main_messages(task, len(times), agent.tools, spoken, agent.crop_response)
     tools = tool_schema(agent.crop_response) if agent.tools else None
-    return len(chat.encode_prompt(codec, messages, [item], tools)[0])
-
-
-def preflight(codec, tasks, agent, source, frames) -> list[str]:
-    """Opens every video and counts the tokens of every first prompt; prints the counts. -> faults,
-    a line each. Labels have been checked by read_tasks. Builds no model."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from tqdm import tqdm
-
-    fewest, most = (min(GATED_FRAMES) if frames == "gated" else frames), most_frames(frames)
-
-    def look(task):
-        """-> (fault or None, tokens of the prompt with `most` frames)."""
-        spec = source.overview_spec(task, fewest)
-        try:
-            seen, times = data.look_at_film(task, source, spec, most)
-        except launch.UserError as error:
-            return f"task {task['id']}: {error}", 0
-        # Only sizes and times enter the ids, so the largest prompt needs no decoding.
-        item = replace(chat.vision_item(spec, seen), frames=len(times), seconds=times.tolist())
-        spoken = source.subtitles(task, times) if source.subtitles else ""
-        tokens = prompt_tokens(codec, task, item, most, agent, spoken)
-        fault = (f"task {task['id']}: {tokens} tokens with {most} frames do not fit into --context "
-                 f"{agent.context}")
-        return (fault if tokens + 32 > agent.context else None), tokens
-
-    # Threads, because most of the time goes into decoders.
-    with ThreadPoolExecutor(video.decode_threads()) as pool:
-        looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
-    largest = max((tokens for _, tokens in looked), default=0)
-    videos = {task["video"] for task in tasks}
-    print(f"{len(tasks)} tasks, {len(videos)} videos; the largest prompt has {largest} tokens with "
-          f"{most} frames, of --context {agent.context}")
-    return [fault for fault, _ in looked if fault]
+    tokens = len(chat.encode_prompt(codec, messages, [item], tools)[0])
+    if agent.tools and agent.crop_response == "frames":  # a window has to fit as well
+        side = codec.patch * codec.merge
+        tokens += agent.sub_frames * (item.height // side) * (item.width // side)
+    return tokens
 
 
 def most_frames(frames: int | str) -> int:

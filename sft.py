@@ -132,9 +132,10 @@ class Chats:
         """Row -> chat.Sequence, or None if a video of the chat is broken."""
         return self.read(index, {})
 
-    def read(self, index, shown):
-        """As [index]. shown: a dict that gets {VisionItem.key: Frames}, the frames of the chat."""
-        if index in self.broken:
+    def read(self, index, shown, again=False):
+        """As [index]. shown: a dict that gets {VisionItem.key: Frames}, the frames of the chat.
+        again: try also a row that could not be read, since an outage may have passed."""
+        if index in self.broken and not again:
             return None
         row = self.rows[index]
         try:
@@ -144,9 +145,11 @@ class Chats:
             items = list(map(chat.vision_item, specs, frames))
         # A broken video costs one chat, not the run. ValueError: a window beyond the video.
         except (video.VideoError, ValueError) as error:
-            print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
+            if index not in self.broken:
+                print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             self.broken.add(index)
             return None
+        self.broken.discard(index)
         shown.update((seen.key, seen) for seen in frames)
         if index in self.encoded:
             sequence = self.encoded.pop(index)
@@ -168,7 +171,7 @@ class Chats:
         return sequence
 
     def cost(self, index):
-        """About how many frames a row has, known without decoding; launch.deal balances by this."""
+        """About how many frames a row has, known without decoding; data.deal balances by this."""
         videos = chat.videos_in(self.rows[index]["messages"])
         # A crop without max_frames shows 16; 12 more for the text of the chat.
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 12
@@ -220,19 +223,22 @@ def batch_packs(chats, step, codec, args, rank, world):
     if (first + args.batch_size - 1) // len(chats.rows) > (first - 1) // len(chats.rows):
         chats.broken.clear()  # the batch begins an epoch: a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
-    mine = launch.deal(picked, chats.cost, rank, world)
+    mine = data.deal(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, mine, codec, args.pack_tokens)
-    away = not chats.broken.isdisjoint(mine) and chats.cache.away()
+    lost = chats.broken.intersection(mine)
+    away = bool(lost) and chats.cache.away()
+    if lost and not away:  # after that look: an outage that passed before costs no chat
+        packs, frames = make_packs(chats, mine, codec, args.pack_tokens, again=True)
     return packs, frames, away, sorted(chats.broken)
 
 
-def make_packs(chats, indices, codec, pack_tokens):
+def make_packs(chats, indices, codec, pack_tokens, again=False):
     """Chats -> (Packs, {VisionItem.key: Frames that they show}). A chat is a tree without branches.
-    Chats with a broken video are left out."""
+    Chats with a broken video are left out. again: as of Chats.read."""
     # The frames are kept until the forward, so that a film which has gone by then ends no run.
     shown = {}
     # None: a chat with a broken video. A rank may be left with no pack at all; see backward.
-    sequences = [s for s in (chats.read(i, shown) for i in indices) if s is not None]
+    sequences = [s for s in (chats.read(i, shown, again) for i in indices) if s is not None]
     trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
     packs = [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
     return packs, shown
@@ -319,11 +325,10 @@ def held_out_loss(policy, chats, args, rank, world):
         with torch.no_grad():
             loss, n = backward(policy, packs)
         nats, tokens = nats + loss * n, tokens + n
-    # Chats that can be read now were left out by an outage, which may have passed.
     lost = sorted(chats.broken)
-    chats.broken.clear()
-    back = [i for i in lost if chats.read(i, {}) is not None]
-    away = launch.any_rank(bool(back) or bool(lost) and chats.cache.away())
+    away = bool(lost) and chats.cache.away()
+    # Chats that can be read now were left out by an outage, which may have passed after that look.
+    away = launch.any_rank(any([chats.read(i, {}, True) is not None for i in lost]) or away)
     return math.nan if away or not tokens else nats / tokens
 
 
@@ -407,9 +412,9 @@ def main():
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
         seconds = time.monotonic() - clock
-        ranks = launch.gather_rows([(sum(len(pack.ids) for pack in packs), broken)])
-        lengths = [length for length, _ in ranks]  # tokens of each rank
-        broken = {row for _, rows in ranks for row in rows}  # two ranks may meet the same chat
+        # lengths: tokens of each rank. Two ranks may meet the same broken chat.
+        lengths, rows = zip(*launch.gather_rows([(sum(len(p.ids) for p in packs), broken)]))
+        broken = set().union(*rows)
         if rank == 0:
             # lr is AdamW's rate; Muon's has the same fraction of another peak.
             record = {"step": step + 1, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,

@@ -48,7 +48,7 @@ from plumbing.disk_cache import DiskCache
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-READER = 4  # raise this if reading changes: older frames on disk are then not used
+READER = 5  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -472,9 +472,9 @@ def _open(path):
     early, packets, changed, sound = [], [], set(), None  # changed: kinds; sound: its end, seconds
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
-        leaps = container.format.flags & 0x200  # AVFMT_TS_DISCONT: its clock may jump
-        reorders = stream.codec_context.has_b_frames
         codec = stream.codec_context
+        # AVFMT_TS_DISCONT: its clock may jump.
+        leaps, reorders = container.format.flags & 0x200, codec.has_b_frames
         # Flags of key frames of other codecs are often false: such a file is decoded in a row.
         sure = codec.codec.intra_only or codec.name in ("h264", "hevc", "vp8", "vp9", "libdav1d")
         likely = codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora")
@@ -488,9 +488,9 @@ def _open(path):
             if len(early) < (8 if reorders else 1):
                 early += packet.decode()
             if packet.size:  # else: the flush at the end
-                pts = _tick(packet, reorders)
                 sets = _parameter_sets(stream.codec_context, packet)
                 changed |= {kind for kind, new in sets.items() if new}
+                pts = _tick(packet, reorders or changed)  # a joined clip may have B-frames
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
                 begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
@@ -518,7 +518,7 @@ def _open(path):
         raise VideoError(path, f"the clock jumps at {jump:g} s: remux it, or encode it anew")
     # Matroska has no times below zero. In files that were cut, frames of such times follow the
     # first key frame. They depend on frames that are gone, so they neither decode nor count.
-    front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed)
+    front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed) < len(packets) - 1
     key_ticks = np.unique(pts[begins > 0])
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
@@ -527,9 +527,9 @@ def _open(path):
     can_seek = len(key_ticks) and (sure or likely and not keys.all())
     if disordered or lacks_times or not can_seek:  # then the file is decoded in a row
         times, end = _show(path)
-        last = {tick: n for n, tick in enumerate(times)}  # the last of frames with one time
-        starts, key_ticks = np.array(sorted(last)), key_ticks[:0]  # [N], none
-        ticks = np.array([last[tick] for tick in starts])  # [N] numbers of frames in decoding order
+        starts, back = np.unique(times[::-1], return_index=True)  # [N] the last of one time
+        # Numbers of frames in the decoder's order; none at which decoding can begin.
+        ticks, key_ticks = len(times) - 1 - back, key_ticks[:0]
     else:
         starts, end = ticks, ticks[-1] + lengths[shown][pts[shown].argmax()]
     end, sound = (end - starts[0]) * unit, round(float((sound or 0) - starts[0] * unit), 1)
@@ -575,10 +575,12 @@ def _show(path):
     """Path -> (time of each frame in the decoder's order, end of the last), in ticks.
 
     ffmpeg's rule: the stated time of display (pts). If the pts so far went back more often than the
-    times of decoding (dts), the dts. If a frame has neither, the end of the frame before.
+    times of decoding (dts), the dts. If a frame has neither, the end of the frame before. So also
+    if such a frame has no dts: a decoder holds the last frames back. ffmpeg takes their pts, and
+    its last frames are out of order.
     """
-    times, length = [], 0
-    wrong, latest = [0, 0], [-math.inf, -math.inf]  # of pts, of dts
+    # wrong, latest: of pts, of dts. dts: of each frame.
+    times, dts, length, wrong, latest = [], [], 0, [0, 0], [-math.inf, -math.inf]
     with _stream(path) as (container, stream):
         for frame in container.decode(stream):
             known = frame.pts, frame.dts
@@ -587,13 +589,17 @@ def _show(path):
                 latest[i] = next(t for t in (tick, known[1 - i], latest[i]) if t is not None)
             if not times and known == (None, None):
                 raise VideoError(path, "its first frames carry no times: encode it anew")
-            order = known if wrong[0] <= wrong[1] else known[::-1]
+            order = known if wrong[0] <= wrong[1] else (frame.dts,)
             before = times[-1] if times else 0
             tick = next(t for t in (*order, before + length) if t is not None)
             step = tick - before if times else 0
             # A length of 1 tick may be the container's guess.
             length = frame.duration if frame.duration > 1 or step <= 2 else step
             times.append(tick)
+            dts.append(latest[1])
+    for n in reversed(range(len(times) - 1)):
+        if dts[n] < times[n + 1] <= times[n]:  # the pts in front of the first that went back
+            times[n] = dts[n]
     return times, times[-1] + length
 
 

@@ -94,6 +94,7 @@ class Protocol:
     schema: callable = rollout.tool_schema  # () -> tools for the chat template; None: no tools
     prefill: str = ""  # forced start of every turn, instead of --think-prefix
     stop: tuple = ()  # strings that end a turn
+    one_call: bool = False  # a turn is cut after its first call
     jpeg: int = 90  # quality of the images that an endpoint gets
 
 
@@ -106,8 +107,7 @@ def run(sampler, tasks, protocol, frames=64, group=1):
 def player(sampler, protocol, frames):
     """-> (sampler, episode loop) of a protocol: training's own for ParaVT as trained, if the engine
     takes ids."""
-    trained = replace(protocol, schema=rollout.tool_schema) == Protocol()
-    trained &= sampler.agent.dispatch != "turns" and frames != 0
+    trained = replace(protocol, schema=rollout.tool_schema) == Protocol() and frames != 0
     # An endpoint answers messages with text, also if a checkpoint's tokenizer counts the tokens.
     if sampler.codec and trained and not getattr(sampler.engine, "takes_messages", False):
         return sampler, rollout.run_episode
@@ -151,7 +151,7 @@ async def play(episode, sampler, protocol):
         if said.error:
             episode.fail("engine_error", said.error)
             break
-        ended, said = said.ended, cut_turn(said, agent, protocol, codec)
+        ended, said = said.ended, cut_turn(said, protocol, codec)
         finish = "stop" if said.ended else "call" if ended else "length"
         if said.ids is not None:
             rollout.record_turn(episode, codec, said, finish)
@@ -235,10 +235,10 @@ def forced_ids(codec, ids, prefill):
     return chat.encode(codec, prefill)
 
 
-def cut_turn(said, agent, protocol, codec):
-    """A turn as the rules end it: after a protocol's stop strings; with dispatch=turns after its
+def cut_turn(said, protocol, codec):
+    """A turn as the rules end it: after a protocol's stop strings; with one_call after its
     first call, because an agent with one window a turn would have stopped there."""
-    if agent.dispatch == "turns":
+    if protocol.one_call:
         said = cut_after(codec, said, ("</tool_call>", "</tool_code>"), since="</think>")
     return cut_after(codec, said, protocol.stop) if protocol.stop else said
 

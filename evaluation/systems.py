@@ -203,7 +203,7 @@ def rare_settings():
         # Pixels of a frame at least; of the overview's frames together, each within its own
         # bounds, 0 = no bound.
         "min_pixels": rollout.Source.min_pixels, "total_pixels": 0,
-        "dispatch": ("parallel", "sequential", "turns"),  # turns: a turn is cut after one call
+        "dispatch": ("parallel", "turns"),  # turns: a turn is cut after one call
     }
 
 
@@ -306,7 +306,7 @@ def make_protocol(args):
     if len(texts) != len(system.texts):
         takes = f"--protocol {args.protocol} takes {len(system.texts)}: {system.files}"
         raise launch.UserError(f"--prompt-file: {takes}")
-    protocol = system.make(texts, args)
+    protocol = replace(system.make(texts, args), one_call=args.dispatch == "turns")
     if args.user_file:
         texts = texts + read_prompts([args.user_file])
         protocol = with_user(protocol, texts[-1], args.protocol)

@@ -62,6 +62,8 @@ def steps(records):
             start, end, n = call["start"], call["end"], call.get("frames_seen", 0)
             frames |= {int(start + (i + 0.5) * (end - start) / n) for i in range(n)}
             told += f" {call['summary']},"
+        if calls and "seconds_seen" in calls[0]:  # shown to the main agent, whose thought tells
+            told = f" {record['turns'][-1].partition('</think>')[0].replace('.', ',')} "
         colours = collections.Counter(event["colour"] for event in events)
         way = (True, bool(calls), all(frames & {*range(e["start"], e["end"])} for e in events),
                all(told.count(f" {name},") >= n for name, n in colours.items()), right(record) == 1)

@@ -108,11 +108,52 @@ def report_check(faults, of):
 # Films of tasks
 
 
+def deal(items, cost, rank, world):
+    """This rank's part of a batch. Items are dealt out by falling cost, each to the rank with the
+    least work so far."""
+    totals, parts = [0] * world, [[] for _ in range(world)]
+    for item in sorted(items, key=cost, reverse=True):
+        least = totals.index(min(totals))
+        totals[least] += cost(item)
+        parts[least].append(item)
+    return parts[rank]
+
+
+def preflight(tasks: list, source: video.Source, most: int, context: int, prompt_tokens) -> list:
+    """Opens every video and counts the tokens of every first prompt with `most` frames; prints the
+    counts. prompt_tokens: (task, spec, Frames, times, subtitles) -> tokens. -> faults, a line each.
+    Labels have been checked by read_tasks. Builds no model."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tqdm import tqdm
+
+    def look(task):
+        """-> (fault or None, tokens of the prompt with `most` frames)."""
+        spec = source.overview_spec(task, min(4, most))  # few frames, but from all over the film
+        try:
+            seen, times = look_at_film(task, source, spec, most)
+        except launch.UserError as error:
+            return f"task {task['id']}: {error}", 0
+        spoken = source.subtitles(task, times) if source.subtitles else ""
+        tokens = prompt_tokens(task, spec, seen, times, spoken)
+        fault = (f"task {task['id']}: {tokens} tokens with {most} frames do not fit into --context "
+                 f"{context}")
+        return (fault if tokens + 32 > context else None), tokens
+
+    # Threads, because most of the time goes into decoders.
+    with ThreadPoolExecutor(video.decode_threads()) as pool:
+        looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
+    largest, videos = max((tokens for _, tokens in looked), default=0), {t["video"] for t in tasks}
+    print(f"{len(tasks)} tasks, {len(videos)} videos; the largest prompt has {largest} tokens with "
+          f"{most} frames, of --context {context}")
+    return [fault for fault, _ in looked if fault]
+
+
 def look_at_film(task: dict, source: video.Source, spec: dict, most: int) -> tuple:
     """Reads the film and the subtitles of a task, for --check. spec: of an overview of few frames,
     which is decoded -> (its Frames, times of an overview of `most` frames [<= most], which is not).
     Raises UserError if one of them is broken, or if the label lies beyond the end."""
-    seen = source.load(spec)  # few frames, but from all over the film
+    seen = source.load(spec)
     if fault := label_fault(task, source.duration(spec)):
         raise launch.UserError(fault)
     if source.subtitles:

@@ -1,18 +1,15 @@
 """
-plumbing/policies.py (tests/test_lora.py): the models of a GRPO run: the policy, the reference of
-the KL, the teacher.
+plumbing/policies.py (tests/test_lora.py): the models of a GRPO run: the policy and the reference
+of the KL.
 
   reference  the model of --ckpt, frozen; with adapters the policy itself, adapters changed
-  teacher    the model of --teacher, frozen, of any size, with the same ids
 
 Reads checkpoint folders; writes nothing. Used by grpo.py and tools/replay.py.
 """
 import torch
 
-import chat
-import launch
 import model
-from plumbing import checkpoint, metrics
+from plumbing import checkpoint
 
 
 def load_models(args, ckpt, codec, source, device, folder):
@@ -36,40 +33,6 @@ def load_models(args, ckpt, codec, source, device, folder):
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
     return policy, reference, optimizer
-
-
-def load_teacher(ckpt, args, codec, device):
-    """The frozen policy of --teacher, of any size, which computes its own features; None without.
-    ckpt: its folder. Raises UserError unless it reads the student's ids and frames as they are.
-    Collective."""
-    if not ckpt or not args.distill:
-        return None
-    own = chat.load_codec(ckpt, args.channel)
-    read = ("token_bytes", "image_pad", "video_pad", "vision_start", "vision_end", "eos", "patch",
-            "merge", "temporal")  # fmt: skip
-    if other := [name for name in read if getattr(own, name) != getattr(codec, name)]:
-        raise launch.UserError(f"--teacher {args.teacher}: its ids or frames are not those of "
-                               f"--ckpt ({', '.join(other)} differ)")
-    teacher = checkpoint.load_sharded(ckpt, own, device, replicas=args.replicas, frozen=True,
-                                      tower=True, lora=checkpoint.adapter_rank(ckpt, 0))
-    teacher.features = model.VisionFeatures(teacher.hf.model.visual, own, None)
-    return teacher
-
-
-def teacher_kl(packs):
-    """[(K [n], reverse KL to the teacher [n])] of each pack -> {"mean": nats per token, "by_K": {K:
-    ..}}, over all ranks. Collective."""
-    rows = []
-    for frames, nats in packs:
-        for k in frames.unique().tolist():
-            some = nats.cpu()[frames == k].double()
-            rows.append({"K": int(k), "nats": some.sum().item(), "n": len(some)})
-    rows = launch.gather_rows(rows)
-
-    def mean(some):
-        return sum(row["nats"] for row in some) / sum(row["n"] for row in some) if some else None
-
-    return {"mean": mean(rows), "by_K": metrics.by_value(rows, "K", mean)}
 
 
 class AdapterReference:

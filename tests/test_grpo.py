@@ -141,14 +141,14 @@ def credited(groups):
     return groups
 
 
-def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0, teacher=None):
+def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0):
     """-> (gradients of each optimiser step, stats)"""
     recorder = Recorder(policy, lr)
     trees, tokens, _ = grpo.training_trees(credited(groups), args)
     policy.features = vision
     if reference is not None:
         reference.features = vision
-    stats = grpo.update(policy, reference, recorder, trees, tokens, args, teacher)
+    stats = grpo.update(policy, reference, recorder, trees, tokens, args)
     return recorder.grads, stats
 
 

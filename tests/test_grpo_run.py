@@ -8,6 +8,7 @@ import os
 import shutil
 import statistics
 import sys
+import threading
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from handmade import colourful
 import grpo
 import launch
 import rollout
-from plumbing import checkpoint
+from plumbing import checkpoint, runs
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +111,9 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
     ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
     assert ids[0] == ids[1]
-    # Before the first step and after each: with tools and without, one rollout, seeds of step 0.
-    both = [(True, 3, 1, 0), (False, 3, 1, 0)]
+    # Before the first step and after each: with tools and without, one rollout, seeds of step 0,
+    # and the broken one again.
+    both = [(True, 3, 1, 0), (False, 3, 1, 0), (True, 1, 1, 0), (False, 1, 1, 0)]
     assert tools == both + [(True, 2, 3, 0)] + both + [(True, 2, 3, 1)] + both
 
     log = [json.loads(line) for line in (other / "log.jsonl").read_text().splitlines()]
@@ -169,6 +171,19 @@ def outage(monkeypatch, run_grpo, toy, tmp_path):
                         *flags)
 
     return train
+
+
+def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it_and_no_step_0(
+        outage, monkeypatch, tmp_path):
+    asked, real = threading.Event(), launch.stop_on_signal
+    monkeypatch.setattr(launch, "stop_on_signal", lambda: real() and asked)
+    monkeypatch.setattr(runs, "check_run", lambda step, bad, *_: bad and asked.set())
+    with pytest.raises(FileNotFoundError):  # of `last`
+        outage({0}, "--steps", 3)
+    assert not list((tmp_path / "run").glob("step_*"))
+    asked.clear()
+    outage({1}, "--steps", 3)
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
 
 
 # ------------------------------------------------------------------------------------------------

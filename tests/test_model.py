@@ -31,7 +31,7 @@ import model
 import sft
 import video
 from model import Span, Tree
-from plumbing import checkpoint
+from plumbing import checkpoint, data
 
 LEARNING = SimpleNamespace(optimizer="muon", lr=1e-3, muon_lr=1e-2, beta2=0.99)
 
@@ -254,7 +254,7 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
-    mine = launch.deal([0, 1, 2, 3, 4, 5, 7], chats.cost, rank, world)
+    mine = data.deal([0, 1, 2, 3, 4, 5, 7], chats.cost, rank, world)
     packs, _ = sft.make_packs(chats, mine, codec, pack_tokens)
     policy.features = vision
     optimizers = sft.build_optimizers(policy, LEARNING, device)

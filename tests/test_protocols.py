@@ -109,8 +109,8 @@ def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, 
     monkeypatch.setattr(rollout, "run",
                         lambda *given, play: plays.append(play is rollout.run_episode))
     sampler = rollout.Sampler(None, codec, source, rollout.Agent())
-    turns = replace(sampler, agent=rollout.Agent(dispatch="turns"))
-    for some, protocol in ((sampler, protocol_loop.Protocol()), (turns, protocol_loop.Protocol()),
+    for some, protocol in ((sampler, protocol_loop.Protocol()),
+                           (sampler, protocol_loop.Protocol(one_call=True)),
                            (replace(sampler, codec=None), protocol_loop.Protocol()),
                            (sampler, protocol_loop.Protocol(stop=("x",)))):
         protocol_loop.run(some, [], protocol)

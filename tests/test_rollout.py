@@ -407,16 +407,6 @@ def test_no_episode_waits_for_another(codec, tasks, frames_of):
     assert begun < engine.log.index(("answer", f"{fast}/0/1")) < slow
 
 
-def test_sequential_dispatch_submits_a_window_when_the_one_before_is_answered(
-        codec, tasks, frames_of):
-    engine = Scripted(codec, [calls((0, 8), (8, 16), (16, 24)), ANSWER])
-    episode = play_one(engine, tasks, frames_of, replace(AGENT, dispatch="sequential"))
-    base = f"0/{tasks[0]['id']}/0/0"
-    steps = [(verb, name) for verb, name in engine.log if name.startswith(base + "/")]
-    assert steps == [(verb, f"{base}/{n}") for n in range(3) for verb in ("submit", "answer")]
-    assert episode.executed() == 3
-
-
 @pytest.mark.parametrize("name, why", [("missing.mp4", "no such file"), ("empty.mp4", "empty"),
                                        ("../x.mp4", "outside"), (5, "not a path")])
 def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_path, toy):
@@ -486,7 +476,7 @@ def test_seeds_differ_by_request_and_repeat_by_seed_and_step(codec, tasks, frame
         return named
 
     first = seeds(AGENT)
-    assert first == seeds(AGENT) == seeds(replace(AGENT, dispatch="sequential"))
+    assert first == seeds(AGENT)
     assert not set(first.values()) & set(seeds(replace(AGENT, seed=1)).values())
     assert not set(first.values()) & set(seeds(AGENT, step=1).values())
 
@@ -591,8 +581,8 @@ def command(toy, tmp_path, monkeypatch, capsys):
     (("--context", "60", "--frames", "64"), "--context 60 is too small"),
     (("--temperature", "nan"), "temperature"), (("--set", "sub_fps=nan"), "sub_fps"),
     (("--set", "sub_frames=x"), "sub_frames takes a number"),
-    (("--set", "speed=9"), "no such setting; there are dispatch, sub_question,"),
-    (("--set", "dispatch=turns"), "dispatch takes parallel, sequential"),
+    (("--set", "speed=9"), "no such setting; there are sub_question,"),
+    (("--set", "sub_question=1"), "sub_question takes true, false"),
     (("--max-new", "9"), "arguments: --max-new 9"), (("--max-pixels", "9"), "--max-pixels"),
     (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"), (("--group", "0"), "--group"),
     (("--video-root", "/no/such/place"), "no such folder"),

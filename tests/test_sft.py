@@ -384,6 +384,17 @@ def test_an_outage_that_has_passed_makes_no_best(outage, tmp_path, monkeypatch):
     assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000003")
 
 
+def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, codec, monkeypatch,
+                                                               capsys):
+    away, back = shutil.copytree(toy / "videos", tmp_path / "elsewhere"), tmp_path / "videos"
+    chats = chats_of(write_rows(tmp_path / "d.jsonl", small_rows(toy, count=4)), codec)
+    monkeypatch.setattr(chats.cache, "away", lambda: bool(os.rename(away, back)))
+    args = SimpleNamespace(batch_size=4, seed=0, pack_tokens=2048)
+    packs, _, missed, broken = sft.batch_packs(chats, 0, codec, args, 0, 1)
+    assert sum(len(pack.layout) for pack in packs) == 4 and not missed and not broken
+    assert capsys.readouterr().out.count("skipped") == 4  # each once
+
+
 def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path):
     films = [shutil.copy(path, tmp_path) for path in sorted((toy / "videos").iterdir())[:2]]
     cache = video.FrameCache()

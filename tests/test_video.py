@@ -100,7 +100,8 @@ def ffmpeg():
 
 def shown_by(ffmpeg, path, size=None):
     """What ffmpeg decodes of a file -> seconds [N], the first one 0, and pictures [N, H, W, 3].
-    Of frames of one time it shows the last. size: width:height to scale to."""
+    In its order; a time that is not between those before and after is NaN, because some copies
+    lost their times and ffmpeg guesses. size: width:height to scale to."""
     scale = [f"scale={size}"] if size else []
     done = ffmpeg("-i", path, "-map", "0:v:0", "-vf", ",".join(["showinfo", *scale]),
                   "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-")
@@ -108,10 +109,9 @@ def shown_by(ffmpeg, path, size=None):
     times = np.array([float(seconds) for seconds, *_ in found])
     width, height = map(int, size.split(":") if size else found[0][1:])
     pictures = np.frombuffer(done.stdout, np.uint8).reshape(len(times), height, width, 3)
-    order = times.argsort(kind="stable")  # the last frames of some old files step back
-    times, pictures = times[order], pictures[order]
-    last = np.append(np.diff(times) > 0, True)
-    return times[last] - times[last][0], pictures[last]
+    latest = np.maximum.accumulate(np.append(-np.inf, times))[:-1]  # of those before
+    earliest = np.minimum.accumulate(np.append(times, np.inf)[::-1])[::-1][1:]  # of those after
+    return np.where((latest < times) & (times < earliest), times - times[0], np.nan), pictures
 
 
 def write_sound(path):

@@ -117,12 +117,12 @@ def read_evaluation(path: str) -> list[dict]:
     rows = launch.read_jsonl(path, shape, lambda row: misfit(row, shape) or data.task_fault(
         {"answer": None, **row["task"]}, unlabelled=True))
     kept = results.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
-    if kept.get("protocol", "paravt") != "paravt" or kept.get("crop_reply") == "frames":
-        raise launch.UserError(f"{path}: not of --protocol paravt with summaries, whose turns "
-                               "alone sft.py can train on")
+    if kept.get("protocol", "paravt") != "paravt":
+        raise launch.UserError(f"{path}: not of --protocol paravt, whose turns alone sft.py can "
+                               "train on")
     # Fields of rollout.Agent.
-    windows = {name: kept[name] for name in ("sub_fps", "sub_frames", "sub_question")
-               if name in kept}
+    windows = {name: kept[name] for name in ("sub_fps", "sub_frames", "sub_question",
+                                             "crop_response") if name in kept}
     return [{**blank, **row, "windows": windows} for row in rows
             if row.get("show") == "real" and row["K"]]  # without frames nothing can be learned
 
@@ -172,27 +172,39 @@ def best(group: list, least: float = 0.5, recall: float = 0.0):
     return max(good, default=None, key=worth)
 
 
-def chats(episode, tools: bool = True, sub_question: bool = True) -> list[dict]:
-    """An Episode -> SFT chats: one of the main agent, one of each sub-agent that was run.
-    tools, sub_question: as in the rollouts, because a record of rollout.py does not hold them."""
+def chats(episode, tools: bool = True, sub_question: bool = True,
+          crop_response: str = "summary") -> list[dict]:
+    """An Episode -> SFT chats: one of the main agent, one of each sub-agent that was run. tools,
+    sub_question, crop_response: as in the rollouts, because a record of rollout.py does not hold
+    them."""
     task, prefix = episode.task, "<think>\n" if episode.think_open else ""
     tools = tools and episode.notes.get("tools", True)
-    sub_question &= (episode.notes.get("settings") or {}).get("sub_question", True)
-    messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken)
+    settings = episode.notes.get("settings") or {}
+    sub_question &= settings.get("sub_question", True)
+    response = settings.get("crop_response", crop_response)
+    messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken, response)
+    windows = iter(episode.context.items[1:] if episode.context else ())
     name = launch.name_of(episode.version, task["id"], episode.sample)
     rows = [{"id": name, "messages": messages}]
     if tools:
-        rows[0]["tools"] = rollout.tool_schema()
+        rows[0]["tools"] = rollout.tool_schema(response)
     for turn, text in enumerate(episode.turns):
         messages.append({"role": "assistant", "content": prefix + text})
         for number, call in enumerate(c for c in episode.calls if c["turn"] == turn):
-            if turn + 1 < len(episode.turns):  # calls of the last turn were never answered
-                messages.append({"role": "tool", "content": call["summary"]})
+            content = call["summary"]
             if call["status"] == "ok":
                 # The window as it was shown. Records of eval.py do not hold the frames.
-                spec = (call["sub"]["vision"][0]["spec"] if "sub" in call else rollout.window_spec(
-                    argparse.Namespace(**call), task, rollout.Agent(**episode.notes["settings"])))
+                if settings:
+                    spec = rollout.window_spec(argparse.Namespace(**call), task,
+                                               rollout.Agent(**settings))
+                else:
+                    spec = call["sub"]["vision"][0]["spec"] if "sub" in call else next(windows).spec
                 spec = {key: value for key, value in spec.items() if value is not None}
+                if response == "frames":
+                    content = [{"type": "video", **spec}]
+            if turn + 1 < len(episode.turns):  # calls of the last turn were never answered
+                messages.append({"role": "tool", "content": content})
+            if call["status"] == "ok" and response == "summary":
                 said = {"role": "assistant", "content": call["summary"]}
                 rows.append({"id": f"{name}/{turn}/{number}",
                              "messages": [*rollout.sub_messages(task, spec, sub_question), said]})
@@ -222,6 +234,8 @@ def main():
     add("--tools", action=yes_no, default=True, help="crop_video was offered, as in rollout.py")
     add("--sub-question", action=yes_no, default=True,
         help="sub-agents were told the question, as by --set sub_question")
+    add("--crop-response", choices=["summary", "frames"], default="summary",
+        help="as in rollout.py")
     add("--band", nargs=3, metavar=("LOW", "HIGH", "TASKS"), help="tasks to write, and the range "
         "of their mean R_acc; default: none are written")
     args = parser.parse_args()
@@ -255,7 +269,7 @@ def main():
         left = collections.Counter(fault(e, args.least, args.recall) or "good"
                                    for group in prompts.values() for e in group)
         rows = [row for episode in picked
-                for row in chats(episode, args.tools, args.sub_question)]
+                for row in chats(episode, args.tools, args.sub_question, args.crop_response)]
         write(args.best, rows)
         print(f"{len(picked)} of {len(prompts)} prompts have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")

@@ -87,7 +87,6 @@ def main():
     args = grpo.parse_flags(parser)
     pay = grpo.pay_of(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
-    wise = args.teacher and checkpoint.resolve_checkpoint(args.teacher)
     episodes = read_rollouts(args.rollouts, pay)
     _, source = rollout.agent_settings(args, args.rollouts[0])
     launch.make_out(args.out)
@@ -104,9 +103,6 @@ def main():
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
     complete(episodes, codec)
     policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, None)
-    teacher = policies.load_teacher(wise, args, codec, device)
-    if teacher is not None:
-        teacher.features.load = source.load
     log = metrics.open_log(args, 0, f"one update from the rollouts of {len(args.rollouts)} files | "
                            f"{checkpoint.weights_line(policy)}")
 
@@ -132,7 +128,7 @@ def main():
 
     clock = time.monotonic()
     trees, tokens, skipped = grpo.training_trees(groups, args)
-    stats = grpo.update(policy, reference, optimizer, trees, tokens, args, teacher)
+    stats = grpo.update(policy, reference, optimizer, trees, tokens, args)
     grpo.check_gap(0, stats["gap"], grpo.gap_tolerance())
     metrics.log_step(log, 0, 1, episodes, stats, {
         "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),

@@ -199,7 +199,8 @@ def shown_turns(row, calls, format_credit):
         for call in calls:  # after the last turn nothing was inserted
             answered = call["status"] != "not_run" or call["summary"]
             if answered and call["turn"] == n < len(row["turns"]) - 1:
-                response = f"\n<tool_response>\n{call['summary']}\n</tool_response>"
+                text = call["summary"] or f"[{call['frames']} frames]"  # --crop-response frames
+                response = f"\n<tool_response>\n{text}\n</tool_response>"
                 parts.append(["i", response, None])
         shown.append(parts)
     return shown
