@@ -409,8 +409,7 @@ def save_adapters(policy, files: dict, folder: str, weights: dict) -> None:
     targets = sorted({name.split(".")[-2] for name in weights})
     config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
               "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
-              "inference_mode": True, "base_model_name_or_path": policy.base,
-              "base_digest": policy.digest}
+              "inference_mode": True, **hub.name_of(policy.base), "base_digest": policy.digest}
     launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
     save_files(files, folder)
 

@@ -3,7 +3,7 @@ plumbing/hub.py (tests/test_checkpoint.py): names of checkpoints on the Hugging 
 
   OWNER/NAME     stands for a checkpoint folder, unless a folder of this name exists: `fetched`
   a commit       is a part of the path of what was fetched, and so of args.json and state.json
-  README.md      of every saved checkpoint: the model card that the Hub shows
+  adapters       on a base from the Hub name that base and its commit: `name_of`
 
 No torch here and no huggingface_hub at the top: both take time to import.
 
@@ -43,3 +43,12 @@ def fetched(path: str, revision: str | None = None) -> str:
 
 
 fetched.folders = {}  # {name: folder} of this process; args.json holds them
+
+
+def name_of(folder: str) -> dict:
+    """Folder of the base of adapters -> fields of adapter_config.json: a folder of the Hub's cache
+    is named by its name and commit, so that others can load the adapters."""
+    parts = re.search(r"models--([\w.-]+)/snapshots/([0-9a-f]{40})$", folder)
+    if not parts:
+        return {"base_model_name_or_path": folder}
+    return {"base_model_name_or_path": parts[1].replace("--", "/", 1), "revision": parts[2]}

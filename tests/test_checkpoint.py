@@ -232,6 +232,7 @@ def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys):
     assert "me/toy: no such folder here, so the Hub is asked\n" == capsys.readouterr().out
     runs.write_args("args.json", argparse.Namespace(ckpt="me/toy"))
     assert json.loads(Path("args.json").read_text())["hub"] == {"me/toy": str(folder)}
+    assert hub.name_of(str(folder)) == {"base_model_name_or_path": "me/toy", "revision": COMMIT}
     shutil.copytree(toy / "init", "me/toy")
     assert checkpoint.resolve_checkpoint("me/toy") == os.path.realpath("me/toy")
 

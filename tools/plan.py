@@ -149,7 +149,7 @@ def layer_activation_bytes(text, width, repeated=False, kind="full_attention"):
 
 def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None,
            width=2, chunk=1024, repeated=False, feature_cache_gb=1.0, counts=None,
-           lora=0, teacher=None):  # fmt: skip
+           lora=0):  # fmt: skip
     """Bytes per GPU -> {phase: {item: bytes}}: "rollout" and "sync" (only with an engine), then
     three moments of a backward. In "top layer" all activations are still there. In "low layer" they
     are gone, and the gradients of the other layers are there. In "embeddings" no layer is whole,
@@ -159,7 +159,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     gpus: ranks. engine_gb: GB that vLLM takes while awake (None: no engine). width: bytes of a
     number in compute (CPU: 4). counts: parameter_counts, if the caller has them. lora: rank of
     adapters. The other weights are then frozen, stored in the compute dtype and without gradients.
-    The reference shares them and has its own adapters. teacher: parameter_counts of --teacher.
+    The reference shares them and has its own adapters.
     """
     text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
@@ -178,9 +178,6 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
         resting["frozen weights, shard"] = width * n["trained"] / shards
     if reference:
         resting["reference, shard"] = (4 * trained if lora else width * trained) / shards
-    if teacher:
-        resting["teacher, shard"] = width * teacher["trained"] / shards
-        resting["teacher's tower, features"] = width * teacher["tower"] + feature_cache_gb * 2**30
     phases = {}
     if engine_gb is not None:
         awake = {**resting, "vLLM": engine_gb * 1e9}
@@ -328,7 +325,6 @@ def main():
     add("--replicas", type=int, default=1, help="as in grpo.py")
     add("--kl", type=float, default=0.01, help="0 = no reference model")
     add("--lora", type=int, default=0, help="rank of adapters, as in grpo.py; 0 = off")
-    add("--teacher", metavar="SIZE", help="of grpo.py's --teacher; default: none")
     add("--engine-share", type=float, default=0.5, help="as in grpo.py; 0 = no engine (sft.py)")
     add("--frame-cache-gb", type=float, default=4.0, help="as in grpo.py: GiB per rank")
     args = parser.parse_args()
@@ -343,8 +339,7 @@ def main():
         read_config(args.size), args.gpus, args.gpu_gb, args.context,
         max(args.pack_tokens, args.context), args.engine_share, args.frame_cache_gb,
         recompute=args.recompute, replicas=args.replicas, reference=args.kl > 0,
-        lora=args.lora,
-        teacher=args.teacher and parameter_counts(read_config(args.teacher)))  # fmt: skip
+        lora=args.lora)  # fmt: skip
     print(text)
     sys.exit(0 if fits else 1)
 
