@@ -63,6 +63,7 @@ endif
 endif
 
 .venv/ready: $(WANTED).txt locks/$(WANTED).txt
+	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))" || { echo "$(PYTHON) is not Python 3.11 or 3.12: make $(or $(MAKECMDGOALS),venv) PYTHON=python3.12" >&2; false; }
 	$(PYTHON) -m venv $(CLEAR) .venv
 	@$(BIN)/pip install -q uv==0.13.9 || $(BIN)/pip install -q -U pip || true  # else by today's pip, twice as fast as that of Python 3.11
 	@[ $(WANTED) = requirements ] || $(call install,torch==2.13.0+cpu) 2>.venv/errors || { \

@@ -22,9 +22,15 @@ import itertools
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import launch
+from plumbing import hub
+
+if not find_spec("torch"):  # the other scripts import this one first
+    sys.exit(f"{sys.argv[0]}: torch is not installed here: make venv, source .venv/bin/activate")
 
 # Two private-use characters of Unicode. `escape_special_tokens` removes both from text that is not
 # ours.
@@ -394,22 +400,24 @@ def bases() -> dict:
 
 
 def with_config(path: str) -> str | None:
-    """A checkpoint folder, or the run folder that holds one under `last` -> the folder that has a
-    config.json, None if neither has."""
+    """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
+    `last` -> the folder that has a config.json, None if there is none."""
+    path = hub.fetched(path)
     # sft.py and grpo.py link `last` to the newest checkpoint of their run.
     folders = [path, os.path.join(path, "last")]
     return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
 
 
 def find_config(path):
-    """A checkpoint folder, or the run folder that holds one under `last` -> the folder that holds
-    config.json. Raises UserError for a model that this code does not train. All scripts and
-    tools/plan.py use this check."""
+    """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
+    `last` -> the folder that holds config.json. Raises UserError for a model that this code does
+    not train. All scripts and tools/plan.py use this check."""
     folder = with_config(path)
     if folder is None:
-        if not os.path.exists(path):
-            raise launch.UserError(f"--ckpt {path}: no such folder; names on the Hub are not "
-                                   f"fetched: hf download {path} --local-dir FOLDER")
+        if not os.path.exists(hub.fetched(path)):
+            owner = "ParaVT" if path.startswith("ParaVT") else "Qwen"
+            name = "" if "/" in path else f"; a name on the Hub has an owner: {owner}/{path}"
+            raise launch.UserError(f"--ckpt {path}: no such folder ({os.path.abspath(path)}){name}")
         raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a "
                                "folder saved by sft.py or grpo.py, or a whole download of "
                                "the base with safetensors (no GGUF, no adapters of another tool)")

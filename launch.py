@@ -11,6 +11,7 @@ Reads JSONL files; writes small text files, each whole or not at all.
 import argparse
 import contextlib
 import copy
+import difflib
 import errno
 import faulthandler
 import hashlib
@@ -110,7 +111,9 @@ class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with a flag, without the whole usage."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        flag = message.partition("unrecognized arguments: ")[2].split("=")[0].split(" ")[0]
+        near = difflib.get_close_matches(flag, self._option_string_actions, 1)  # none for no flag
+        self.exit(2, f"{self.prog}: error: {message}{'; nearest: ' * len(near)}{''.join(near)}\n")
 
 
 def parser(description):
@@ -337,7 +340,8 @@ def read_jsonl(path, required=(), fault=None, faults=None):
         with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first
             lines = f.read().split("\n")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: {why(e)}") from None
+        hint = "; give UTF-8 text, no .gz, no parquet" if isinstance(e, ValueError) else ""
+        raise UserError(f"{path}: {why(e)}{hint}") from None
     if next(filter(str.strip, lines), "").lstrip().startswith("["):
         raise UserError(f"{path}: a JSON array; write one object a line (jq -c '.[]' {path})")
     rows = []
@@ -347,10 +351,7 @@ def read_jsonl(path, required=(), fault=None, faults=None):
         row, wrong = read_row(line, required, fault)
         if wrong and faults is None:
             raise UserError(f"{path}:{number}: {wrong}")
-        if wrong:
-            faults.append(f"{path}:{number}: {wrong}")
-        else:
-            rows.append(row)
+        (faults if wrong else rows).append(f"{path}:{number}: {wrong}" if wrong else row)
     if not rows and not faults:
         raise UserError(f"{path}: no rows")
     return rows
@@ -362,7 +363,7 @@ def read_row(line, required=(), fault=None):
         row = parse_json(line)
         json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is no text
     except ValueError as e:
-        return None, f"not JSON ({e})"
+        return None, f"not JSON ({e}); tools/convert.py reads other files, CSV and parquet too"
     missing = [k for k in required if not isinstance(row, dict) or k not in row]
     if missing:
         return None, f"missing {', '.join(map(repr, missing))}"
@@ -468,9 +469,8 @@ def write_atomic(path, text):
 def at_least(least, args, *names):
     """Raises UserError naming the first of these flags that is below `least` or infinite."""
     for name in names:
-        if not least <= getattr(args, name) < float("inf"):  # NaN fails this comparison too
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, "
-                            f"got {getattr(args, name)}")
+        if not least <= (value := getattr(args, name)) < float("inf"):  # NaN fails this, too
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
 # ------------------------------------------------------------------------------------------------

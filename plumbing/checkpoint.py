@@ -28,16 +28,16 @@ import torch.nn.functional as F
 
 import chat
 import launch
-from plumbing import runs
+from plumbing import hub, runs
 
 # ------------------------------------------------------------------------------------------------
 # Opening a checkpoint
 
 
 def resolve_checkpoint(path):
-    """A checkpoint folder, or the run folder that holds one under `last` -> the folder that
-    `from_pretrained` opens. Checks its files and those of its base, and runs no code in them.
-    Raises UserError that names the fault and the remedy."""
+    """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
+    `last` -> the folder that `from_pretrained` opens. Checks its files and those of its base, and
+    runs no code in them. Raises UserError that names the fault and the remedy."""
     folder = chat.find_config(path)
     # Without tokenizer_config.json transformers guesses the tokenizer's class, and another class
     # gives other ids. transformers 5 saves the image processor inside processor_config.json.
@@ -349,7 +349,7 @@ def base_of(ckpt: str, check: bool = False) -> str:
     config = adapter_config(ckpt)
     if config is None:
         return ckpt
-    base = str(config.get("base_model_name_or_path"))
+    base = hub.fetched(str(config.get("base_model_name_or_path")), config.get("revision"))
     if not os.path.isdir(base):
         raise launch.UserError(f"checkpoint {ckpt}: its base {base} is missing; write where the "
                                "base lies now into base_model_name_or_path of adapter_config.json")
@@ -425,8 +425,7 @@ def save_adapters(policy, files: dict, folder: str, weights: dict) -> None:
     targets = sorted({name.split(".")[-2] for name in weights})
     config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
               "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
-              "inference_mode": True, "base_model_name_or_path": policy.base,
-              "base_digest": policy.digest}
+              "inference_mode": True, **hub.name_of(policy.base), "base_digest": policy.digest}
     launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
     save_files(files, folder)
 

@@ -39,13 +39,16 @@ def read_tasks(path: str, faults: list | None = None, unlabelled: bool = False) 
     seen = set()  # ids name groups, seeds and records: two tasks of one id would be mixed up
 
     def fault(row):
+        if missing := [key for key in ("video", "question", "answer", "type") if key not in row]:
+            return (f"missing {', '.join(map(repr, missing))}"
+                    + "; a chat, which sft.py trains on" * ("messages" in row))
         if (name := str(row["id"])) in seen:
             return f"task ids are not unique: {name} is there twice"
         if not (wrong := task_fault(row, unlabelled)):
             seen.add(name)
         return wrong
 
-    return launch.read_jsonl(path, ("id", "video", "question", "answer", "type"), fault, faults)
+    return launch.read_jsonl(path, ("id",), fault, faults)
 
 
 def task_fault(row: dict, unlabelled: bool = False) -> str | None:
@@ -174,7 +177,12 @@ def give_back_memory():
 
 def read_chats(path: str, faults: list | None = None) -> list[dict]:
     """SFT JSONL -> rows, checked as by read_tasks."""
-    return launch.read_jsonl(path, ("id", "messages"), lambda r: chat_fault(r["messages"]), faults)
+    def fault(row):
+        if "messages" not in row:
+            return "missing 'messages'" + "; a task, for grpo.py and eval.py" * ("question" in row)
+        return chat_fault(row["messages"])
+
+    return launch.read_jsonl(path, ("id",), fault, faults)
 
 
 def chat_fault(messages) -> str | None:

@@ -118,19 +118,21 @@ def summarise(rows):
     # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
     # type among several shows per type only.
     def cell(some):
-        out = {"n": len(some), **{name: mean(row[name] for row in some) for name in ("acc", "f_tau",
-                                                                        "well_formed")},
-               "kappa": mean(row["executed"] for row in some), "call_minus_skip": call_minus_skip(some)}
+        out = {"n": len(some), **{name: mean(row[name] for row in some)
+                                  for name in ("acc", "f_tau", "well_formed")},
+               "kappa": mean(row["executed"] for row in some),
+               "call_minus_skip": call_minus_skip(some)}
         # Means over rollouts that looked and whose tasks have evidence.
         looked = [row["windows"] for row in some if row["windows"]]
-        return out | {f"window_{name}": mean(row[name] for row in looked) for name in (looked or [{}])[0]}
+        return out | {f"window_{name}": mean(row[name] for row in looked)
+                      for name in (looked or [{}])[0]}
 
     out = {"total": None}  # if no task has a label
     out |= {name: mean(row["reward"][name] for row in rows if row["reward"]) for name in terms}
     out |= {name: number for name, number in cell(rows).items() if name != "n"}
-    out |= {"length": mean(row["length"] for row in rows), "turns": mean(row["turns"] for row in rows),
-            "sub_tokens": mean(row["sub_tokens"] for row in rows),
-            "written_calls": mean(row["written"] for row in rows), "valid_calls": mean(row["parseable"] for row in rows)}
+    columns = {"length": "length", "turns": "turns", "sub_tokens": "sub_tokens",
+               "written_calls": "written", "valid_calls": "parseable"}
+    out |= {name: mean(row[column] for row in rows) for name, column in columns.items()}
     out["called"] = mean(float(row["executed"] > 0) for row in rows)
     # Of all turns of the step, a rollout of three turns counts three times.
     turns = sum(row["turns"] for row in rows)

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import chat
 import launch
+from plumbing import hub
 
 # ------------------------------------------------------------------------------------------------
 # The folder of a run
@@ -123,26 +124,27 @@ def code_digests(*folders):
     """{script: digest} of the top level, plumbing/ and these folders. args.json and state.json hold
     them, so that a result can be traced to the code that made it."""
     root = pathlib.Path(__file__).absolute().parents[1]
-    scripts = sorted(path for folder in (".", "plumbing", *folders)
-                     for path in (root / folder).glob("*.py"))
+    scripts = sorted(p for f in (".", "plumbing", *folders) for p in (root / f).glob("*.py"))
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
             for path in scripts}
 
 
 def write_args(path, args, **more):
-    """Writes the settings of a run, and digests of its scripts, as JSON. more: further fields."""
-    launch.write_atomic(path, json.dumps({**vars(args), "code": code_digests(), **more}, indent=1))
+    """Writes the settings of a run, digests of its scripts, and the folders of checkpoints from the
+    Hub, whose paths name commits, as JSON. more: further fields."""
+    content = {**vars(args), "code": code_digests(), "hub": hub.fetched.folders, **more}
+    launch.write_atomic(path, json.dumps(content, indent=1))
 
 
 def changes(args, inputs, then):
     """What is not as it was at the start before -> [text of a flag or an input]. inputs: see
     identities. then: {"args": .., "inputs": ..} of that start."""
     # How far, how fast, where, and who is told: two parts of one run may differ in these.
+    # Inputs (the last four) are compared by content: files may move.
     free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
             "show", "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb",
             "engine_share", "patience", "replicas", "track", "project", "judge_url",
-            "judge_key_env",
-            "ckpt", "data", "val", "rollouts"}  # inputs, compared by content: files may move
+            "judge_key_env", "ckpt", "data", "val", "rollouts"}
     now, old, was = json.loads(json.dumps(vars(args))), then.get("args", {}), then.get("inputs", {})
     flags = [f"--{k.replace('_', '-')} {old[k]} (now {now[k]})" for k in sorted(old)
              if k in now and k not in free and old[k] != now[k]]

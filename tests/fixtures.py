@@ -276,3 +276,17 @@ def varied_rewards(monkeypatch):
         return reward(value, 0.5 * value * value, 0.0)
 
     monkeypatch.setattr(rewards, "score", score)
+
+
+def hf_config(name):
+    """transformers' configuration of a public size of tools/plan.py."""
+    from transformers import Qwen3_5Config, Qwen3VLConfig
+
+    from tools import plan
+
+    if name == "3.5-9B":  # transformers' defaults are this size
+        return Qwen3_5Config(vision_config={"out_hidden_size": 4096})
+    config = plan.public_sizes()[name]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
+    config["text_config"]["rope_parameters"] = rope
+    return Qwen3VLConfig(**config)

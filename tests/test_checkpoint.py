@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import launch
 from model import Span, Tree
-from plumbing import checkpoint, metrics, runs
+from plumbing import checkpoint, hub, metrics, runs
 
 CPU = torch.device("cpu")
 
@@ -200,6 +200,64 @@ def test_a_run_folder_stands_for_its_last_checkpoint(toy, tmp_path):
     assert checkpoint.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
     (whole / "preprocessor_config.json").rename(whole / "processor_config.json")  # transformers 5
     assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
+
+
+# ------------------------------------------------------------------------------------------------
+# Names on the Hub
+
+
+COMMIT = "1" * 40
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the Hub, in an empty folder, without a network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.fetched, "folders", {})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "hub"
+
+
+def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys):
+    """By huggingface_hub itself, from a cache as it leaves one. A folder of that name wins."""
+    (cache / "models--me--toy" / "refs").mkdir(parents=True)
+    (cache / "models--me--toy" / "refs" / "main").write_text(COMMIT)
+    folder = shutil.copytree(toy / "init", cache / "models--me--toy" / "snapshots" / COMMIT)
+    assert checkpoint.resolve_checkpoint("me/toy") == str(folder)
+    assert checkpoint.adapter_rank("me/toy", 4) == 4
+    assert "me/toy: no such folder here, so the Hub is asked\n" == capsys.readouterr().out
+    runs.write_args("args.json", argparse.Namespace(ckpt="me/toy"))
+    assert json.loads(Path("args.json").read_text())["hub"] == {"me/toy": str(folder)}
+    assert hub.name_of(str(folder)) == {"base_model_name_or_path": "me/toy", "revision": COMMIT}
+    shutil.copytree(toy / "init", "me/toy")
+    assert checkpoint.resolve_checkpoint("me/toy") == os.path.realpath("me/toy")
+
+
+def test_a_download_takes_what_is_loaded_and_no_more(toy, cache, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download",
+                        lambda *names, **more: asked.append((names, more)) or str(toy / "init"))
+    for _ in range(2):
+        assert checkpoint.resolve_checkpoint("me/toy") == str(toy / "init")
+    ((names, more),) = asked
+    assert names == ("me/toy",) and more["ignore_patterns"] == ["*/*"]
+    assert more["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+
+
+@pytest.mark.parametrize("name, says", [
+    ("me/toy", r"me/toy\), and nothing from the Hub .*OFFLINE"), ("made/toy", r"made/toy\)$"),
+    ("ParaVT-8B", "ParaVT/ParaVT-8B"), ("Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-2B-Instruct"),
+    ("a/b/c", "no such folder"), ("/no/such", "no such folder"), ("../x", "no such folder")])
+def test_a_name_that_is_nowhere_is_one_line(cache, name, says):
+    os.mkdir("made")
+    with pytest.raises(launch.UserError, match=says):
+        checkpoint.resolve_checkpoint(name)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,9 +4,17 @@ Tests of tools/convert.py: python -m pytest tests/test_convert.py -q
 Rows in the two published layouts (ParaVT-Parquet, LongVT-Parquet), with the quirks that these files
 have.
 """
+import csv
 import json
+import sys
+from dataclasses import replace
+
+import pytest
+from scripted import AGENT, Scripted, play_one
 
 import chat
+import launch
+import rollout
 from plumbing.data import read_tasks
 from tools import convert as conversion
 
@@ -41,10 +49,29 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
             *messages]
 
 
-def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, prompts="release", most=64):
+def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, most=64):
     (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames, most, prompts)
+    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames, most)
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec, tasks, frames_of):
+    """One protocol for the cold start, RL and evaluation: the ids that SFT trains on are those that
+    an agent with --crop-response frames meets."""
+    film = piece("video_url", url=tasks[0]["video"])
+    talk = paravt({"role": "tool", "content": [film]}, system=None, video=tasks[0]["video"])
+    (row,) = convert(tmp_path, [{"id": "x-1", "messages": json.dumps(talk)}], frames=8, most=16)
+    specs = chat.videos_in(row["messages"])
+    shown = [frames_of.load(spec) for spec in specs]
+    sequence = chat.encode_chat(codec, row["messages"], [*map(chat.vision_item, specs, shown)],
+                                row["tools"])
+    texts = [m["content"].removeprefix("<think>") for m in row["messages"]
+             if m["role"] == "assistant"]
+    task = {**tasks[0], "question": "What?", "type": "open"}
+    episode = play_one(Scripted(codec, texts), [task], frames_of,
+                       replace(AGENT, crop_response="frames"), frames=8)
+    assert episode.context.ids == sequence.ids and len(episode.context.items) == 2
+    assert [i.seconds for i in episode.context.items] == [i.seconds for i in sequence.items]
 
 
 def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, toy):
@@ -52,12 +79,11 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, t
     the path, results in a user turn."""
     talk = json.dumps(paravt(responses("a red square", "nothing")))
     (row,) = convert(tmp_path, [{"id": "x-1", "messages": talk}], frames=8)
-    # the system text declares them: one declaration
-    assert row["id"] == "paravt_sft_x/0" and row["source"] == "x-1" and "tools" not in row
+    assert row["id"] == "paravt_sft_x/0" and row["source"] == "x-1"
+    assert row["tools"] == rollout.tool_schema()
     system, user, first, *tools, last = row["messages"]
-    assert system == {"role": "system", "content": TOOLS}
-    assert user["content"] == [{"type": "video", "video": "longvt_source/a/b.mp4", "frames": 8},
-                               {"type": "text", "text": "What?"}]
+    task = {"video": "longvt_source/a/b.mp4", "question": "What?", "type": "open"}
+    assert [system, user] == rollout.main_messages(task, 8)
     said = CALL + CALL.split("</think>")[1]
     assert (first["content"], last["content"]) == (said, ANSWER)  # byte for byte
     assert tools == [{"role": "tool", "content": "a red square"},
@@ -116,3 +142,82 @@ def test_rl_rows_become_tasks(tmp_path):
     assert read_tasks(str(tmp_path / "out.jsonl")) == tasks
 
 
+ASKED = {"question": "Which?", "options": ["one", "two"], "answer": "B"}
+LINES = "Which?\nA. one\nB. two"
+VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"],
+            "problem_type": "multiple choice", "solution": "<answer>B</answer>", "path": "./a.mp4"}
+
+
+@pytest.mark.parametrize("row, flags", [
+    ({"video": "a.mp4", "conversations": [{"from": "human", "value": "<image>\n" + LINES},
+                                          {"from": "gpt", "value": "B. two"}]}, ()),
+    ({"videos": ["a.mp4"], "conversations": [{"from": "human", "value": "<video>" + LINES},
+                                             {"from": "gpt", "value": "B"}]}, ()),
+    ({"query": "<video>" + LINES, "response": "B", "videos": ["a.mp4"]}, ()),
+    ({"messages": [{"role": "user", "content": "<video>" + LINES},
+                   {"role": "assistant", "content": "two"}], "videos": ["a.mp4"]}, ()),
+    (VIDEO_R1, ()), ({"problem": LINES, "answer": "B", "videos": ["a.mp4"]}, ()),
+    ({"video": "a.mp4", **ASKED}, ()), ({"video": "a.mp4", **ASKED, "options": LINES[7:]}, ()),
+    ({"video": "a.mp4", **ASKED, "options": json.dumps(["one", "two"])}, ()),
+    ({"video": "a.mp4", "question": "Which?", "A": "one", "B": "two", "answer": "B"}, ()),
+    ({"clip": "a.mp4", "text": LINES, "label": "B"},
+     ("--map", "video=clip", "question=text", "answer=label"))])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_the_forms_that_people_have_become_tasks(tmp_path, monkeypatch, row, flags, kind):
+    path, rows = tmp_path / f"mine.{kind}", [row, row]
+    if kind == "csv":
+        flat = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
+        with open(path, "w", newline="") as f:
+            csv.DictWriter(f, flat).writeheader()
+            csv.DictWriter(f, flat).writerows([flat, flat])
+    elif kind == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
+    run(monkeypatch, path, tmp_path / "out.jsonl", *flags)
+    tasks = read_tasks(str(tmp_path / "out.jsonl"))
+    assert [task["id"] for task in tasks] == ["mine/0", "mine/1"]
+    assert all(task.items() >= {"type": "mcq", **ASKED}.items() for task in tasks)
+    assert tasks[0]["video"].removeprefix("./") == "a.mp4"
+
+
+def run(monkeypatch, path, out, *flags):
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(path), "--out", str(out), *flags])
+    launch.run_main(conversion.main)
+
+
+def test_turns_types_and_absolute_paths(tmp_path, monkeypatch, capsys):
+    film = tmp_path / "a.mp4"
+    film.touch()
+    talk = [("human", "<video>What?"), ("gpt", "A dog."), ("human", "When?"), ("gpt", "Later.")]
+    rows = [{"video": str(film), "conversations": [{"from": k, "value": v} for k, v in talk]},
+            {"video": "b.mp4", "question": "When?", "answer": [1, 2.5]},
+            {"video": "b.mp4", "question": "Which?", "answer": "red, blue", "type": "list"},
+            {"video": "/no/such.mp4", "question": "Which?", "answer": "red"}]
+    (tmp_path / "mine.json").write_text(json.dumps(rows))
+    run(monkeypatch, tmp_path / "mine.json", tmp_path / "out.jsonl")
+    tasks = read_tasks(str(tmp_path / "out.jsonl"))
+    assert [(t["id"], t["video"], t["question"], t["answer"], t["type"]) for t in tasks] == [
+        ("mine/0", str(film), "What?", "A dog.", "open"),
+        ("mine/0/1", str(film), "When?", "Later.", "open"),
+        ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
+        ("mine/2", "b.mp4", "Which?", "red, blue", "list")]
+    assert "1 rows, an absolute path outside" in capsys.readouterr().out
+
+
+def test_a_chat_with_an_answer_stays_a_chat(tmp_path):
+    talk = [{"from": "human", "value": "<video>Which?"}, {"from": "gpt", "value": ANSWER}]
+    (row,) = convert(tmp_path, [{"conversations": talk, "video": "a.mp4"}])
+    assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
+    assert row["messages"][1]["content"][0] == {"type": "video", "video": "a.mp4", "frames": 64}
+
+
+def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.json").write_text(json.dumps([{"video_id": 1, "answers": "x", "prob": "y"}]))
+    for flags, says in [((), "answers, prob, video_id; say which they are: --map video=video_id "
+                         "question=COLUMN options=COLUMN answer=answers"),
+                        (("--map", "quest=x"), "OURS one of video, question, options, answer")]:
+        with pytest.raises(SystemExit) as stop:
+            run(monkeypatch, tmp_path / "mine.json", tmp_path / "out.jsonl", *flags)
+        assert stop.value.code == 2 and says in capsys.readouterr().err

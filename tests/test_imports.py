@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "plumbing.disk_cache", "video", "chat", "model", "engine",
-         "plumbing.subtitles", "plumbing.data", "plumbing.endpoint", "plumbing.judge",
-         "plumbing.runs", "plumbing.checkpoint", "plumbing.tracker", "plumbing.metrics",
-         "plumbing.policies", "plumbing.muon", "rollout", "toy", "sft", "grpo",
+ORDER = ["launch", "rewards", "plumbing.disk_cache", "plumbing.hub", "video", "chat",
+         "model", "engine", "plumbing.subtitles", "plumbing.data", "plumbing.endpoint",
+         "plumbing.judge", "plumbing.runs", "plumbing.checkpoint", "plumbing.tracker",
+         "plumbing.metrics", "plumbing.policies", "plumbing.muon", "rollout", "toy", "sft", "grpo",
          "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
          "evaluation.qwen_vl_sampling", "evaluation.frame_sources", "evaluation.protocol_loop",
          "evaluation.paper",

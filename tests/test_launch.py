@@ -42,7 +42,9 @@ def test_one_line_instead_of_a_traceback(monkeypatch, capsys, error, code, said)
 @pytest.mark.parametrize("content, wanted", [
     (b'{"id": 1}\n\n{oops\n', ":3: not JSON"), (b'{"id": 1}\n{"x": 2}\n', ":2: missing 'id'"),
     (b"[1]\n", ": a JSON array"), (b"2\n", ":1: missing 'id'"),
-    (b"\xff\xfe", ": 'utf-8' codec can't decode"), (b"\n", ": no rows"),
+    (b"\xff\xfe", ": 'utf-8' codec can't decode"),
+    (b"id,video\n1,a.mp4\n", ":1: not JSON (Expecting value: line 1 column 1 (char 0)); tools/con"),
+    (b"\n", ": no rows"),
     (b'\n{"id": 1}\n\n{"id": 0}\n', ":4: a zero"), (None, ": No such file")])
 def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
     path = tmp_path / "data.jsonl"

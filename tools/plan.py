@@ -11,14 +11,14 @@ estimate.
 The exit code is 1 if a phase or the engine does not fit.
 """
 import bisect
+import json
 import os
 import sys
-from copy import deepcopy
+from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
 import launch
-from plumbing import checkpoint
 
 PHASE = 11  # columns of a number in the table
 # Bytes that vLLM keeps while it sleeps: CUDA graphs and libraries. Others report 0.8 to 1.5 GB;
@@ -29,64 +29,83 @@ SEQUENCES = 64  # that the engine samples at once, the default of --max-seqs
 
 def public_size(hidden, layers, heads, intermediate, tied, depth, width, inner, levels):
     """The sizes in config.json of a public dense checkpoint, Qwen/Qwen3-VL-*-Instruct."""
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
     text = {"vocab_size": 151936, "hidden_size": hidden, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
-            "intermediate_size": intermediate, "rope_parameters": rope}
-    vision = {"depth": depth, "hidden_size": width, "intermediate_size": inner, "num_heads": 16,
-              "deepstack_visual_indexes": levels, "num_position_embeddings": 2304,
-              "out_hidden_size": hidden}
+            "intermediate_size": intermediate}
+    vision = {"depth": depth, "hidden_size": width, "intermediate_size": inner, "in_channels": 3,
+              "deepstack_visual_indexes": levels, "num_position_embeddings": 2304, "num_heads": 16,
+              "out_hidden_size": hidden, "patch_size": 16, "temporal_patch_size": 2,
+              "spatial_merge_size": 2}
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 def public_sizes():
     small, large = (24, 1024, 4096, [5, 11, 17]), (27, 1152, 4304, [8, 16, 24])  # towers
+    delta = {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32,
+             "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_key_value_heads": 4,
+             "head_dim": 256, "vocab_size": 248320, "full_attention_interval": 4}
+    newer = public_size(4096, 32, 16, 12288, False, *large[:3], [])
+    newer["text_config"] |= delta
     return {"2B": public_size(2048, 28, 16, 6144, True, *small),
             "4B": public_size(2560, 36, 32, 9728, True, *small),
             "8B": public_size(4096, 36, 32, 12288, False, *large),
-            "32B": public_size(5120, 64, 64, 25600, False, *large)}
+            "32B": public_size(5120, 64, 64, 25600, False, *large), "3.5-9B": newer}
 
 
 def read_config(name):
-    """A public size ("8B") or a checkpoint folder -> the configuration."""
-    launch.import_shim()
-    launch.quiet_libraries()
-    from transformers import Qwen3_5Config, Qwen3VLConfig
-
+    """A public size ("8B") or a checkpoint folder -> the configuration, as objects. Neither torch
+    nor transformers is loaded, which takes seconds."""
     if name in public_sizes():
-        return Qwen3VLConfig(**public_sizes()[name])
-    if name == "3.5-9B":  # transformers' defaults are this size; the sizes of others are not there
-        return Qwen3_5Config(vision_config={"out_hidden_size": 4096})
-    if not os.path.isdir(name):
-        known = ", ".join([*public_sizes(), "3.5-9B"])
-        raise launch.UserError(f"{name}: neither one of {known} nor a folder with a config.json")
-    return checkpoint.meta_model(chat.find_config(name)).config
+        config = public_sizes()[name]
+    elif os.path.isdir(name):
+        config = chat.read_object(os.path.join(chat.find_config(name), "config.json"))
+    else:
+        raise launch.UserError(f"{name}: neither one of {', '.join(public_sizes())} nor a folder "
+                               "with a config.json")
+    return json.loads(json.dumps(config), object_hook=lambda fields: SimpleNamespace(**fields))
 
 
 def parameter_counts(config):
     """-> {"layer", "layers", "root", "tower", "trained", "sides"}: parameters of the largest
     decoder layer, of all layers, of embeddings, head and last norm, of the tower, and of all
     trained weights; "sides": rows + columns of all matrices in the layers. Times the rank, that is
-    the size of an adapter. No memory is allocated."""
-    import torch
-
-    config = deepcopy(config)
-    config.vision_config._attn_implementation = "sdpa"  # a running model's is our own
-    with torch.device("meta"):
-        hf = checkpoint.model_class(config)(config)
-    hf.tie_weights()
-    tower = sum(p.numel() for p in hf.model.visual.parameters())
-    decoder = hf.model.language_model.layers
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
-    trained = sum(p.numel() for p in hf.parameters()) - tower
-    sides = sum(sum(p.shape) for p in decoder.parameters() if p.ndim == 2)
-    return {"layer": max(layers), "layers": sum(layers), "root": trained - sum(layers),
-            "tower": tower, "trained": trained, "sides": sides}
+    the size of an adapter."""
+    text, vision, kinds = config.text_config, config.vision_config, layer_kinds(config.text_config)
+    hidden, d = text.hidden_size, text.head_dim
+    heads, shared = text.num_attention_heads * d, text.num_key_value_heads * d
+    gates = 1 + ("linear_attention" in kinds)  # Qwen3.5 also gates the output of attention
+    # Shapes of the matrices of a layer, and its other parameters.
+    matrices = {"full_attention": [gates * heads, shared, shared, heads]}
+    others = {"full_attention": 2 * hidden + 2 * d}
+    if gates > 1:
+        mixed, values = delta_sizes(text)
+        n = text.linear_num_value_heads
+        matrices["linear_attention"] = [mixed, values, n, n, values]
+        others["linear_attention"] = (2 * hidden + mixed * text.linear_conv_kernel_dim + 2 * n
+                                      + text.linear_value_head_dim)
+    for sides in matrices.values():  # the other side of each is `hidden`
+        sides += 3 * [text.intermediate_size]
+    layer = {kind: hidden * sum(matrices[kind]) + others[kind] for kind in matrices}
+    layers = sum(layer[kind] for kind in kinds)
+    root = text.vocab_size * hidden * (1 if config.tie_word_embeddings else 2) + hidden
+    width, inner = vision.hidden_size, vision.intermediate_size
+    merged, out = vision.spatial_merge_size**2 * width, vision.out_hidden_size
+    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    tower = ((patch + 1 + vision.num_position_embeddings + 2) * width + 2 * levels * merged
+             + vision.depth * (4 * width * width + 2 * width * inner + 9 * width + inner)
+             + (1 + levels) * (merged * merged + merged + merged * out + out))
+    return {"layer": max(layer[kind] for kind in kinds), "layers": layers, "root": root,
+            "tower": tower, "trained": layers + root,
+            "sides": sum(hidden + side for kind in kinds for side in matrices[kind])}
 
 
 def layer_kinds(text):
     """Kinds of the decoder layers: "full_attention", or "linear_attention" (gated-delta)."""
-    return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    every = getattr(text, "full_attention_interval", None) or 1
+    return getattr(text, "layer_types", None) or [
+        "linear_attention" if n % every else "full_attention"
+        for n in range(1, text.num_hidden_layers + 1)]
 
 
 def delta_sizes(text):
@@ -130,7 +149,7 @@ def layer_activation_bytes(text, width, repeated=False, kind="full_attention"):
 
 def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None,
            width=2, chunk=1024, repeated=False, feature_cache_gb=1.0, counts=None,
-           lora=0, teacher=None):  # fmt: skip
+           lora=0):  # fmt: skip
     """Bytes per GPU -> {phase: {item: bytes}}: "rollout" and "sync" (only with an engine), then
     three moments of a backward. In "top layer" all activations are still there. In "low layer" they
     are gone, and the gradients of the other layers are there. In "embeddings" no layer is whole,
@@ -140,7 +159,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     gpus: ranks. engine_gb: GB that vLLM takes while awake (None: no engine). width: bytes of a
     number in compute (CPU: 4). counts: parameter_counts, if the caller has them. lora: rank of
     adapters. The other weights are then frozen, stored in the compute dtype and without gradients.
-    The reference shares them and has its own adapters. teacher: parameter_counts of --teacher.
+    The reference shares them and has its own adapters.
     """
     text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
@@ -159,9 +178,6 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
         resting["frozen weights, shard"] = width * n["trained"] / shards
     if reference:
         resting["reference, shard"] = (4 * trained if lora else width * trained) / shards
-    if teacher:
-        resting["teacher, shard"] = width * teacher["trained"] / shards
-        resting["teacher's tower, features"] = width * teacher["tower"] + feature_cache_gb * 2**30
     phases = {}
     if engine_gb is not None:
         awake = {**resting, "vLLM": engine_gb * 1e9}
@@ -234,7 +250,7 @@ def engine_profile(config, gpu_gb):
     """
     text, vision, tokens = config.text_config, config.vision_config, engine_batch(gpu_gb)
     # Embeddings and deepstack levels: the tower's output, and once more the decoder's buffers.
-    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
+    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     features = 2 * tokens * text.hidden_size * levels
     # The largest moment of a layer is its MLP: residual, input, and the wide tensors.
     decoder = 2 * tokens * (2 * text.hidden_size + 3 * text.intermediate_size)
@@ -309,7 +325,6 @@ def main():
     add("--replicas", type=int, default=1, help="as in grpo.py")
     add("--kl", type=float, default=0.01, help="0 = no reference model")
     add("--lora", type=int, default=0, help="rank of adapters, as in grpo.py; 0 = off")
-    add("--teacher", metavar="SIZE", help="of grpo.py's --teacher; default: none")
     add("--engine-share", type=float, default=0.5, help="as in grpo.py; 0 = no engine (sft.py)")
     add("--frame-cache-gb", type=float, default=4.0, help="as in grpo.py: GiB per rank")
     args = parser.parse_args()
@@ -324,8 +339,7 @@ def main():
         read_config(args.size), args.gpus, args.gpu_gb, args.context,
         max(args.pack_tokens, args.context), args.engine_share, args.frame_cache_gb,
         recompute=args.recompute, replicas=args.replicas, reference=args.kl > 0,
-        lora=args.lora,
-        teacher=args.teacher and parameter_counts(read_config(args.teacher)))  # fmt: skip
+        lora=args.lora)  # fmt: skip
     print(text)
     sys.exit(0 if fits else 1)
 

@@ -33,6 +33,7 @@ import base64
 import collections
 import contextlib
 import hashlib
+import itertools
 import json
 import mimetypes
 import os
@@ -593,14 +594,10 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
     @app.get("/films")
     def listed():  # in a thread, because a large folder takes seconds
         """Films below --video-root for the page."""
-        found = []
-        for folder, _, files in os.walk(films.root):
-            found += [os.path.relpath(os.path.join(folder, file), films.root) for file in files
-                      if file.lower().endswith((".mp4", ".mkv", ".webm", ".mov", ".avi"))]
-            if len(found) > 1000:
-                break
+        paths = itertools.islice(ask.videos_below(films.root), 1000)
+        names = sorted(os.path.relpath(path, films.root) for path in paths)
         # A name that is no UTF-8 cannot be sent.
-        return [name for name in sorted(found) if not has_surrogate(name)][:1000]
+        return [name for name in names if not has_surrogate(name)]
 
     @app.put("/films")
     async def dropped(request: Request):

@@ -440,29 +440,6 @@ def tables_of(sources, tables):
     return shown
 
 
-def paper_tables(sources):
-    """-> [the table of benchmark results and of the paper's Table 1], [] without results."""
-    from evaluation import benchmarks  # imports numpy
-
-    known = list(benchmarks.splits())  # in the order of the paper's columns
-    systems = {}  # name -> {benchmark: percent, as text}
-    for source in sources:
-        for result in source["tables"].get("results", []):
-            if result.get("bench") in known:
-                setting = f"K {result.get('K')}, tools {mode_of(result)}"
-                headline = number(result.get("headline"), 9)  # None: refused, for its errors
-                percents = systems.setdefault(f"{source['name']}, {setting} (measured)", {})
-                percents[result["bench"]] = "-" if headline is None else f"{100 * headline:.1f}"
-    if not systems:
-        return []
-    systems |= benchmarks.paper_rows()
-    benches = [name for name in known if any(name in row for row in systems.values())]
-    rows = [[name, *(percents.get(bench, "-") for bench in benches)]
-            for name, percents in systems.items()]
-    title = "Benchmarks beside the paper's Table 1, percent"
-    return [{"title": title, "head": ["system", *benches], "rows": rows, "lines": []}]
-
-
 # ---- the page ----------------------------------------------------------------------------------
 
 def page_template():
@@ -491,7 +468,7 @@ def build(paths, names, out, episodes, max_mb, root, pixels, thumbs=8):
     data = {
         "sources": [{"name": source["name"], "kind": source["kind"]} for source in sources],
         "curves": curves_of(sources, contents["plots"]),
-        "tables": tables_of(sources, contents["tables"]) + paper_tables(sources),
+        "tables": tables_of(sources, contents["tables"]),
         "episodes": chosen,
         "found": sum(len(source["rows"]) for source in sources),  # before groups were left out
     }

@@ -5,7 +5,6 @@ What tools/convert.py does with rare rows: python -m pytest tests/slow/test_conv
 import json
 
 import pytest
-from hypothesis import strategies as st
 from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F401
 
 import chat
@@ -78,30 +77,9 @@ CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
 
 
 # Sentences that publishers put after a question, from their own code.
-R1 = ("Please think about this question as if you were a human pondering deeply. Engage in an "
-      "internal dialogue using expressions such as 'let me think', 'wait', 'Hmm', 'oh, I see', "
-      "'let's break it down', etc, or other natural language thought expressions It's encouraged "
-      "to include self-reflection or verification in the reasoning process. Provide your detailed "
-      "reasoning between the <think> and </think> tags, and then give your final answer between "
-      "the <answer> and </answer> tags. Please provide only the single option letter (e.g., A, B, "
-      "C, D, etc.) within the <answer> </answer> tags.")
-EASY = ("You FIRST think about the reasoning process as an internal monologue and then provide the "
-        "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. The "
-        "final answer MUST BE put in <answer> </answer> tags.")
-KNOWN = ["Answer with the option letter only.", R1, EASY, STRICT, R1.split("process. ")[0] +
-         "process.", EASY.split(". ")[0] + ".", "Please provide your text answer within the "
-         "<answer> </answer> tags.", "Answer with the option's letter from the given choices "
-         "directly.", "The Video path for this video is: a clip.v2.mp4",
-         f"{STRICT} The Video path for this video is: b.mp4\nAnswer with the option letter only."]
-
-
 # ------------------------------------------------------------------------------------------------
 # Nothing is lost in silence
 
-word = st.integers(0, 10**6).map(lambda n: f"w{n}x")
-media = st.sampled_from([SAME, CLIP, piece("video_url", url="selfqa/c.mp4"), STILLS[0]])
-odd = st.one_of(media, st.sampled_from(["<tool_response>", "</tool_response>", "<video>", "<image>",
-                                        SENTENCE]))
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -120,7 +98,7 @@ def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, cod
     task = {"prompt": [{"role": "system", "content": TOOLS},
                        {"role": "user", "content": "<video>" + question + tail}],
             "videos": [{"video": "selfqa/b.mp4"}], "extra_info": extra}
-    (talk,) = convert(tmp_path, [talk], prompts="ours", frames=3)
+    (talk,) = convert(tmp_path, [talk], frames=3)
     (task,) = convert(tmp_path, [task])
     item = chat.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
     prompt, _ = chat.encode_prompt(codec, rollout.main_messages(task, 3), [item],
@@ -140,23 +118,22 @@ WINDOW = {"type": "video", "video": "longvt_source/selftrace_1/b.mp4", "start": 
 WHOLE = {"type": "video", "video": "longvt_source/selftrace_1/b_8.0_12.0.mp4", "frames": 4}
 
 
-@pytest.mark.parametrize("prompts", ["ours", "release"])
 @pytest.mark.parametrize("frames, seen", [(STILLS, WINDOW), ([SAME], WINDOW), ([CLIP], WHOLE)])
 @pytest.mark.parametrize("shape", ["inside", "after", "before", "tool"])
-def test_a_tool_response_keeps_its_frames(tmp_path, capsys, prompts, frames, seen, shape):
+def test_a_tool_response_keeps_its_frames(tmp_path, capsys, frames, seen, shape):
     """Without them the next turn, which says what the window shows, would be learned blind."""
     middle = {"inside": shown(f"<tool_response>\n{SENTENCE}: ", *frames, "\n</tool_response>"),
               "after": shown(f"<tool_response>{SENTENCE}: </tool_response>", *frames),
               "before": shown(*frames, f"<tool_response>{SENTENCE}: </tool_response>"),
               "tool": shown(*frames, f"{SENTENCE}: ", role="tool")}[shape]
-    (row,) = convert(tmp_path, [longvt(turn(asks(8.0, 12.0)), middle)], prompts=prompts, frames=8)
+    (row,) = convert(tmp_path, [longvt(turn(asks(8.0, 12.0)), middle)], frames=8)
     system, user, call, tool, last = row["messages"]
     text = {"type": "text", "text": f"{SENTENCE}: "}
     assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
                     else [text, seen]}
     assert last["content"].startswith("<think>This window shows it.")
     assert user["content"][0]["frames"] == 8 and chat_fault(row["messages"]) is None
-    assert ("video_path" in call["content"]) == (prompts == "release")
+    assert "video_path" not in call["content"] and row["tools"] == rollout.tool_schema("frames")
     assert "of these chats 1 hold a call, 1 show frames in a tool response" in (
         capsys.readouterr().out)
 
@@ -171,7 +148,7 @@ def test_marks_and_columns_in_tool_responses(tmp_path):
         {"role": "assistant", "content": ANSWER}]),
         "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}],
         "images": ["a_0.jpg", "a_1.jpg"]}
-    (talk,) = convert(tmp_path, [row], prompts="ours")
+    (talk,) = convert(tmp_path, [row])
     assert [m["role"] for m in talk["messages"]] == [
         "system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
     window = {"type": "video", "video": "selfqa/a.mp4", "fps": 1.0, "max_frames": 64}

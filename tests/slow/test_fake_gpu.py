@@ -128,8 +128,9 @@ def found(tmp_path_factory):
                     f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu", "-o", "stub.so"], check=True,
                    cwd=folder)
     done = subprocess.run([sys.executable, __file__, str(folder / "stub.so")], capture_output=True,
-                          text=True, timeout=600,
-                          cwd=ROOT, env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"})
+                          text=True, timeout=600, cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+                               "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -405,8 +406,9 @@ def stored(size, layers=None):
     layers: as many instead of all, and three blocks of the tower, each a deepstack level.
     """
     import transformers
+    from fixtures import hf_config
 
-    config = plan.read_config(size)
+    config = hf_config(size)
     text, vision = config.text_config, config.vision_config
     text.dtype = torch.bfloat16  # as published ones say
     if layers:

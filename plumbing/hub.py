@@ -1,0 +1,54 @@
+"""
+plumbing/hub.py (tests/test_checkpoint.py): names of checkpoints on the Hugging Face Hub.
+
+  OWNER/NAME     stands for a checkpoint folder, unless a folder of this name exists: `fetched`
+  a commit       is a part of the path of what was fetched, and so of args.json and state.json
+  adapters       on a base from the Hub name that base and its commit: `name_of`
+
+No torch here and no huggingface_hub at the top: both take time to import.
+
+Reads the Hub, or its cache alone with HF_HUB_OFFLINE=1; writes that cache.
+"""
+import os
+import re
+
+import launch
+
+
+def fetched(path: str, revision: str | None = None) -> str:
+    """A name on the Hub, OWNER/NAME -> the folder of its files in the Hub's cache, whose path names
+    the commit. Any other path, and one that exists here, is returned as it is. Raises UserError if
+    the name cannot be fetched."""
+    # A misspelt path below a folder that exists is no name.
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or os.path.isdir(path.partition("/")[0]):
+        return path
+    if path not in fetched.folders:
+        import huggingface_hub
+        from huggingface_hub.constants import HF_HUB_CACHE
+        from huggingface_hub.utils import WeakFileLock
+
+        launch.say(f"{path}: no such folder here, so the Hub is asked")
+        try:
+            os.makedirs(HF_HUB_CACHE, exist_ok=True)
+            # One rank of a machine downloads. The others wait, then find the files in the cache.
+            with WeakFileLock(os.path.join(HF_HUB_CACHE, ".fetched.lock")):
+                fetched.folders[path] = huggingface_hub.snapshot_download(
+                    path, revision=revision, ignore_patterns=["*/*"],
+                    allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt"])
+        except Exception as e:  # of the network, the disk and the Hub: of many classes
+            reason = " ".join(f"{type(e).__name__}: {e}".split())[:250]
+            raise launch.UserError(f"--ckpt {path}: no such folder ({os.path.abspath(path)}), and "
+                                   f"nothing from the Hub ({reason})") from None
+    return fetched.folders[path]
+
+
+fetched.folders = {}  # {name: folder} of this process; args.json holds them
+
+
+def name_of(folder: str) -> dict:
+    """Folder of the base of adapters -> fields of adapter_config.json: a folder of the Hub's cache
+    is named by its name and commit, so that others can load the adapters."""
+    parts = re.search(r"models--([\w.-]+)/snapshots/([0-9a-f]{40})$", folder)
+    if not parts:
+        return {"base_model_name_or_path": folder}
+    return {"base_model_name_or_path": parts[1].replace("--", "/", 1), "revision": parts[2]}

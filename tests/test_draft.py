@@ -1,0 +1,139 @@
+"""
+Tests of tools/draft.py: python -m pytest tests/test_draft.py -q
+
+A server speaks from a script, by the window that it is shown, so the drafts that are right are
+known.
+"""
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from scripted import Server
+
+import launch
+from plumbing.data import read_tasks
+from tools import draft
+
+OPTIONS = ["red", "green", "blue", "white"]
+# What the scripted model writes about each of eight windows; what it answers without and with them.
+SCRIPT = [({"question": "Which colour is the hat?", "answer": "blue"}, "A cat?", "blue"),
+          ({"question": "Which colour is the car?", "answer": "B. green"}, "red", "It is green."),
+          ({"question": "Which colour is grass?", "answer": "green"}, "green", "green"),
+          ({"question": "Which colour is the bag?", "answer": "white"}, "red", "red"),
+          ({"question": "What is red at 12 s?", "answer": "red"}, "", ""),
+          ({"question": "What does this clip show?", "answer": "red"}, "", ""),
+          ({"question": "Which colour is it?", "answer": "brown"}, "", ""),
+          (None, "", "")]
+REASONS = [None, None, "right without the video", "wrong with the window", *["names a time or a "
+           "part"] * 2, *["not the JSON that was asked for"] * 2]
+
+
+class Model:
+    """The script as a server's reply. asked: (kind, number of the window or None) so far."""
+
+    def __init__(self, seconds, fails=()):
+        self.seconds, self.fails, self.asked = seconds, fails, []
+
+    def __call__(self, body):
+        (message,) = body["messages"]
+        parts = message["content"]
+        text = parts if isinstance(parts, str) else parts[-1]["text"]
+        if "Write one question" in text:
+            first = float(re.fullmatch("<(.*) seconds>", parts[0]["text"])[1])
+            number = int((first + 0.6) // (self.seconds / len(SCRIPT)))  # a frame on display then
+            self.asked.append(("write", number))
+            if number in self.fails:
+                return 400
+            written = SCRIPT[number][0]
+            return "<think>{}</think> Sure: " + (
+                "nothing" if written is None else
+                "```json\n" + json.dumps({**written, "options": OPTIONS}) + "\n```")
+        number = next(n for n, (row, *_) in enumerate(SCRIPT) if row and row["question"] in text)
+        blind = isinstance(parts, str)
+        assert text.startswith(draft.BLIND) == blind
+        self.asked.append(("blind" if blind else "seen", number))
+        said = SCRIPT[number][1 if blind else 2]
+        letter = next((line[0] for line in text.split("\n")  # the options were shuffled
+                       if line[1:3] == ". " and line[3:] in said.rstrip(".").split()), said)
+        return f"<answer>{letter}</answer>"
+
+
+@pytest.fixture
+def films(toy, tmp_path):
+    (tmp_path / "deep").mkdir()
+    shutil.copy(sorted((toy / "videos").glob("*.mp4"))[0], tmp_path / "deep" / "a.mp4")
+    return tmp_path
+
+
+def run(films, url, *flags, code=0):
+    out = films / "tasks.jsonl"
+    sys.argv = ["draft.py", str(films), "--base-url", url, "--model", "m", "--out", str(out),
+                "--questions", "8", "--seconds", "3", *flags]
+    try:
+        launch.run_main(draft.main)
+    except SystemExit as stop:
+        assert stop.code == code
+        return None
+    assert code == 0
+    return [json.loads(line) for line in (films / "tasks.drafts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def argv(monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+def test_only_drafts_that_need_their_window_are_kept(films, argv, capsys):
+    seconds = draft.video.probe(str(films / "deep" / "a.mp4")).duration
+    model = Model(seconds)
+    with Server(model) as server:
+        rows = run(films, server.url)
+        assert sorted(model.asked) == sorted(
+            [("write", n) for n in range(8)] + [("blind", n) for n in range(4)]
+            + [("seen", n) for n in (0, 1, 3)])
+        asked = len(model.asked)
+        assert run(films, server.url) == rows and len(model.asked) == asked  # nothing is left
+    rows.sort(key=lambda row: row["id"])
+    assert [row["left_out"] for row in rows] == REASONS
+    tasks = read_tasks(str(films / "tasks.jsonl"))
+    assert sorted(task["id"] for task in tasks) == ["deep/a.mp4/0", "deep/a.mp4/1"]
+    for n, row in enumerate(rows):
+        ((start, end),) = row["task"]["evidence"]
+        assert n * seconds / 8 <= start + 0.01 < end <= (n + 1) * seconds / 8 + 0.01
+        assert end - start <= 3.01
+    for task, answer in zip(sorted(tasks, key=lambda task: task["id"]), ("blue", "green")):
+        assert task["video"] == "deep/a.mp4" and sorted(task["options"]) == sorted(OPTIONS)
+        assert task["options"]["ABCD".index(task["answer"])] == answer
+    out = capsys.readouterr().out
+    assert "8 drafts, 2 kept -> " in out and "2 names a time or a part" in out
+    page = (films / "tasks.html").read_text()
+    data = json.loads(re.search(r'json">(.*?)</script>', page)[1])
+    assert data == {"root": ".", "rows": rows}
+
+
+def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, argv, capsys):
+    seconds = draft.video.probe(str(films / "deep" / "a.mp4")).duration
+    with Server(Model(seconds, fails=(0, 7))) as server:
+        run(films, server.url, code=1)
+    assert "2 drafts could not be made" in capsys.readouterr().err
+    (task,) = read_tasks(str(films / "tasks.jsonl"))
+    (films / "tasks.jsonl").write_text(json.dumps({**task, "question": "Mine?"}) + "\n")
+    model = Model(seconds)
+    with Server(model) as server:
+        rows = run(films, server.url)
+        assert len(rows) == 8 and [n for kind, n in model.asked if kind == "write"] in (
+            [0, 7], [7, 0])
+        assert [t["question"] for t in read_tasks(str(films / "tasks.jsonl"))] == [
+            "Mine?", "Which colour is the hat?"]
+        run(films, server.url, "--seed", "1", code=2)
+    assert "other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, says", [
+    (("--out", "elsewhere/tasks.jsonl"), "have to lie below"), (("--out", "x.json"), ".jsonl"),
+    (("--seconds", "0"), "--seconds")])
+def test_bad_flags_are_one_line(films, argv, capsys, flags, says):
+    run(films, "http://127.0.0.1:9/v1", *flags, code=2)
+    assert says in capsys.readouterr().err
