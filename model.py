@@ -97,8 +97,8 @@ class VisionFeatures:
             out = self.visual(patches.to(weight.dtype), grid_thw=to_device(grids, weight.device))
             levels = getattr(out, "deepstack_features", None) or ()  # Qwen3.5 has none: D = 0
             features = torch.stack([out.pooler_output, *levels], 1)  # [V, 1 + D, H] of all sets
-            counts = grids.prod(1) // self.codec.merge**2  # [sets] vision tokens
-            for item, part in zip(group, features.split(counts.tolist())):
+            counts = [len(part) // self.codec.merge**2 for part, _ in parts]  # vision tokens
+            for item, part in zip(group, features.split(counts)):
                 self.cache[item.key] = part.clone()  # a view would keep all sets in memory
                 self.bytes += part.nbytes
             self.computed += len(group)
