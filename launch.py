@@ -1,7 +1,7 @@
 """
-launch.py (tests/test_launch.py): how all stages start: flags, imports of transformers and vLLM beside
-a CPU build of torch, ranks, signals, errors, data rows and their order, locks. No torch at the top,
-so that a tool that only reads JSONL starts at once.
+launch.py (tests/test_launch.py): how all stages start: flags, imports of transformers and vLLM
+beside a CPU build of torch, ranks, signals, errors, data rows and their order, locks. No torch at
+the top, so that a tool that only reads JSONL starts at once.
 
   batch of step s = rows s B .. (s + 1) B - 1 of an endless stream of shuffled epochs, which is a
   function of (s, seed) alone: a resumed run and every rank draw the same rows
