@@ -141,6 +141,30 @@ def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(runnin
 # ---- bad requests
 
 
+@pytest.mark.parametrize("fields, times", [
+    ({}, 4), ({"frames": 9}, 9), ({"fps": 0.25}, 16), ({"fps": 0.001}, 1)])
+def test_a_question_sets_the_frames_of_its_overview(running, fields, times):
+    server = running()
+    assert len(server.post(**fields).json()["trace"][0]["times"]) == times
+    response = server.post(frames=1024)
+    assert response.status_code == 400 and "ask with fewer frames" in response.json()["error"][
+        "message"]
+
+
+def test_frames_as_images_options_and_stream_null(running):
+    server = running()
+    words = QUESTION + "\n(A) red\n(B) blue: dark\nAnswer with the letter."
+    times = [part for n in range(2) for part in (text(f"<{n + 1.5} seconds>"), image(jpeg(n)))]
+    for content, more, seconds in ((times, {}, [1.5, 2.5]),
+                                   (times[1::2], {"fps": 0.5}, [0.0, 2.0])):
+        response = server.post(*content, text(words), stream=None, **more)
+        assert content_of(response).startswith("red")
+        assert response.json()["trace"][0]["times"] == seconds
+    assert serve.question_task(words) == {
+        "question": QUESTION, "options": ["red", "blue: dark"], "answer": None, "type": "mcq",
+        "style": "Answer with the letter."}
+
+
 def test_a_film_is_never_a_page(running, toy, tmp_path):
     """A film may be named evil.html and hold a script beside its frames."""
     server = running()
@@ -220,6 +244,8 @@ def bad_bodies():
         "seed too large": body_of(seed=2**70),
         "tools": body_of(tools=[{"type": "function"}]),
         "27 options": body_of(options=["x"] * 27),
+        "no film": body_of(text()),
+        "frames 1025": body_of(frames=1025),
         "fps 0": body_of(image(jpeg(0)), text(), fps=0),
         "film outside": body_of(film("../../etc/passwd"), text()),
         "film outside, escaped": body_of(film("file:%2e%2e/%2e%2e/etc/passwd"), text()),
