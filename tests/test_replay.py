@@ -13,6 +13,7 @@ from conftest import run_script
 from handmade import colourful, make_group, record_logps
 from safetensors.torch import load_file
 
+import grpo
 import launch
 import rewards
 import rollout
@@ -80,6 +81,7 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
                        match="between engine and trainer is 0.150 nats, tolerance 0.1"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
+    assert grpo.gap_tolerance(torch.float32) == 1e-3  # with an engine in the same precision
 
 
 def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap, recorded, toy,

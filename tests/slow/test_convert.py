@@ -5,7 +5,7 @@ What tools/convert.py does with rare rows: python -m pytest tests/slow/test_conv
 import json
 
 import pytest
-from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F401
+from test_convert import ANSWER, TOOLS, convert, piece
 
 import chat
 import rewards
