@@ -158,7 +158,6 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
                    {"role": "assistant", "content": "two"}], "videos": ["a.mp4"]}, ()),
     (VIDEO_R1, ()), ({"problem": LINES, "answer": "B", "videos": ["a.mp4"]}, ()),
     ({"video": "a.mp4", **ASKED}, ()), ({"video": "a.mp4", **ASKED, "options": LINES[7:]}, ()),
-    ({"video": "a.mp4", **ASKED, "options": json.dumps(["one", "two"])}, ()),
     ({"video": "a.mp4", "question": "Which?", "A": "one", "B": "two", "answer": "B"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
      ("--map", "video=clip", "question=text", "answer=label"))])
@@ -204,13 +203,6 @@ def test_turns_types_and_absolute_paths(tmp_path, monkeypatch, capsys):
         ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
         ("mine/2", "b.mp4", "Which?", "red, blue", "list")]
     assert "1 rows, an absolute path outside" in capsys.readouterr().out
-
-
-def test_a_chat_with_an_answer_stays_a_chat(tmp_path):
-    talk = [{"from": "human", "value": "<video>Which?"}, {"from": "gpt", "value": ANSWER}]
-    (row,) = convert(tmp_path, [{"conversations": talk, "video": "a.mp4"}])
-    assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
-    assert row["messages"][1]["content"][0] == {"type": "video", "video": "a.mp4", "frames": 64}
 
 
 def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, monkeypatch, capsys):

@@ -73,21 +73,12 @@ def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
 
 
 @pytest.mark.process
-def test_the_band_takes_tasks_whose_rollouts_disagree(recorded, tmp_path):
-    for band, wanted in (((0.2, 0.8), ["a"]), ((0, 0), ["b"]), ((0.5, 1), ["a", "c"])):
-        out = tmp_path / "tasks.jsonl"
-        done = run_script("tools/pick.py", recorded, "--band", *band, out)
-        assert done.returncode == 0, done.stderr
-        rows = data.read_tasks(str(out))
-        assert [row["id"] for row in rows] == wanted
-        assert rows == [task for task in TASKS if task["id"] in wanted]
-
-
-@pytest.mark.process
 def test_the_command_and_its_flags(recorded, tmp_path):
-    out = tmp_path / "chats.jsonl"
-    done = run_script("tools/pick.py", recorded, "--best", out)
+    """The band takes tasks whose rollouts disagree."""
+    out, band = tmp_path / "chats.jsonl", tmp_path / "tasks.jsonl"
+    done = run_script("tools/pick.py", recorded, "--best", out, "--band", 0.2, 0.8, band)
     assert done.returncode == 0, done.stderr
+    assert data.read_tasks(str(band)) == TASKS[:1]
     assert "2 of 3 prompts have a good rollout: 4 chats, 2 of main agents" in done.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert "Question:" in rows[1]["messages"][1]["content"][1]["text"] and "tools" in rows[0]
@@ -97,5 +88,3 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     assert len(rows) == 5 and "tools" not in rows[0]
     assert "Question:" not in rows[1]["messages"][1]["content"][1]["text"]
     assert "crop_video" not in rows[0]["messages"][0]["content"]
-
-

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 import grpo
 import launch
-import model
 import rewards
 import rollout
 import video
@@ -66,17 +65,12 @@ def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded
     # the flag alone makes the difference, not what it needs to act
     without = () if len(flag) < 4 else flag[2:]
     a, _, _ = run_grpo(*loose, *without, out="a")
-    b, m, _ = run_grpo(*loose, *flag, out="b")
+    b, _, _ = run_grpo(*loose, *flag, out="b")
     assert not torch.equal(moved(a, base), torch.zeros_like(moved(a, base)))
-    # under --clip 1e-3 Adam's eps is no longer small beside the gradient
     assert not same_update(a, b, base)
-    if flag[0] == "--clip":  # the norm is logged before clipping
-        norm = json.loads((run_grpo(*loose, out="c")[2] / "log.jsonl").read_text())["grad_norm"]
-        assert m["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 1e-3
 
 
-def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path,
-                                                           monkeypatch):
+def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path):
     """Rollouts of other weights: every log-prob is off by 0.15 nats."""
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     for r in rows:
@@ -88,12 +82,10 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
     assert grpo.gap_tolerance(torch.float32) == 1e-3  # with an engine in the same precision
-    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 0.16)
-    run_grpo("--rollouts", shifted)
 
 
 def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap, recorded, toy,
-                                                               tmp_path, monkeypatch):
+                                                               tmp_path):
     """Else the command would say from then on that the update is done. One film may be gone."""
     shutil.copytree(toy / "videos", tmp_path / "world" / "videos")
     films = sorted({json.loads(line)["task"]["video"] for line in recorded.open()})
@@ -101,20 +93,6 @@ def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap,
     os.rename(tmp_path / "world" / "videos", tmp_path / "away")
     with pytest.raises(launch.RunError, match="^videos of these rollouts cannot be read; is the "):
         run_grpo(*flags)
-    os.rename(tmp_path / "away", tmp_path / "world" / "videos")
-    real = model.VisionFeatures.__call__
-
-    def features(self, items):  # the disk goes after the first film
-        try:
-            return real(self, items)
-        finally:
-            if os.path.exists(tmp_path / "world" / "videos"):
-                os.rename(tmp_path / "world" / "videos", tmp_path / "away")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model.VisionFeatures, "__call__", features)
-        with pytest.raises(launch.RunError, match="is the disk there"):
-            run_grpo(*flags)
     assert not (tmp_path / "run" / "last").exists()
     os.rename(tmp_path / "away", tmp_path / "world" / "videos")
     os.remove(tmp_path / "world" / films[0])
@@ -153,7 +131,6 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
 
 @pytest.mark.parametrize("damage,word", [
     (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"),
-    (lambda r: r.pop("logps"), "logps"),
     (lambda r: r.pop("vision"), "vision")])
 def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, tmp_path, damage,
                                             word):

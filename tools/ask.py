@@ -91,11 +91,10 @@ def happened(episode, seen):
         for n, call in calls:
             times = call.get("seconds_seen")  # other systems are shown the frames themselves
             window = call["start"], call["end"]
-            for entry in left if times is None else []:
-                if (entry[0]["start"], entry[0]["end"]) == window:
-                    times = entry[1]
-                    left.remove(entry)
-                    break
+            looks = [e for e in left if (e[0]["start"], e[0]["end"]) == window]
+            if times is None and looks:
+                left.remove(looks[0])
+                times = looks[0][1]
             if times is not None:
                 yield {"event": "window", "number": n, "start": window[0], "end": window[1],
                        "times": [float(second) for second in times]}
@@ -272,11 +271,9 @@ def set_up(args):
     protocol, _ = systems.make_protocol(args)
     flags = argparse.Namespace(**{**vars(args), "tools": args.tools == ["on"]})
     agent, source = rollout.agent_settings(flags, args.video)
-    film = film_task(args, 0, args.question or "", args.options)
-    suite = evaluation.Suite(None, [film], agent, systems.source_of(source, args))
-    protocol_loop.check_prompts(protocol, suite.tasks, agent, 1)
-    if args.ckpt:
-        check_size(film, suite.source, args)
+    tasks = [film_task(args, 0, args.question or "", args.options)]
+    suite = evaluation.Suite(None, tasks, agent, systems.source_of(source, args))
+    protocol_loop.check_prompts(protocol, tasks, agent, 1)
     ckpt, _ = evaluation.whole_checkpoint(args)
     if args.out:
         launch.make_out(os.path.dirname(os.path.abspath(args.out)))
@@ -285,19 +282,6 @@ def set_up(args):
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
     return protocol_loop.player(sampler, protocol, args.frames[0])
-
-
-def check_size(film, source, args) -> None:
-    """Raises UserError if the film cannot be read, or if its frames alone do not fit the context:
-    before torch is loaded, which takes seconds. The whole prompt is counted later."""
-    spec = source.overview_spec(film, rollout.most_frames(args.frames[0]))
-    count, height, width, _ = source.load(spec).images.shape
-    # A token stands for 32 x 32 pixels, in a video item for those of two frames.
-    tokens = count * height * width // (2048 if args.channel == "video" else 1024)
-    if tokens >= args.context:
-        raise launch.UserError(
-            f"{count} frames of {width} x {height} pixels take {tokens} tokens, and --context "
-            f"holds {args.context}: lower --max-pixels (1024 is one token a frame) or --frames")
 
 
 def main():

@@ -286,8 +286,6 @@ def our_messages(row, frames, most):
     head, rest, calls = [], [], iter(())
     for message in given if isinstance(given, list) else []:
         role, pieces = message["role"], content_pieces(message, media)
-        if role not in ("system", "user", "assistant", "tool"):
-            raise ValueError(f"a message of role {role!r}")
         if role == "assistant":
             calls = iter(rewards.parse_tool_calls(joined(pieces)))
             rest.append({"role": role, "content": joined(pieces)})
@@ -580,18 +578,9 @@ def convert(paths, out, frames, most=64, names=None):
     print(f"{out}: {len(rows)} {'chats' if is_chat else 'tasks'}, "
           f"{sum(map(len, rejected.values()))} left out")
     if is_chat:
-        print(f"of these chats {sum(map(calls_in, rows))} hold a call, "
-              f"{sum(map(shows_frames, rows))} show frames in a tool response")
-
-
-def calls_in(row):
-    """Whether an assistant turn of a chat holds a call that can be run."""
-    said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-    return any(call.error is None for text in said for call in rewards.parse_tool_calls(text))
-
-
-def shows_frames(row):
-    return bool(chat.videos_in(m for m in row["messages"] if m["role"] == "tool"))
+        tools = [[m for m in row["messages"] if m["role"] == "tool"] for row in rows]
+        print(f"of these chats {sum(map(bool, tools))} hold a call, "
+              f"{sum(bool(chat.videos_in(t)) for t in tools)} show frames in a tool response")
 
 
 def main():

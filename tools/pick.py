@@ -9,8 +9,7 @@ well, has an R_acc of at least --least and no turn that was cut off. A tie goes 
 to fewer tokens. The main agent's context is one chat, and every sub-agent whose summary the main
 agent read is another, as sft.py reads them. If the policy writes text in the canonical tokens,
 sft.py trains on the ids that were sampled. R_tool, and R_fmt a little, pay for calls, needed or
-not. --fewest-calls ranks by R_acc, then by whether all tags are whole, then by fewer calls: the
-chats then call if calling helped.
+not.
 
 The records of eval.py are read too, which hold text and no ids: a published model or a stronger one
 behind an endpoint then teaches the cold start. --recall leaves out rollouts that looked elsewhere
@@ -34,7 +33,6 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
-import rewards
 import rollout
 from evaluation import results
 from plumbing import data, runs
@@ -181,20 +179,13 @@ def fault(e, least: float = 0.5, recall: float = 0.0) -> str | None:
             else "looked elsewhere" if seen is not None and e.calls and seen < recall else None)
 
 
-def best(group: list, least: float = 0.5, fewest_calls: bool = False, recall: float = 0.0):
-    """Rollouts of one task -> the one to learn from, or None. fewest_calls: no reward for
-    calling counts."""
-    good = [e for e in group if not fault(e, least, recall)]
-
+def best(group: list, least: float = 0.5, recall: float = 0.0):
+    """Rollouts of one task -> the one to learn from, or None."""
     def worth(e):
-        paid = (e.reward["total"],)
-        if fewest_calls:
-            whole = rewards.format_reward(e.turns, e.think_open)["well_formed"]
-            paid = (e.reward["acc"], whole)
         length = sum(e.context.mask) if e.context else len("".join(e.turns))
-        return *paid, -len(e.calls), -length
+        return e.reward["total"], -len(e.calls), -length
 
-    return max(good, default=None, key=worth)
+    return max((e for e in group if not fault(e, least, recall)), default=None, key=worth)
 
 
 def chats(episode, tools: bool = True, sub_question: bool = True,
@@ -255,8 +246,6 @@ def main():
     add("--recall", type=float, default=0.0, help="share of a task's `evidence` that the windows "
         "of a rollout with calls must show, 0 to 1; 0 = any windows")
     add("--per-video", type=int, default=0, help="prompts of one film, at most; 0 = all")
-    add("--fewest-calls", action="store_true",
-        help="rank by R_acc, whole tags, fewer calls; default: by the reward, which pays calls")
     yes_no = argparse.BooleanOptionalAction
     add("--tools", action=yes_no, default=True, help="crop_video was offered, as in rollout.py")
     add("--sub-question", action=yes_no, default=True,
@@ -289,7 +278,7 @@ def main():
             prompts[episode.task["id"], episode.num_frames].append(episode)
         picked, taken = [], collections.Counter()  # taken: prompts of each film
         for group in prompts.values():
-            one = best(group, args.least, args.fewest_calls, args.recall)
+            one = best(group, args.least, args.recall)
             if one and not (args.per_video and taken[one.task["video"]] == args.per_video):
                 picked.append(one)
                 taken[one.task["video"]] += 1

@@ -224,12 +224,6 @@ def host_memory(n, ranks, frame_cache_gb, width=2, lora=0):
             "decoded frames": frame_cache_gb * 2**30 * ranks}
 
 
-def engine_batch(gpu_gb):
-    """Tokens of one step of vLLM 0.32 by its default. An A100 has the smaller number: then the plan
-    is too careful."""
-    return 16384 if gpu_gb * 1e9 >= 70 * 2**30 else 8192
-
-
 def engine_state(text):
     """Bytes of the states of one sequence in vLLM: of each gated-delta layer the matrix of every
     value head in fp32, and the last inputs of its convolution."""
@@ -248,7 +242,9 @@ def engine_profile(config, gpu_gb):
     At its start vLLM runs the tower, then the decoder, on a full step. It sets the peak of the
     activations aside, and the memory of CUDA graphs and libraries, for which 1 GB stands here.
     """
-    text, vision, tokens = config.text_config, config.vision_config, engine_batch(gpu_gb)
+    text, vision = config.text_config, config.vision_config
+    # Tokens of a step by default. An A100 has the smaller number: then the plan is too careful.
+    tokens = 16384 if gpu_gb * 1e9 >= 70 * 2**30 else 8192
     # Embeddings and deepstack levels: the tower's output, and once more the decoder's buffers.
     levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     features = 2 * tokens * text.hidden_size * levels
@@ -301,9 +297,6 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
                      f"activations and CUDA graphs, KV cache for {tokens} tokens: "
                      f"{tokens / context:.1f} contexts of {context} at once"
                      + ("" if enough else "; NOT ONE: raise its share or lower --context"))
-        if states:
-            lines.append(f"  of which {states / 1e9:.1f} GB are kept for the states of gated-delta "
-                         f"layers, {SEQUENCES} sequences")
         over += [] if enough else ["vLLM"]
     return "\n".join(lines), not over
 
@@ -330,16 +323,16 @@ def main():
     args = parser.parse_args()
     args.replicas = args.replicas or args.gpus  # 0: every rank holds the whole
     whole = min(args.gpus, args.context, args.pack_tokens, args.replicas) >= 1
-    if not whole or args.gpus % args.replicas or not args.gpu_gb > 0:
+    if (not whole or args.gpus % args.replicas or not args.gpu_gb > 0
+            or not 0 <= args.engine_share < 1):
         raise launch.UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be "
-                              "above 0, --gpus a multiple of --replicas")
-    if not 0 <= args.engine_share < 1:
-        raise launch.UserError(f"--engine-share must lie in 0 to 1, got {args.engine_share}")
-    text, fits = plan_text(
-        read_config(args.size), args.gpus, args.gpu_gb, args.context,
-        max(args.pack_tokens, args.context), args.engine_share, args.frame_cache_gb,
-        recompute=args.recompute, replicas=args.replicas, reference=args.kl > 0,
-        lora=args.lora)  # fmt: skip
+                              "above 0, --gpus a multiple of --replicas, --engine-share below 1")
+    config = read_config(args.size)
+    with chat.as_user_error(args.size, "config.json"):  # a text where a number belongs
+        text, fits = plan_text(
+            config, args.gpus, args.gpu_gb, args.context, max(args.pack_tokens, args.context),
+            args.engine_share, args.frame_cache_gb, recompute=args.recompute,
+            replicas=args.replicas, reference=args.kl > 0, lora=args.lora)  # fmt: skip
     print(text)
     sys.exit(0 if fits else 1)
 

@@ -16,12 +16,13 @@ The last user message is the question, and the film is the last one of the reque
   {"type": "image_url", ..}   frames as data: URLs, each after a text like "<12.5 seconds>", or with
                               the field "fps". Frames without times are refused, because every
                               window would be wrong
-No film: the same weights answer the text alone. Nothing is fetched from a network.
+A request without a film is refused. Nothing is fetched from a network.
 
 Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_completion_tokens
 (bounds the answer that is sent, never a thought: clients send 16), options ["..", ..], answer_type
-(open, list, grounding), fps. Options in the text, "A. .." one a line, are options too. A text that
-says how to answer gets no line on that from us. Other fields are not read.
+(open, list, grounding), frames (K of the overview), fps (as many a second; of frames as images:
+their times). Options in the text, "A. .." one a line, are options too, and a text after them
+replaces our line on how to answer. Other fields are not read.
 
 Reads: a checkpoint folder, films below --video-root. Writes nothing that outlives the server.
 
@@ -71,20 +72,10 @@ class Refused(Exception):
         self.status = status
 
 
-STAMP = re.compile(r"\s*<(\d+(?:\.\d+)?) seconds?>\s*")  # as chat.py writes times before frames
-LABEL = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s+(\S.*)")  # of a line without spaces around it
-# "Answer with ..", "Please respond only with ..", "Give your answer as ..": a sentence's beginning
-STYLE = re.compile(r"\s*(?:(?:please|only|just)\s+)*"
-                   r"(?:answer|respond|reply|output|return|select|choose|give|write|format|say)\b",
-                   re.IGNORECASE)
+STAMP = re.compile(r"\s*<(\d{1,6}(?:\.\d+)?) seconds?>\s*")  # as chat.py writes times before frames
+LABEL = re.compile(r"\s*\(?([A-Z])[.):]\s+(\S.*)")  # of a line
 MAX_TEXT, MAX_ITEMS = 65_536, 2_000  # characters of a question; messages, and items in them
 MAX_MARKS = 100_000  # of [ { and , in a JSON body: parsing takes time and memory for each
-
-
-def has_surrogate(value):
-    """Whether a JSON value holds text that cannot be encoded: "\\ud800" alone is valid JSON, but no
-    tokenizer takes it."""
-    return bool(re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)))
 
 
 def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
@@ -125,31 +116,22 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
     question = "\n".join([*system, question])
     if len(question) > MAX_TEXT:
         raise Refused(400, f"a question has {MAX_TEXT:,} characters at most")
-    if has_surrogate(question):
-        raise Refused(400, "a lone surrogate (\\ud800 to \\udfff) is no text")
     return film, frames, question
 
 
 def question_task(text: str, options=None, kind=None) -> dict:
-    """The text of a question -> fields of a task. Options in the text are read. `style` replaces
-    our line on how to answer if the text says so itself."""
-    task = {"question": text, "options": options or None, "answer": None}
-    lines = text.split("\n")
-    labels = [LABEL.fullmatch(line.strip()) for line in lines]
-    first = next((n for n, label in enumerate(labels) if label and "A" in label.groups()), None)
-    if first and not options:
-        count = 0  # lines A, B, C, .. one after the other
-        while (first + count < len(lines) and count < 26 and (label := labels[first + count])
-               and string.ascii_uppercase[count] in label.groups()[:2]):
-            count += 1
-        if count > 1:
-            found = [labels[n][3] for n in range(first, first + count)]
-            task.update(question="\n".join(lines[:first]).strip(), options=found)
-            # Text after the options: how the client wants them answered.
-            if after := "\n".join(lines[first + count:]).strip():
-                task["style"] = after
-    if any(map(STYLE.match, re.split(r"[.?!:;]\s|\n", task["question"]))):
-        task.setdefault("style", "")
+    """The text of a question -> fields of a task. Options in the text are read. `style`, the text
+    after them, replaces our line on how to answer."""
+    task, lines = {"question": text, "options": options, "answer": None}, text.split("\n")
+    labels = [LABEL.fullmatch(line) for line in lines]
+    names = "".join(label[1] if label else " " for label in labels)
+    first = names.find("AB")  # lines A, B, C, .. one after the other, below the question
+    if first > 0 and not options:
+        last = first + len(os.path.commonprefix([names[first:], string.ascii_uppercase]))
+        task.update(question="\n".join(lines[:first]).strip(),
+                    options=[label[2].strip() for label in labels[first:last]])
+        if after := "\n".join(lines[last:]).strip():
+            task["style"] = after
     return {**task, "type": kind or ("mcq" if task["options"] else "open")}
 
 
@@ -176,12 +158,9 @@ class Films:
         self.lock = threading.Lock()  # uploads come from several threads
         self.used = collections.Counter()  # name -> questions that look at the film now
 
-    def find(self, film: str | None, frames: list, fps: float | None) -> tuple[str, str] | None:
-        """-> (folder, path in it) of a request's film; None without one. A film of a client counts
-        as used until `release`."""
-        if film and film.startswith("data:video/jpeg;base64,"):  # frames in the form of vLLM
-            texts = film.partition(",")[2].split(",")
-            film, frames = None, [(None, "data:image/jpeg;base64," + text) for text in texts]
+    def find(self, film: str | None, frames: list, fps: float | None) -> tuple[str, str]:
+        """-> (folder, path in it) of a request's film. A film of a client counts as used until
+        `release`."""
         if film and film.startswith("data:"):
             return self.sent, self.keep({"": data_of(film)}, True)
         if film and (sent := re.fullmatch("film:([0-9a-f]{64})", film)):
@@ -194,15 +173,13 @@ class Films:
             raise Refused(400, "a film is a path or a file: URL below --video-root, or a data: "
                           "URL; nothing is fetched from a network: download the film first")
         if not frames:
-            return None
+            raise Refused(400, "there is no film: send a video_url, or frames as image_url")
         times = [second for second, _ in frames]
         if None in times and fps is None:
             raise Refused(400, 'frames need times: a text like "<12.5 seconds>" before each, or '
                           'the field "fps"')
         if None in times:
             times = [n / fps for n in range(len(frames))]
-        if max(times) > 1e6:  # 400 digits are infinite
-            raise Refused(400, "a frame's time is above 1,000,000 seconds")
         files = {f"{n:06d}.jpg": data_of(url) for n, (_, url) in enumerate(frames, 1)}
         files["seconds.txt"] = "\n".join(map(str, times)).encode()
         return self.sent, self.keep(files, True)
@@ -363,38 +340,24 @@ class Agents:
         except TimeoutError:
             raise Refused(504, f"no answer within {self.args.seconds:g} seconds") from None
 
-    async def film(self, tell, task, agent, root):
-        """An episode about a film; tells the events of ask.py, then the usage of tokens."""
+    async def play(self, tell, task, num_frames, agent, root):
+        """An episode about a film; tells the events of ask.py, the answer with its tokens."""
         source = replace(self.sampler.source, root=root)
         sampler = replace(self.sampler, agent=agent, source=source, pump=self.pump)
         # A name of its own for each question: names of requests come from it. Seeds do not.
         name = f"0/{secrets.token_hex(8)}"
-        episode = rollout.Episode(task, name, 0, self.args.frames, 0)
+        episode = rollout.Episode(task, name, 0, num_frames, 0)
         async for event in ask.events(episode, sampler):
             if event["event"] == "answer":
                 masks = [episode.context.mask] if episode.context else []
                 masks += [call["sub"]["mask"] for call in episode.calls if "sub" in call]
-                event.update(sampled=sum(map(sum, masks)), tokens=sum(map(len, masks)),
-                             cut=episode.finish[-1:] == ["length"])
+                sampled, tokens = sum(map(sum, masks)), sum(map(len, masks))  # of all contexts
+                event.update(tokens=tokens, cut=episode.finish[-1:] == ["length"], usage={
+                    "prompt_tokens": tokens - sampled, "completion_tokens": sampled,
+                    "total_tokens": tokens})
                 if event["error"]:  # without the path of this machine
                     event["error"] = event["error"].replace(root, "").strip()
             tell(event)
-
-    async def text(self, tell, question, agent):
-        """A question without a film: one turn of the same weights, without tools."""
-        codec = self.sampler.codec
-        context = rollout.open_context(codec, [{"role": "user", "content": question}], [], [])
-        room = min(agent.max_new_tokens, agent.context - len(context.ids))
-        if room < 1:
-            raise Refused(400, "the question does not fit into the context")
-        said = await self.pump.sample(context.request(
-            secrets.token_hex(8), max_tokens=room, temperature=agent.temperature, seed=agent.seed))
-        if said.error:
-            raise Refused(500, said.error)
-        answer = said.text.rpartition("</think>")[2].strip()
-        tell({"event": "answer", "text": answer, "status": "ok", "error": None,
-              "sampled": len(said.ids), "tokens": len(said.ids) + len(context.ids),
-              "cut": not said.ended})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -415,8 +378,9 @@ def bounded(codec, event: dict, most: int | None) -> tuple[str, str]:
     """The answer event -> (content, finish_reason). most: tokens of the content. Raises Refused if
     the episode failed."""
     if event["status"] != "ok":
+        cure = "; ask with fewer frames" if event["status"] == "context" else ""
         raise Refused(500 if event["status"] == "engine_error" else 400,
-                      f"{event['status']}: {event['error']}")
+                      f"{event['status']}: {event['error']}{cure}")
     text = event["text"] or ""
     ids = chat.encode(codec, text)
     if most and len(ids) > most:
@@ -424,15 +388,17 @@ def bounded(codec, event: dict, most: int | None) -> tuple[str, str]:
     return text, "length" if event["cut"] else "stop"
 
 
-def usage_of(event) -> dict:
-    """Tokens of all contexts, sub-agents included."""
-    return {"prompt_tokens": event["tokens"] - event["sampled"],
-            "completion_tokens": event["sampled"], "total_tokens": event["tokens"]}
-
-
 def error_body(status, line) -> dict:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": str(line), "type": kind, "param": None, "code": status}}
+
+
+def failed(status, line, **headers):
+    """-> the answer to a request that is refused."""
+    from fastapi.responses import JSONResponse
+
+    wait = {"Retry-After": "2"} if status in (429, 503) else {}
+    return JSONResponse(error_body(status, line), status, {**headers, **wait})
 
 
 class Guard:
@@ -452,11 +418,8 @@ class Guard:
         scope.update(body=bytearray(), size=0)
         try:
             if wrong := self.fault(scope, headers) or await self.read(scope, receive):
-                from fastapi.responses import JSONResponse
-
                 # The rest of a body may still come: the connection cannot be used again.
-                more = {"Connection": "close"} | ({"Retry-After": "2"} if wrong[0] == 429 else {})
-                return await JSONResponse(error_body(*wrong), wrong[0], more)(scope, receive, send)
+                return await failed(*wrong, Connection="close")(scope, receive, send)
             await self.app(scope, receive, send)
         finally:
             self.free(scope)
@@ -502,19 +465,16 @@ class Guard:
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and kind != "application/json":
             return 415, "send JSON, with Content-Type: application/json"
-        length = headers.get(b"content-length", "0")
-        if not length.isdigit() or int(length) > self.most:
-            return 413, f"a request has {self.most} bytes at most"
         return None
 
 
 def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
     """-> the application. key: that clients must send; None: none."""
-    from typing import Literal
+    from typing import Annotated, Literal
 
     from fastapi import FastAPI, Request
     from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-    from pydantic import BaseModel, Field, ValidationError, field_validator
+    from pydantic import BaseModel, Field, ValidationError
     from starlette.exceptions import HTTPException
 
     class Stream(StreamingResponse):
@@ -543,23 +503,14 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         max_completion_tokens: int | None = Field(None, ge=1)
         n: Literal[1] | None = None
         tools: None = None  # the agent has its own
-        options: list[str] | None = Field(None, min_length=2, max_length=26)
+        options: list[Annotated[str, Field(max_length=2_500)]] | None = Field(
+            None, min_length=2, max_length=26)
         answer_type: Literal["open", "list", "grounding"] | None = None
-        fps: float | None = Field(None, gt=0, le=1000)
-
-        @field_validator("options")
-        @classmethod
-        def text(cls, options):
-            if options and sum(map(len, options)) > MAX_TEXT:
-                raise ValueError(f"options have {MAX_TEXT:,} characters at most")
-            return options
+        fps: float | None = Field(None, ge=0.001, le=1000)
+        frames: int | None = Field(None, ge=1, le=1024)
 
     app = FastAPI(title="ParaVT", openapi_url=None)
     episodes = collections.OrderedDict()  # id -> what the page shows again, the latest 100
-
-    def failed(status, line):
-        wait = {"Retry-After": "2"} if status in (429, 503) else None
-        return JSONResponse(error_body(status, line), status, wait)
 
     @app.exception_handler(Refused)
     async def refused(request, error):
@@ -597,7 +548,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         paths = itertools.islice(ask.videos_below(films.root), 1000)
         names = sorted(os.path.relpath(path, films.root) for path in paths)
         # A name that is no UTF-8 cannot be sent.
-        return [name for name in names if not has_surrogate(name)]
+        return [name for name in names if not re.search("[\ud800-\udfff]", name)]
 
     @app.put("/films")
     async def dropped(request: Request):
@@ -635,24 +586,23 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         film, frames, question = parts_of(asked.messages)
         given = {"temperature": asked.temperature, "seed": asked.seed}
         agent = replace(agents.sampler.agent, **{k: v for k, v in given.items() if v is not None})
-        found = await asyncio.to_thread(films.find, film, frames, asked.fps)
+        root, path = await asyncio.to_thread(films.find, film, frames, asked.fps)
         # Films and frames are files now, and a question may wait for long.
         film = None if film and film.startswith("data:") else film
+        fps = None if frames else asked.fps
         asked.messages.clear()
         frames.clear()
         guard.free(request.scope)
         head = {"id": "chatcmpl-" + secrets.token_hex(12), "created": int(time.time()),
                 "model": args.name}
-        ended = partial(films.release, *found) if found else lambda: None
+        ended = partial(films.release, root, path)
         try:
-            if found:
-                root, path = found
-                await asyncio.to_thread(check_film, agents.sampler.source, root, path)
-                task = {"id": head["id"], "video": path,
-                        **question_task(question, asked.options, asked.answer_type)}
-                work = partial(agents.film, task=task, agent=agent, root=root)
-            else:
-                work = partial(agents.text, question=question, agent=agent)
+            info = await asyncio.to_thread(check_film, agents.sampler.source, root, path)
+            default = min(max(round(fps * info.duration), 1), 1024) if fps else args.frames
+            task = {"id": head["id"], "video": path,
+                    **question_task(question, asked.options, asked.answer_type)}
+            work = partial(agents.play, task=task, num_frames=asked.frames or default, agent=agent,
+                           root=root)
             under_way = Question(agents, work, ended)
         except Refused:
             ended()
@@ -702,9 +652,9 @@ def page_text() -> tuple[str, str]:
 
 
 def check_film(source, root, path):
-    """Raises Refused if a film cannot be opened."""
+    """-> VideoInfo. Raises Refused if a film cannot be opened."""
     try:
-        video.probe(video.resolve(path, root), source.cache)
+        return video.probe(video.resolve(path, root), source.cache)
     except video.VideoError as error:  # not str(error): that holds a path of this machine
         why = error.why.replace(root, "")[:200]
         raise Refused(400, f"the film cannot be read: {why}") from None
@@ -735,7 +685,7 @@ async def whole(head, events, codec, most) -> dict:
                "reasoning_content": "".join(map(said_so_far, trace))}
     choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
     return {**head, "object": "chat.completion", "choices": [choice],
-            "usage": usage_of(trace[-1]), "trace": trace}
+            "usage": trace[-1]["usage"], "trace": trace}
 
 
 async def streamed(head, events, codec, most):
@@ -750,7 +700,7 @@ async def streamed(head, events, codec, most):
         async for event in events:
             yield line({"reasoning_content": said_so_far(event)}, trace=[event])
         content, finish = bounded(codec, event, most)
-        yield line({"content": content}, finish, usage=usage_of(event))
+        yield line({"content": content}, finish, usage=event["usage"])
     except Refused as error:  # the status has gone out, so the error is a line of its own
         yield f"data: {json.dumps(error_body(error.status, error))}\n\n"
     yield "data: [DONE]\n\n"

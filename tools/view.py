@@ -37,31 +37,21 @@ import rewards
 def read_objects(path, troubles):
     """JSONL, or a .json of one object -> list of dicts; [] if there is no such file. A line that is
     no JSON object, or no UTF-8, is counted in `troubles`, which names the first such line."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read().removeprefix(b"\xef\xbb\xbf")  # some editors put a byte order mark
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.exists(path) or not os.path.getsize(path):  # a run has just begun
         return []
-    except OSError as error:
-        raise launch.UserError(f"{path}: {error.strerror}") from None
-    lines = [text] if path.endswith(".json") else text.split(b"\n")
-    rows, bad = [], []
-    for n, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
-            row = None
-        if isinstance(row, dict):  # "null" is JSON too
-            rows.append(row)
-        elif line.strip():
-            bad.append(n)
-    # A crash cuts the last line off, and a run at work has not finished it.
-    if bad and bad[-1] == len(lines) > 1:
-        troubles[f"{path}: the last line is cut off"] += 1
-        bad.pop()
-    if bad:
-        troubles[f"{path}: lines that are no JSON objects, the first is line {bad[0]}"] += len(bad)
-    return rows
+    rows, faults = [], []
+    try:
+        if path.endswith(".json"):
+            with open(path, encoding="utf-8") as file:
+                rows = [launch.parse_json(file.read())]
+        else:
+            rows = launch.read_jsonl(path, faults=faults)
+    except (OSError, ValueError, launch.UserError) as error:
+        faults.append(f"{path}: {error}")
+    objects = [row for row in rows if isinstance(row, dict)]  # "null" is JSON too
+    if bad := len(faults) + len(rows) - len(objects):
+        troubles[faults[0] if faults else f"{path}: JSON that is no object"] += bad
+    return objects
 
 
 def find(path):
@@ -84,13 +74,6 @@ def record_files(path):
         return [path]
     return [file for pattern in ("rollouts/*.jsonl", "records.*jsonl")
             for file in sorted(glob.glob(f"{glob.escape(path)}/{pattern}"))]
-
-
-def places_of(path):
-    """A path of the command line -> the folders in it that hold something to show, or the file."""
-    if not os.path.exists(path):
-        raise launch.UserError(f"{path}: no such file or folder")
-    return [path] if os.path.isfile(path) else find(path)
 
 
 def load_source(path, name, troubles):
@@ -117,7 +100,9 @@ def load_sources(paths, names, troubles):
     """The command line's paths, and their names or None -> list of sources."""
     sources = []
     for n, path in enumerate(paths):
-        found = places_of(path)
+        if not os.path.exists(path):
+            raise launch.UserError(f"{path}: no such file or folder")
+        found = [path] if os.path.isfile(path) else find(path)
         if not found:
             raise launch.UserError(
                 f"{path}: neither log.jsonl nor records nor summary.json is in it or below it")
@@ -299,12 +284,12 @@ def jpeg(image):
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def add_thumbnails(episodes, sources, root, pixels, most, budget, troubles):
+def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     """
     Fill the thumbs of episodes and calls with [second, place] -> list of JPEGs in base64.
 
     place: in that list; None if the video could not be read, "full" if `budget`, the characters
-    of all JPEGs, was spent. pixels: of a frame at most. most: see wanted_frames.
+    of all JPEGs, was spent. pixels: of a frame at most.
     """
     from tqdm import tqdm
 
@@ -313,7 +298,7 @@ def add_thumbnails(episodes, sources, root, pixels, most, budget, troubles):
     by_video = defaultdict(list)  # a video is opened once, for all its episodes
     for episode in episodes:
         folder = root or sources[episode["source"]]["root"]
-        by_video[folder, episode["video"]] += wanted_frames(episode, most)
+        by_video[folder, episode["video"]] += wanted_frames(episode)
     cache = video.FrameCache(2**28, timeout=60.0)  # bytes; seconds that a decoder may hang
     pictures = []  # in base64
     stored = {}  # key of a frame -> its place in pictures: a frame is stored once
@@ -354,11 +339,9 @@ def value_at(row, keys):
 def points_of(log, keys):
     """A log and the keys that lead to a number in its rows -> [[step, number]]. A row without that
     number, or with null, is no point."""
-    points = []
-    for row in log:
-        point = [number(row.get("step")), number(value_at(row, keys), 8)]  # 8: a rate is 2e-6
-        points += [point] if None not in point else []
-    return points
+    points = [[number(row.get("step")), number(value_at(row, keys), 8)]  # 8: a rate is 2e-6
+              for row in log]
+    return [point for point in points if None not in point]
 
 
 def lines_in(log, path):
@@ -445,13 +428,10 @@ def tables_of(sources, tables):
 def page_template():
     """page.html beside this script -> (text before the data, text after it, its contents)."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")
-    try:
-        with open(path, encoding="utf-8") as file:
-            before, after = file.read().split("/*DATA*/")
-        contents = re.search(r'<script id="contents"[^>]*>(.*?)</script>', before, re.DOTALL)
-        return before, after, json.loads(contents[1])
-    except (OSError, ValueError, TypeError) as error:  # not one marker; no contents, or torn ones
-        raise launch.UserError(f"{path}: no template of the page ({error})") from None
+    with open(path, encoding="utf-8") as file:
+        before, after = file.read().split("/*DATA*/")
+    contents = re.search(r'<script id="contents"[^>]*>(.*?)</script>', before, re.DOTALL)
+    return before, after, json.loads(contents[1])
 
 
 def embedded(value):
@@ -459,7 +439,7 @@ def embedded(value):
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def build(paths, names, out, episodes, max_mb, root, pixels, thumbs=8):
+def build(paths, names, out, episodes, max_mb, root, pixels):
     """Writes the page `out` -> its data, of which page.html says more."""
     before, after, contents = page_template()  # first: decoding frames may take minutes
     troubles = Counter()  # reason why something could not be read -> how often
@@ -475,7 +455,7 @@ def build(paths, names, out, episodes, max_mb, root, pixels, thumbs=8):
     # Thumbnails get the bytes that are left. The places of an episode's thumbnails take some 200.
     budget = int(max_mb * 2**20) - len(before + embedded(data) + after) - 200 * len(chosen)
     # This also fills the thumbs of the episodes that are in `data` already.
-    data["pictures"] = add_thumbnails(chosen, sources, root, pixels, thumbs, budget, troubles)
+    data["pictures"] = add_thumbnails(chosen, sources, root, pixels, budget, troubles)
     data["troubles"] = troubles.most_common(50)  # [[why, how often]]
     launch.write_atomic(out, before + embedded(data) + after)
     return data
@@ -499,16 +479,14 @@ def main():
     add("--episodes", type=int, default=2000, help="at most; whole groups, spread over the steps")
     add("--max-mb", type=float, default=20.0, help="MiB; thumbnails beyond are left out and marked")
     add("--thumb-pixels", dest="pixels", type=int, default=6144, help="of a thumbnail, at most")
-    add("--thumbs", type=int, default=8, help="thumbnails of an overview; of a window half as many")
     add("--video-root", dest="root", help="folder of the videos; default: what the run was given")
     options = vars(parser.parse_args())
     if options["names"] and len(options["names"]) != len(options["paths"]):
         raise launch.UserError(
             f"--names: {len(options['names'])} for {len(options['paths'])} paths")
-    if options["episodes"] < 0 or not options["max_mb"] > 0 or options["pixels"] < 1024 \
-            or options["thumbs"] < 1:
+    if options["episodes"] < 0 or not options["max_mb"] > 0 or options["pixels"] < 1024:
         raise launch.UserError("--episodes may not be negative, --max-mb must be above 0, "
-                              "--thumb-pixels at least 1024, --thumbs at least 1")
+                              "--thumb-pixels at least 1024")
     if os.path.exists(options["out"]):
         with open(options["out"], "rb") as file:
             if not file.read(15).lower().startswith(b"<!doctype html"):

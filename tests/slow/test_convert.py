@@ -5,7 +5,7 @@ What tools/convert.py does with rare rows: python -m pytest tests/slow/test_conv
 import json
 
 import pytest
-from test_convert import ANSWER, TOOLS, convert, piece, responses, rl  # noqa: F401
+from test_convert import ANSWER, TOOLS, convert, piece
 
 import chat
 import rewards
@@ -81,12 +81,9 @@ CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
 # Nothing is lost in silence
 
 
-
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("tail", [
     f" {STRICT} The Video path for this video is: /data/b.mp4",
-    f" You FIRST think about the reasoning process as an internal monologue and then provide the "
-    f"final answer. {STRICT.removesuffix('.')} \n The Video path for this video is: a b.mp4",
     " The video path for this video is my file.mp4.", ""])
 def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, codec, kind, tail):
     """The cold start has to show the prompt that RL and evaluation show: not a token more."""

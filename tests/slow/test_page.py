@@ -4,14 +4,11 @@ Tests of tools/view.py and its page.html: python -m pytest tests/slow/test_page.
 
 The page is made from a small run of the real scripts, from 2,000 episodes, and from damaged and
 hostile records; a headless Chromium opens it.
-
-  PYTHONPATH=. python tests/slow/test_page.py PAGE.html docs   pictures of a demo
 """
 import base64
 import io
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -20,33 +17,26 @@ import pytest
 from conftest import ROOT, run_script
 
 sys.path.insert(0, ROOT)
-import launch
 from tools import view
 
 EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
         "\"'><svg onload=window.hacked=1>&lt;\u2028\x00")
 
 
-def start_browser(width=1280, height=900):
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
+@pytest.fixture(scope="module")
+def browser():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("no chromium and chromedriver: `make test-page` installs them")
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run",
                  "disable-background-networking", "disable-component-update", "disable-sync",
-                 "disable-dev-shm-usage", "hide-scrollbars", f"window-size={width},{height}"):
+                 "disable-dev-shm-usage", "hide-scrollbars", "window-size=1280,900"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options, Service(shutil.which("chromedriver")))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    pytest.importorskip("selenium", reason="selenium is not installed")
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("no chromium and chromedriver: `make test-page` installs them")
-    driver = start_browser()
+    service = webdriver.chrome.service.Service(shutil.which("chromedriver"))
+    driver = webdriver.Chrome(options, service)
     yield driver
     driver.quit()
 
@@ -168,22 +158,11 @@ def test_who_wrote_what_and_its_credit(made):
     assert all(credit is None for turn in plain["turns"] for _, _, credit in turn)
 
 
-def test_a_token_has_one_credit_whole(made):
-    """As grpo.py trains it: `>B` is a token of answer and tag, and carries no format credit."""
-    pieces = [["So.", "</think>", "<", "answer", ">B", "</", "answer", ">", ""]]
-    record = {**episode(turns=["".join(pieces[0])]), "pieces": pieces, "calls": []}
-    ((turn,),) = [e["turns"] for e in data_of(made([record]))["episodes"]]
-    assert [tuple(part) for part in turn[1:]] == [
-        ("s", "So.", 0.5), ("t", "</think><answer", 0.75), ("s", ">B", 0.5),
-        ("t", "</answer>", 0.75), ("e", "", 0.75)]
-
-
 DAMAGED = [
     "{", "[]", "null", "{}", '{"task": 3}', '{"a":' * 3000 + "1" + "}" * 3000,
     {**episode(), "turns": None}, {**episode(), "turns": 7}, {**episode(), "vision": [{}]},
     {**episode(), "calls": [3]}, {**episode(), "calls": [{"turn": "x"}]},
-    {**episode(), "sample": "x"}, {**episode(), "sample": math.inf},
-    {**episode(), "task": {"id": "only"}}]
+    {**episode(), "sample": math.inf}, {**episode(), "task": {"id": "only"}}]
 
 
 def test_damaged_records_are_counted_and_the_others_shown(made):
@@ -193,10 +172,6 @@ def test_damaged_records_are_counted_and_the_others_shown(made):
     assert data["episodes"][1]["reward"] == dict.fromkeys(("total", "acc", "fmt", "tool"))
     counts = [count for why, count in data["troubles"] if "none.mp4" not in why]
     assert sum(counts) == len(DAMAGED)
-
-
-def spent(k, tools, tokens, headline, **more):
-    return {"K": k, "tools": tools, "headline": headline, "tokens": tokens, **more}
 
 
 @pytest.mark.parametrize("flags, why", [
@@ -240,7 +215,7 @@ def choose(browser, name, value):
     """, name, value)
 
 
-def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page):
+def test_curves_show_values_under_the_pointer(visit, page):
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
 
@@ -252,15 +227,6 @@ def test_curves_show_values_under_the_pointer_and_explain_themselves(visit, page
     tip = browser.find_element(By.CSS_SELECTOR, "#plots .tip")
     log = data_of(page)["curves"][0]["series"][0]["points"]
     assert tip.is_displayed() and "step 3" in tip.text and f"{log[-1][1]:.4g}" in tip.text
-    definition = browser.find_element(By.CSS_SELECTOR, "#plots .definition")
-    assert not definition.is_displayed()
-    browser.find_element(By.CSS_SELECTOR, "#plots h3 button").click()
-    assert definition.is_displayed() and "R_acc" in definition.text
-    line = "return document.querySelector('#plots svg path[stroke-width]').getAttribute('d')"
-    before = browser.execute_script(line)
-    browser.execute_script(
-        "const s = document.getElementById('smooth'); s.value = 0.9; s.oninput()")
-    assert browser.execute_script(line) != before
 
 
 def test_filters_and_keys_move_through_the_episodes(visit, page):
@@ -269,16 +235,7 @@ def test_filters_and_keys_move_through_the_episodes(visit, page):
     assert len(texts(browser, ".row")) == len(data["episodes"])
     choose(browser, "source", "2")
     assert texts(browser, "#matching")[0].startswith("6 episodes")
-    choose(browser, "tools", "off")
-    assert texts(browser, "#matching")[0].startswith("3 episodes")
-    for name in ("source", "tools"):
-        choose(browser, name, "")
-    choose(browser, "step", "2")
-    assert texts(browser, "#matching")[0].startswith("6 episodes")
-    choose(browser, "step", "")
-    choose(browser, "text", data["episodes"][-1]["id"])
-    assert all(data["episodes"][-1]["id"] in row for row in texts(browser, ".row"))
-    choose(browser, "text", "")
+    choose(browser, "source", "")
     choose(browser, "sort", "total -1")
     rewards = [e["reward"]["total"] for e in data["episodes"]]
     assert f"R {max(rewards):.2f}" in texts(browser, ".row")[0]
@@ -318,55 +275,11 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({
         "rows": [{"name": EVIL, "bench": EVIL, "K": EVIL, "n": EVIL, "interval": []}],
         "results": [{"bench": EVIL, EVIL: EVIL}, EVIL],
-        "costs": [spent(EVIL, EVIL, n, n, name=EVIL, bench=EVIL, cost=EVIL) for n in (1, 2)],
+        "costs": [{**dict.fromkeys(("K", "tools", "name", "bench", "cost"), EVIL),
+                   "headline": n, "tokens": n} for n in (1, 2)],
         "differences": [{"name": EVIL, "minus": EVIL}]}))
     (tmp_path / "log.jsonl").write_text(
         json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
     view.build([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
     browser = visit(tmp_path / "evil.html", "tables")
     assert EVIL[:20] in "".join(texts(browser, "td"))
-
-
-def test_on_a_phone_nothing_is_wider_than_the_screen(page, browser):
-    # Windows of this browser get no narrower than 500 pixels: a phone is emulated.
-    phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    try:
-        for tab in ("curves", "episodes", "tables"):
-            browser.get("about:blank")
-            browser.get(f"file://{page}#{tab}")
-            client, scroll = browser.execute_script("""
-                const root = document.documentElement;
-                return [root.clientWidth, root.scrollWidth];
-            """)
-            assert client == 390 and scroll <= client, tab
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-# ------------------------------------------------------------------------------------------------
-
-
-def take_pictures(page, folder):
-    """The two pictures in docs/: curves in the light theme, an episode in the dark one."""
-    from PIL import Image
-
-    browser = start_browser(1200, 760)
-    for tab, dark in (("curves", False), ("episodes", True)):
-        browser.get("about:blank")
-        browser.get(f"file://{os.path.abspath(page)}#{tab}")
-        browser.execute_script("theme(arguments[0])", dark)
-        if tab == "episodes":  # the last correct rollout with two calls and some credit
-            for name, value in (("called", "1"), ("right", "1"), ("source", "0"), ("K", "8")):
-                choose(browser, name, value)
-            browser.execute_script("""
-                select(shown.findLastIndex(n => data.episodes[n].calls.length > 1
-                                           && data.episodes[n].advantage.task > 0))""")
-        picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-        # 128 colours keep the file small.
-        picture.quantize(128).save(os.path.join(folder, f"page-{tab}.png"), optimize=True)
-    browser.quit()
-
-
-if __name__ == "__main__":
-    launch.run_main(lambda: take_pictures(*sys.argv[1:]))

@@ -10,14 +10,16 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from scripted import AGENT, Scripted, calls, turn_of
 
 import rollout
 import video
-from tools import ask, serve
+from tools import ask, serve, view
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed; vLLM brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; vLLM brings it")
@@ -107,12 +109,12 @@ def running(codec, toy):
         server.close()
 
 
-def asked_in_terminal(codec, toy, name=FILM, question=QUESTION, options=None):
+def asked_in_terminal(codec, toy):
     """The answer of tools/ask.py."""
     source = rollout.Source(str(toy), video.FrameCache())
     sampler = rollout.Sampler(Scripted(codec, answered), codec, source, AGENT)
-    task = {"id": "q", "video": name, "question": question, "options": options, "answer": None,
-            "type": "mcq" if options else "open"}
+    task = {"id": "q", "video": FILM, "question": QUESTION, "options": None, "answer": None,
+            "type": "open"}
     (row,) = ask.ask(sampler, [task], 4)
     return row
 
@@ -141,6 +143,29 @@ def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(runnin
 # ---- bad requests
 
 
+def test_a_question_sets_the_frames_of_its_overview(running):
+    server = running()
+    for fields, times in (({}, 4), ({"frames": 9}, 9), ({"fps": 0.25}, 16), ({"fps": 0.001}, 1)):
+        assert len(server.post(**fields).json()["trace"][0]["times"]) == times
+    server.agents.sampler = replace(server.agents.sampler, agent=replace(AGENT, context=64))
+    response = server.post()
+    assert response.status_code == 400 and "ask with fewer frames" in response.text
+
+
+def test_frames_as_images_options_and_stream_null(running):
+    server = running()
+    words = QUESTION + "\n(A) red\n(B) blue: dark\nAnswer with the letter."
+    times = [part for n in range(2) for part in (text(f"<{n + 1.5} seconds>"), image(jpeg(n)))]
+    for content, more, seconds in ((times, {}, [1.5, 2.5]),
+                                   (times[1::2], {"fps": 0.5}, [0.0, 2.0])):
+        response = server.post(*content, text(words), stream=None, **more)
+        assert content_of(response).startswith("red")
+        assert response.json()["trace"][0]["times"] == seconds
+    assert serve.question_task(words) == {
+        "question": QUESTION, "options": ["red", "blue: dark"], "answer": None, "type": "mcq",
+        "style": "Answer with the letter."}
+
+
 def test_a_film_is_never_a_page(running, toy, tmp_path):
     """A film may be named evil.html and hold a script beside its frames."""
     server = running()
@@ -165,9 +190,6 @@ def test_a_key_is_asked_for(running):
     assert server.http.get("/health").status_code == server.http.get("/").status_code == 200
 
 
-# ---- places, clients that leave, time
-
-
 # ---- the command
 
 
@@ -182,18 +204,8 @@ def held(codec):
 # ---- answers
 
 
-# ---- frames as images
-
-
 def jpeg(value):
-    import io
-
-    import numpy as np
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((64, 96, 3), value, np.uint8)).save(buffer, "JPEG")
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return "data:image/jpeg;base64," + view.jpeg(np.full((64, 96, 3), value, np.uint8))
 
 
 def image(url):
@@ -207,34 +219,24 @@ def bad_bodies():
     user = {"role": "user"}
     return {
         "no messages": {},
-        "messages empty": {"messages": []},
-        "no user": {"messages": [{"role": "assistant", "content": "x"}]},
         "content a number": {"messages": [{**user, "content": 7}]},
         "question empty": body_of(film(), text("  ")),
         "item of another type": body_of(film(), text(), {"type": "input_audio", "input_audio": {}}),
         "surrogate": body_of(film(), text("\ud800")),
         "another model": body_of(model="gpt"),
         "temperature": body_of(temperature=3),
-        "temperature NaN": '{"temperature": NaN, "messages": [{"role":"user","content":"x"}]}',
-        "n 2": body_of(n=2),
-        "seed too large": body_of(seed=2**70),
-        "tools": body_of(tools=[{"type": "function"}]),
-        "27 options": body_of(options=["x"] * 27),
-        "fps 0": body_of(image(jpeg(0)), text(), fps=0),
+        "no film": body_of(text()),
+        "frames 1025": body_of(frames=1025),
         "film outside": body_of(film("../../etc/passwd"), text()),
         "film outside, escaped": body_of(film("file:%2e%2e/%2e%2e/etc/passwd"), text()),
         "film of a network": body_of(film("http://127.0.0.1:9/x.mp4"), text()),
         "film missing": body_of(film("videos/none.mp4"), text()),
-        "film with a zero byte": body_of(film("a\0b"), text()),
         "film no video": body_of(film("tasks.jsonl"), text()),
         "film not base64": body_of(film("data:video/mp4;base64,@@@"), text()),
         "image not base64": body_of(text("<1.0 seconds>"), image("data:image/png;base64,@"),
                                     text()),
-        "times that fall": body_of(text("<5.0 seconds>"), image(jpeg(1)), text("<2.0 seconds>"),
-                                   image(jpeg(2)), text()),
         "no JSON": "{",
         "JSON nested too deep": "[" * 100_000,
-        "not UTF-8": b'{"messages": "\xff\xfe"}',
     }
 
 
@@ -260,11 +262,7 @@ def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(runn
 
 @pytest.mark.parametrize("method, path, headers, status", [
     ("POST", "/v1/chat/completions", {"Host": "example.org"}, 403),
-    ("GET", "/", {"Host": "example.org:80"}, 403),
     ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}, 415),
-    ("POST", "/v1/chat/completions", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
-    ("POST", "/v1/embeddings", {"Content-Type": "application/json"}, 404),
-    ("GET", "/v1/chat/completions", {}, 405),
     ("GET", "/films/../../etc/passwd", {}, 404),
     ("GET", "/films/%2e%2e/%2e%2e/etc/passwd", {}, 404),
     ("GET", "/films/videos", {}, 404),
@@ -278,9 +276,6 @@ def test_the_door_is_guarded(running, method, path, headers, status):
     request.url = httpx.URL(server.url).copy_with(raw_path=path.encode())
     response = server.http.send(request)
     assert response.status_code == status and "error" in response.json()
-
-
-# ---- places, clients that leave, time
 
 
 def test_a_server_that_ends_tells_its_clients(running, codec, capfd):
@@ -313,9 +308,6 @@ def test_an_engine_that_dies_answers_503_to_all(running, codec, capsys):
     assert [response.status_code for response in got] == [503] * 3
     assert server.post().status_code == server.http.get("/health").status_code == 503
     assert "/home" not in server.post().text
-
-
-# ---- films of clients
 
 
 # ---- the command
