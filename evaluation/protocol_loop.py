@@ -301,15 +301,14 @@ def check_prompts(protocol, tasks, agent, num_frames):
 # First messages
 
 
-def filled_places():
-    return ("question", "event", "options", "option_list", "style", "duration", "length", "video",
-            "subtitles", "published", "labelled", "lines", "spoken")
+PLACES = ("question", "event", "options", "option_list", "style", "duration", "length", "video",
+          "subtitles", "published", "labelled", "lines", "spoken")
 
 
 def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     """
-    Template -> text, filled at filled_places; other braces stay. label: of an option, "{}." or
-    "({})". between: separates options. duration: seconds.
+    Template -> text, filled at PLACES; other braces stay. label: of an option, "{}." or
+    "({})". between: separates {options}. duration: seconds.
     """
     options = task.get("options") or []
     labels = [*map(label.format, string.ascii_uppercase)]
@@ -330,15 +329,14 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         # in it, options with two labels each, options that leave an empty line if there are none,
         # subtitles without a head.
         "published": task.get("published") or task["question"],
-        "labelled": between.join(written or [f"{line[:2]} {line}" for line in lines]),
-        "lines": between.join(written or lines),
+        "labelled": "\n".join(written or [f"{line[:2]} {line}" for line in lines]),
+        "lines": "\n".join(written or lines),
         "spoken": subtitles,
     }
     if not lines:  # no empty line for options; blank lines of a publisher's text stay
         text = re.sub(r"\{options\}\n?", "", text)
     # In one pass, because a question may contain "{options}".
-    place = r"\{(" + "|".join(filled_places()) + r")\}"
-    return re.sub(place, lambda found: values[found[1]], text)
+    return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda found: values[found[1]], text)
 
 
 def clock(seconds):
@@ -351,8 +349,10 @@ def opening(task, num_frames, agent, subtitles, duration,
     """
     Protocol.opening of most systems: a system text, then one user turn of frames and text.
 
-    user: template, see filled. tail: follows unchanged, except {video}.
+    user: template, see filled, or a function of the task that gives one. tail: follows unchanged,
+    except {video}.
     """
+    user = user(task) if callable(user) else user
     if "{subtitles}" not in user:  # publishers' texts have no place for them
         user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))

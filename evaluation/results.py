@@ -207,18 +207,13 @@ def write_tasks(tasks, path):
     launch.write_atomic(path, "".join(json.dumps(task) + "\n" for task in tasks))
 
 
-def read_summary(folder):
-    """-> (last name of the folder, summary). Raises UserError if there is no summary."""
-    return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
-
-
 def finished(folder):
     """
     Folder -> the triple that scores.compare takes. Headlines and intervals of the summary are
     computed again from the records, as graded by the present code; a refused one stays refused.
     Raises UserError if a summary is of other records than the folder holds.
     """
-    name, summary = read_summary(folder)
+    name, summary = os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
     # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
     here = {}  # (benchmark, K, mode) -> {(task id, sample): record}
@@ -301,10 +296,10 @@ def finish(out, found, args, policy, parts=None):
     if missing:
         why = "run the same command first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
-    refused = scores.refuse(results, args.allow_errors)
+    # Our engine hides no text: there an empty answer is wrong.
+    refused = ([] if args.allow_errors
+               else scores.refuse(results, silent=kept.get("engine") == "openai"))
     scores.add_crr(results)
-    if kept.get("engine") == "openai":  # ours hides no text: there an empty answer is wrong
-        refused += silent(results, args.allow_errors)
     summary = {"checkpoint": policy}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
@@ -341,22 +336,6 @@ def finish(out, found, args, policy, parts=None):
         for message, count in errors.most_common(1):
             refused.append(f"the most frequent error, {count} times: {message[:300]}")
         raise launch.UserError(why + "; ".join(refused))
-
-
-def silent(results, allow_errors):
-    """Removes the headline of every result whose episodes hold no text at all, although none failed
-    -> lines that say why."""
-    said = []
-    for row in results:
-        ended = row["n"] - sum(count for cause, count in row["errors"].items()
-                               if cause != "judge_error")
-        if ended and row["silent"] == ended and not allow_errors:
-            row["headline"] = row["interval"] = None
-            place = scores.where(row)
-            said.append(f"{place}: none of {ended} answers holds any text (the server may move it "
-                        "to reasoning_content: start it without --reasoning-parser, or raise "
-                        "--max-new-tokens)")
-    return said
 
 
 def rescore(folders, args):
