@@ -495,13 +495,12 @@ def make_engine(args, prefill, jpeg=90, tools=None, film=None):
     """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses.
     prefill: the protocol forces the start of every turn. jpeg: quality of images. tools: declared
     to the chat template. film: path of a video that the server will have to read."""
-    engine = OpenAIEngine(
-        args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
-        timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
-        video_item=args.video_item, jpeg=jpeg,
-        prefill=args.think_prefix or prefill,
-        tokens_field=args.tokens_field, send_temperature=args.send_temperature,
-        sampling=sampling_settings(args), give_up=args.give_up, server_wait=args.server_wait)
+    same = ("workers", "retries", "image_cap", "video_item", "tokens_field", "send_temperature",
+            "give_up", "server_wait")
+    engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, jpeg=jpeg,
+                          timeout=args.request_timeout, prefill=args.think_prefix or prefill,
+                          sampling=sampling_settings(args),
+                          **{name: getattr(args, name) for name in same})
     engine.knock(tools, film)
     return engine
 

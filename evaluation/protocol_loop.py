@@ -400,16 +400,3 @@ def tagged(text):
         {"type": "text", "text": text},
         {"type": "text", "text": "\n</tool_response>", "trusted": True},
     ]
-
-
-def user_replies(records, found, stamp):
-    """The frames, then their description in tool response tags, as the paper's authors evaluate."""
-    reply = Reply([])
-    for record, (spec, frames) in zip(records, found):
-        content = []
-        if frames is not None:
-            window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
-            record["summary"] = f"{len(frames.seconds)} frames {window}."
-            content.append(add_video(reply, spec, frames, stamp))
-        reply.messages.append({"role": "user", "content": content + tagged(record["summary"])})
-    return reply

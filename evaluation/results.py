@@ -35,20 +35,17 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     (a digest), texts (a digest of the subtitles; None: none are shown), and every flag except those
     for paths, parts, speed and judges."""
     # Paths: the digest covers the contents of the files (tasks, prompts, weights).
-    free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file", "user_file",
-            "texts_of"}
+    free = "ckpt data bench root video_root out prompt_file user_file texts_of "
     # Parts: a record names K, mode and sample. The argument `subtitles` is the resolved flag.
-    free |= {"limit", "frames", "tools", "show", "samples", "subtitles"}
+    free += "limit frames tools show samples subtitles video question options "
     # Speed, addresses, and the treatment of finished records.
-    free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
-    free |= {"give_up", "server_wait"}
-    free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
-    free |= {"engine_share", "patience", "decode_timeout", "quiet", "cpu"}
-    free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors"}
-    free |= {"video", "question", "options"}
+    free += ("live workers retries request_timeout api_key_env base_url give_up server_wait "
+             "max_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb engine_share patience "
+             "decode_timeout quiet cpu judge_url judge_model judge_key_env allow_errors")
     # Two flags that have gone; records were made with them.
     flags = {**vars(args), "verify": None, "open_thought": "run"}
-    kept = {name: value for name, value in sorted(flags.items()) if name not in free}
+    kept = {name: value for name, value in sorted(flags.items())
+            if name not in free.split()}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 

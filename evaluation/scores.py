@@ -571,7 +571,8 @@ def paper_layout(found):
     # A benchmark that neither the paper nor we have measured gets no column.
     names = [name for name in benchmarks.splits() if name in here or name in paper["ParaVT-8B"][1]]
     systems = [{"group": group, "label": f"{system} (the paper's)", "departures": [],
-                "cells": {name: {"percent": percent} for name, percent in row.items()}}
+                "cells": {name: (percent, True, f"{percent:.1f}")
+                          for name, percent in row.items()}}
                for system, (group, row) in paper.items()]
     for name, summary, _ in found:
         results = summary["results"]
@@ -586,8 +587,8 @@ def paper_layout(found):
     notes = list(dict.fromkeys(text for system in systems for text in system["departures"]))
     best = {}  # benchmark -> percent as printed, so that a tie is a tie
     for name in names:
-        known = [system["cells"][name]["percent"] for system in systems
-                 if is_whole(system["cells"].get(name))]
+        known = [system["cells"][name][0] for system in systems
+                 if name in system["cells"] and system["cells"][name][1]]
         best[name] = f"{max(known):.1f}" if known else None
     rows, bold = [], set()
     for before, system in zip([{"group": None}, *systems], systems):
@@ -596,57 +597,33 @@ def paper_layout(found):
         marks = ", ".join(str(notes.index(text) + 1) for text in system["departures"])
         row = [system["label"] + (f" [{marks}]" if marks else "")]
         for column, name in enumerate(names, 1):
-            cell = system["cells"].get(name)
-            row.append(shown_cell(cell))
-            if is_whole(cell) and f"{cell['percent']:.1f}" == best[name]:
+            percent, whole, text = system["cells"].get(name, (None, False, "-"))
+            row.append(text)
+            if whole and f"{percent:.1f}" == best[name]:
                 bold.add((len(rows), column))
         rows.append(row)
     return rendered(["system", *names], rows, bold, notes)
 
 
 def measured(row):
-    """Row of a summary -> a cell of `paper_layout`, numbers in percent; percent None: refused."""
-    def percent(value):
-        return None if value is None else 100 * value
-
-    low, high = row["interval"] or (None, None)
-    return {"percent": percent(row["headline"]), "low": percent(low), "high": percent(high),
-            "few": few(row),
-            # The mean over items of a benchmark that has another headline.
-            "over_items": None if benchmarks.headline(row["bench"])[0] in ("accuracy", "mIoU")
-            else percent(row["acc"]),
-            "n": row["items_headline"], "items": row["items"],
-            "published": benchmarks.splits()[row["bench"]].items,
-            "seeds": [percent(value) for value in row.get("seeds", [])]}
-
-
-def is_whole(cell):
-    """Whether a cell holds a number of all items that the benchmark has."""
-    if cell is None or cell["percent"] is None:
-        return False
-    return cell.get("items", 0) >= cell.get("published", 0)  # the paper's cells have neither
-
-
-def shown_cell(cell):
-    """Cell -> "66.7 [60.1, 72.3] n 30 of 2700"; the paper's cells have the number alone."""
-    if cell is None:
-        return "-"
-    if cell["percent"] is None:
-        return "refused"
-    text = f"{cell['percent']:.1f}"
-    if "n" in cell:
-        text += " [-]" if cell["low"] is None else f" [{cell['low']:.1f}, {cell['high']:.1f}]"
-        text += cell["few"] * (cell["low"] is not None)
-        text += f" n {cell['n']}"
-        if not is_whole(cell):  # MMVU's headline leaves items out, which a whole run has, too
-            part = f"{cell['items']} of {cell['published']}"
-            text += f" of {cell['published']}" if cell["n"] == cell["items"] else f" ({part} items)"
-        if cell["over_items"] is not None:
-            text += f", over items {cell['over_items']:.1f}"
-        if cell["seeds"]:
-            runs = len(cell["seeds"])
-            text += f", sd {spread(cell['seeds'], 1)} of {runs} runs"
-    return text
+    """Row of a summary -> a cell of `paper_layout`: percent (None: refused), whether these are all
+    items that the benchmark has, and a text: "66.7 [60.1, 72.3] n 30 of 2700"."""
+    if row["headline"] is None:
+        return None, False, "refused"
+    n, items, published = (row["items_headline"], row["items"],
+                           benchmarks.splits()[row["bench"]].items)
+    low_high = "[-]"
+    if row["interval"]:
+        low_high = "[{:.1f}, {:.1f}]".format(*(100 * end for end in row["interval"])) + few(row)
+    text = f"{100 * row['headline']:.1f} {low_high} n {n}"
+    if items < published:  # MMVU's headline leaves items out, which a whole run has, too
+        text += f" of {published}" if n == items else f" ({items} of {published} items)"
+    # The mean over items of a benchmark that has another headline.
+    if benchmarks.headline(row["bench"])[0] not in ("accuracy", "mIoU"):
+        text += f", over items {100 * row['acc']:.1f}"
+    if seeds := [100 * value for value in row.get("seeds", [])]:
+        text += f", sd {spread(seeds, 1)} of {len(seeds)} runs"
+    return 100 * row["headline"], items >= published, text
 
 
 def is_control(k, mode):

@@ -39,7 +39,6 @@ from evaluation.protocol_loop import (
     tagged,
     tool_replies,
     trained_answer,
-    user_replies,
 )
 
 NAMED_PATH = "The video path for this video is: {video}"
@@ -452,9 +451,18 @@ def time_r1_protocol(texts, args):
 
 
 async def frames_answer(records, calls, episode, sampler, turn, stamp):
-    """A user message for every call: the frames of the window, or why there are none."""
+    """A user message for every call: the frames of the window, then their description in tool
+    response tags, as the paper's authors evaluate, or why there are none."""
+    reply = Reply([])
     found = await rollout.load_windows(records, calls, episode, sampler, turn)
-    return user_replies(records, found, stamp)
+    for record, (spec, frames) in zip(records, found):
+        content = []
+        if frames is not None:
+            window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
+            record["summary"] = f"{len(frames.seconds)} frames {window}."
+            content.append(add_video(reply, spec, frames, stamp))
+        reply.messages.append({"role": "user", "content": content + tagged(record["summary"])})
+    return reply
 
 
 # ------------------------------------------------------------------------------------------------
@@ -528,10 +536,9 @@ def longvt_protocol(texts, args):
     stamp = stamp_kind(args)
     # The publisher's prompt is no template. The text follows the question unchanged.
     tail = f" {texts[0]} {NAMED_PATH.replace('The video', 'The Video')}"
-    first = partial(opening, tail=tail, stamp=stamp)
-    schema = partial(crop_schema, frames=True, path=True)
-    return Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp),
-                            schema=schema)
+    return Protocol(opening=partial(opening, tail=tail, stamp=stamp),
+                    answer=partial(longvt_answer, stamp=stamp),
+                    schema=partial(crop_schema, frames=True, path=True))
 
 
 async def longvt_answer(records, calls, episode, sampler, turn, stamp):
