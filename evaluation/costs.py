@@ -100,9 +100,8 @@ def mean(records):
     costs = [record["cost"] for record in records if "cost" in record]
     if len(costs) < len(records):
         return None
-    out = {}
-    for name in [name for name in costs[0] if name != "seconds"]:  # the summary has them already
-        out[name] = mean_or_none([cost[name] for cost in costs])
+    out = {name: mean_or_none([cost[name] for cost in costs])
+           for name in costs[0] if name != "seconds"}  # the summary has them already
     parts = [[value] for name, value in out.items() if name.endswith("_tokens")]
     return {"tokens": total(parts, 0), **out}
 

@@ -277,8 +277,11 @@ class OpenAIEngine(Client):
                     self.busy[url] -= 1
                 fails = done.error is not None and passing(status)
                 self.rests[url] = time.monotonic() + 30 if fails else 0.0
+                # A wrong key would fail every item. Some endpoints answer 403 for one text alone.
                 if status in (401, 402, 403, 404):
-                    await self.check_refusal(url)
+                    plain, status, _ = await self.probe(url, self.timeout)
+                    if status in (401, 402, 403, 404):
+                        self.end(refusal(url, self.model_name, Reply(status, error=plain.error)))
                 self.failed = self.failed + 1 if fails else 0
                 # After `give_up` failed tries in a row all requests wait for a server.
                 if 0 < self.give_up <= self.failed and self.awake.is_set() and not self.ending:
@@ -290,13 +293,6 @@ class OpenAIEngine(Client):
                 if not fails or attempt == self.retries:
                     return done
                 await self.pause(max(2.0**attempt, after))
-
-    async def check_refusal(self, url):
-        """Ends the run if the server refuses a plain request, too: a wrong key would fail every
-        item. Some endpoints answer 403 for one text alone."""
-        done, status, _ = await self.probe(url, self.timeout)
-        if status in (401, 402, 403, 404):
-            self.end(refusal(url, self.model_name, Reply(status, error=done.error)))
 
     async def wait_for_server(self, pause):
         """Probes all servers, with growing pauses, until one answers. Ends the run if none has
@@ -340,7 +336,10 @@ class OpenAIEngine(Client):
             # Gateways name the end of an answer in many ways, and a limit in three.
             finish = str(choice.get("finish_reason")).lower()
             ended = finish not in ("length", "max_tokens", "model_length")
-            self.note_usage(request.id, answer.get("usage"))
+            usage = answer["usage"] if isinstance(answer.get("usage"), dict) else {}
+            counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+            if all(type(count) is int for count in counts):
+                self.usage[request.id] = counts
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
             # An empty text would be graded as an answer that says nothing.
             if said.get("tool_calls") or (finish == "tool_calls" and not text):
@@ -353,13 +352,6 @@ class OpenAIEngine(Client):
         except (LookupError, TypeError, AttributeError) as error:  # not the promised JSON
             done = Completion(request.id, error=f"bad answer: {type(error).__name__}")
         return done, reply.status, wait
-
-    def note_usage(self, name, usage):
-        """Keeps the token counts of a request, if the endpoint reports them."""
-        usage = usage if isinstance(usage, dict) else {}
-        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if all(type(count) is int for count in counts):
-            self.usage[name] = counts
 
     def joined(self, request):
         """-> Frames of the overview if they go as one video, else None. Windows stay images,
@@ -419,13 +411,12 @@ def content_parts(content, frames, numbers, kept, clip=None, jpeg=90):
             parts.append(text_part(item["text"]))
             continue
         shown = next(frames)
-        if hasattr(shown, "path"):  # frame_sources.Film: the server reads the file
-            url = f"file://{shown.path}"
-            parts.append({"type": "video_url", "video_url": {"url": url}})
-            continue
+        # frame_sources.Film: the server reads the file
+        url = f"file://{shown.path}" if hasattr(shown, "path") else ""
         if shown is clip:
             pieces = [jpeg_url(image, jpeg).partition(",")[2] for image in shown.images]
             url = "data:video/jpeg;base64," + ",".join(pieces)
+        if url:
             parts.append({"type": "video_url", "video_url": {"url": url}})
             continue
         for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):

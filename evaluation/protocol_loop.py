@@ -312,6 +312,7 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     """
     options = task.get("options") or []
     labels = [*map(label.format, string.ascii_uppercase)]
+    clock = chat.stamp_text(duration, 0, "clock")
     lines = [f"{label} {option}" for label, option in zip(labels, options)]
     published = task.get("published_options") or []  # with their white space
     written = [f"{label} {option}" for label, option in zip(labels, published)]
@@ -321,8 +322,8 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "options": between.join(lines),
         "option_list": str(lines),  # as Python prints a list
         "style": rewards.task_types()[task["type"]].prompt_suffix,
-        "duration": clock(duration),  # HH:MM:SS
-        "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
+        "duration": clock,  # HH:MM:SS
+        "length": clock[3:] if duration < 3600 else clock,  # MM:SS if possible
         "video": os.path.basename(task["video"]),
         "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
         # Forms of the paper's driver: the question as published, with the options that may stand
@@ -337,10 +338,6 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         text = re.sub(r"\{options\}\n?", "", text)
     # In one pass, because a question may contain "{options}".
     return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda found: values[found[1]], text)
-
-
-def clock(seconds):
-    return chat.stamp_text(seconds, 0, "clock")
 
 
 def opening(task, num_frames, agent, subtitles, duration,
