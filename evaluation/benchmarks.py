@@ -30,11 +30,6 @@ from plumbing import data
 # The splits
 
 
-def whole(record):
-    """Split.part of a headline with one part, the mean over all items."""
-    return ""
-
-
 @dataclass
 class Split:
     """One benchmark: places of files below the root folder, how rows are read, the headline.
@@ -52,7 +47,7 @@ class Split:
     folder: str = ""  # in a folder of all benchmarks; "" = its name
     shown: str = "none"  # --subtitles, unless the flag is given
     metric: str = "accuracy"  # name of the headline
-    part: callable = whole  # record -> part of the headline; None = the item is in no part
+    part: callable = lambda record: ""  # -> part of the headline; None = the item is in no part
     marked: str = ""  # a file without this column in any row is another task: left out, counted
     merged: bool = False  # tasks of one id are one item, as in the publisher's own mean
 
@@ -125,9 +120,8 @@ def splits():
 
 def headline(name):
     """Name of a benchmark (None: no benchmark) -> (name of the headline, Split.part)."""
-    if name is None:
-        return "accuracy", whole
-    return splits()[name].metric, splits()[name].part
+    split = splits()[name] if name else Split
+    return split.metric, split.part
 
 
 def paper_table():

@@ -63,7 +63,10 @@ def of(episode, taken):
         request = taken.pop(f"{name}/{turn}", None)
         if request is None:
             break
-        main.append(fresh(request, before))
+        new, sampled = request  # tokens of the prompt that are new since the turn before
+        if before is not None and None not in (new, *before):
+            new = max(0, new - sum(before))
+        main.append((new, sampled))
         before = request
         # A call whose window could not be loaded made no request, so numbers may be missing.
         asked = [taken.pop(f"{name}/{turn}/{n}", None) for n in range(len(episode.calls))]
@@ -78,14 +81,6 @@ def of(episode, taken):
         "rounds": len(episode.turns),
         "seconds": episode.timing.get("total_s", 0.0),
     }
-
-
-def fresh(request, before):
-    """-> (tokens of the prompt that are new since the turn before, sampled tokens)."""
-    prompt, sampled = request
-    if before is None or None in (prompt, *before):
-        return prompt, sampled
-    return max(0, prompt - sum(before)), sampled
 
 
 def total(counts, place):

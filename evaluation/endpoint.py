@@ -369,7 +369,8 @@ class OpenAIEngine(Client):
         clip = self.joined(request)
         total = sum(len(frames.images) for frames in request.frames
                     if frames is not clip and not hasattr(frames, "path"))
-        kept = set(evenly(range(total), self.image_cap or total))  # numbers of images
+        most = min(self.image_cap or total, total)
+        kept = {int((i + 0.5) * total / most) for i in range(most)}  # numbers of images
         numbers = itertools.count()
         frames = iter(request.frames)  # in the order of the messages' videos
         turns = []  # [role, parts, holds tool responses]
@@ -438,13 +439,6 @@ def clip_times(clip):
     total = max(total, times[-1] + 1)
     return {"num_frames": -1, "fps": 1000.0, "frames_indices": times, "total_num_frames": total,
             "duration": total / 1000.0}
-
-
-def evenly(items, n):
-    """n of the items, evenly spread; all if there are fewer."""
-    if not 0 < n < len(items):
-        return items[: max(n, 0)]
-    return [items[int((i + 0.5) * len(items) / n)] for i in range(n)]
 
 
 def jpeg_url(image, quality):
