@@ -235,12 +235,12 @@ def expand(codec, compact, items):
     if len(places) != len(runs):
         raise ValueError(f"{len(places)} placeholders in the prompt, {len(runs)} {codec.channel}s")
     # The template writes one pair of markers around a whole video: they go with the placeholder.
-    beside = 0 if codec.channel == "image" else 1  # ids on each side
+    markers = 0 if codec.channel == "image" else 1  # ids on each side
     out = []
     cursor = 0  # ids of `compact` that are in `out` by now, or replaced
-    for place, run in zip(places, runs):
-        out += compact[cursor:place - beside] + run
-        cursor = place + 1 + beside
+    for position, run in zip(places, runs):
+        out += compact[cursor:position - markers] + run
+        cursor = position + 1 + markers
     return out + compact[cursor:]
 
 
@@ -308,15 +308,15 @@ def encode_chat(codec: ChatProcessor, messages: list[dict], items=(), tools=None
     rest = iter(items)  # of the videos that are still to come, in order
     for assistant, run in itertools.groupby(messages, lambda m: m["role"] == "assistant"):
         run = list(run)
-        seen = list(itertools.islice(rest, len(videos_in(run))))
+        run_items = list(itertools.islice(rest, len(videos_in(run))))
         if assistant:
             (message,) = run  # data.chat_fault refuses two turns in a row
             new = turn_ids(codec, "".join(piece["text"] for piece in content_of(message)), ids)
         elif ids:
             # All messages before the next turn make ONE glue, as in a rollout.
-            new = expand(codec, tool_response_ids(codec, run, True, seen), seen)
+            new = expand(codec, tool_response_ids(codec, run, True, run_items), run_items)
         else:
-            new, _ = encode_prompt(codec, run, seen, tools)
+            new, _ = encode_prompt(codec, run, run_items, tools)
         ids += new
         mask += [int(assistant)] * len(new)
     if next(rest, None):
@@ -424,9 +424,9 @@ def find_config(path):
     config = read_object(os.path.join(folder, "config.json"))
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in bases():
-        known = ", ".join(f"{name} ({base.title})" for name, base in bases().items())
+        families = ", ".join(f"{name} ({base.title})" for name, base in bases().items())
         raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
-                               f"{known}; README.md says why")
+                               f"{families}; README.md says why")
     # Quantizers write their settings at the top of the file or into a section.
     if re.search('"quantization_config": (?!null)', json.dumps(config)):
         raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: "
@@ -466,8 +466,8 @@ def as_user_error(ckpt, part):
     # A broken file makes tokenizers raise Exception itself, jinja2 and huggingface_hub classes of
     # their own, and transformers TypeError or KeyError. No narrower class covers all of these.
     except Exception as e:
-        why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise launch.UserError(f"checkpoint {ckpt}: its {part} cannot be used ({why}); copy the "
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise launch.UserError(f"checkpoint {ckpt}: its {part} cannot be used ({reason}); copy the "
                                "files beside the weights again") from e
 
 
@@ -487,16 +487,16 @@ def small_files(folder):
     processor, chat template. No code, no weights, no README, no optimizer."""
     kinds = (".json", ".jinja", ".txt", ".model")
     # These two and an index describe the weights beside them, so other weights get no copy.
-    own = ("adapter_config.json", "state.json")
-    found = {}
+    run_files = ("adapter_config.json", "state.json")
+    files = {}
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
-        ours = name.endswith(kinds) and not name.endswith(".index.json") and name not in own
+        ours = name.endswith(kinds) and not name.endswith(".index.json") and name not in run_files
         # 64 MiB; Qwen3's tokenizer.json has 11. A download cache holds links: isfile follows them.
         if ours and os.path.isfile(path) and os.path.getsize(path) <= 2**26:
             with open(path, "rb") as f:
-                found[name] = f.read()
-    return found
+                files[name] = f.read()
+    return files
 
 
 def load_codec(ckpt, channel="image", template_args=()):
@@ -518,14 +518,14 @@ def load_codec(ckpt, channel="image", template_args=()):
     marks = {"image_pad": config.image_token_id, "video_pad": config.video_token_id,
              "vision_start": config.vision_start_token_id, "vision_end": config.vision_end_token_id}
     for name, i in marks.items():
-        if (found := vocabulary.get(f"<|{name}|>")) != i:
-            raise launch.UserError(f"checkpoint {ckpt}: <|{name}|> is id {found} in the tokenizer "
-                                   f"and {i} in config.json; copy the tokenizer's files again")
+        if (stored_id := vocabulary.get(f"<|{name}|>")) != i:
+            raise launch.UserError(f"checkpoint {ckpt}: <|{name}|> is id {stored_id} in the "
+                                   f"tokenizer, {i} in config.json; copy its files again")
     owner = processor if processor.chat_template else tokenizer
     if not owner.chat_template:
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
                                "chat_template.jinja from the checkpoint that it was made from")
-    for name, _, value in (given.partition("=") for given in template_args):
+    for name, _, value in (argument.partition("=") for argument in template_args):
         # {% statements %} and {{ expressions }}: a misspelt name would change nothing.
         code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template)
         if not value or name not in re.findall(r"\w+", " ".join(code)):

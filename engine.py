@@ -264,8 +264,8 @@ class VllmEngine:
 
         if self.sleeping:
             self.llm.sleep(level=2)
-            free, total = torch.accelerator.get_memory_info()
-            return (total - free) / 1e9
+            free_bytes, total = torch.accelerator.get_memory_info()
+            return (total - free_bytes) / 1e9
 
     def wake(self, weights) -> None:
         """Takes memory again and loads new weights, see `sync`."""
@@ -336,10 +336,10 @@ def cpu_options(config, base: chat.ModelFamily, limits: Limits) -> dict:
                 max_num_batched_tokens=chunk or max(limits.context, 8192))
 
 
-def engine_prompt(request, codec, renderer, made, most=32, max_bytes=2**30):
+def engine_prompt(request, codec, renderer, made, max_prompts=32, max_bytes=2**30):
     """A request -> the prompt that vLLM takes: pixels normalised and cut into patches, hashes, the
-    places of the placeholders. made: {keys of the frames: (ids, prompt, bytes)}, the latest `most`
-    with at most `max_bytes` of patches.
+    places of the placeholders. made: {keys of the frames: (ids, prompt, bytes)}, the latest
+    `max_prompts` with at most `max_bytes` of patches.
 
     The samples of a group share one prompt, and a later turn is the prompt of the first turn with
     more text, so the work on pixels is done once.
@@ -354,10 +354,10 @@ def engine_prompt(request, codec, renderer, made, most=32, max_bytes=2**30):
     # Patches have four bytes per number, and an image is repeated to make a pair of frames. The
     # end of the dict was used last.
     made[key] = ids, prompt, 8 * sum(f.images.nbytes for f in request.frames)
-    while len(made) > most or sum(size for *_, size in made.values()) > max_bytes:
+    while len(made) > max_prompts or sum(size for *_, size in made.values()) > max_bytes:
         del made[next(iter(made))]  # used longest ago
-    more = request.ids[len(ids):]  # later turns and responses: text alone, as the frames are equal
-    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + more} if more else prompt
+    text = request.ids[len(ids):]  # of later turns and responses, as the frames are equal
+    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + text} if text else prompt
 
 
 def vision_input(codec, request):

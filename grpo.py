@@ -122,9 +122,9 @@ def group_tree(group, credit, first=0):
         if prompt_of(c) != shared:
             raise ValueError(f"{e.group}: the prompts of one group differ")
         # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
-        more = len(c.ids) - cut
+        branch_len = len(c.ids) - cut
         values = {"advantage": token_advantages(e, credit)[cut:], "sampler": c.logps[cut:],
-                  "rollout": [number] * more}
+                  "rollout": [number] * branch_len}
         branches.append(model.Span(c.ids[cut:], c.mask[cut:], values, c.items[1:]))
     nothing = {name: [0.0] * cut for name in branches[0].values}
     prompt = model.Span(shared[0], [0] * cut, nothing)  # mask 0: not read
@@ -234,7 +234,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
     for i in range(args.minibatches):
         # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
         filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
-        packs = [model.pack_trees(policy.codec, some) for some in filled]
+        packs = [model.pack_trees(policy.codec, members) for members in filled]
         # Ranks may have different numbers of packs, but FSDP gathers weights in every forward, with
         # all ranks. So ranks with fewer packs add spare ones, which carry no gradient (real False).
         minibatches.append(model.even_packs(policy.codec, packs))
@@ -296,8 +296,8 @@ def share(tasks, step, args, rank, world):
         # K is the only cost that is known before sampling. 1000: equally many prompts a rank.
         costs[name] = costs.get(name, 0) + 1000 + rollout.overview_frames(
             args.frames, args.seed, step, task["id"])
-    mine = data.deal(order, costs.get, rank, world)
-    return [t for t in batch if launch.name_of(step, t["id"]) in mine], order
+    rank_groups = data.deal(order, costs.get, rank, world)
+    return [t for t in batch if launch.name_of(step, t["id"]) in rank_groups], order
 
 
 def look_ahead(decoders, tasks, step, args, source, quiet):
@@ -319,13 +319,13 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
     that decode the overviews of the next step meanwhile and during the update."""
     ranks = launch.rank_and_world()
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
-    mine, order = share(tasks, step, args, *ranks)
+    rank_tasks, order = share(tasks, step, args, *ranks)
     pump = Pump(sampler.engine, sampler.threads)
     if decoders:  # they begin as soon as no decode of this step waits
         following, _ = share(tasks, step + 1, args, *ranks)
         look_ahead(decoders, following, step + 1, args, sampler.source, pump.quiet)
     try:
-        episodes = list(rollout.run(sampler, mine, args.frames, args.group, step, pump=pump))
+        episodes = list(rollout.run(sampler, rank_tasks, args.frames, args.group, step, pump=pump))
     finally:
         pump.quiet.set()  # else the threads of `decoders` would outlive an error
     for e in episodes:

@@ -1,7 +1,7 @@
 """
-launch.py (tests/test_launch.py): the parts that all stages share: errors, ranks, signals, data rows
-and their order, locks, flags. No torch at the top, so that a tool that only reads JSONL starts at
-once.
+launch.py (tests/test_launch.py): how all stages start: flags, imports of transformers and vLLM
+beside a CPU build of torch, ranks, signals, errors, data rows and their order, locks. No torch at
+the top, so that a tool that only reads JSONL starts at once.
 
   batch of step s = rows s B .. (s + 1) B - 1 of an endless stream of shuffled epochs, which is a
   function of (s, seed) alone: a resumed run and every rank draw the same rows
@@ -270,10 +270,10 @@ def stop_on_signal():
     does nothing: torchrun passes on what its ranks may have got already."""
     import threading
 
-    asked = threading.Event()
+    stop_event = threading.Event()
 
     def handler(number, frame):
-        asked.set()
+        stop_event.set()
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the next one ends the process
             if os.environ.get("RANK", "0") == "0":
@@ -286,7 +286,7 @@ def stop_on_signal():
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "RANK" not in os.environ
     for number in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")[:3 if nohup else 4]:
         signal.signal(signal.Signals[number], handler)
-    return asked
+    return stop_event
 
 
 def rank_and_world():
@@ -311,10 +311,10 @@ def any_rank(flag):
     """Whether `flag` holds on any rank. Collective."""
     import torch
 
-    found = torch.tensor(int(bool(flag)))  # in host memory; objects take ten times as long
+    any_flag = torch.tensor(int(bool(flag)))  # in host memory; objects take ten times as long
     if rank_and_world()[1] > 1:
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-    return bool(found)
+        torch.distributed.all_reduce(any_flag, op=torch.distributed.ReduceOp.MAX)
+    return bool(any_flag)
 
 
 def broadcast(values):
@@ -348,10 +348,10 @@ def read_jsonl(path, required=(), fault=None, faults=None):
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        row, wrong = read_row(line, required, fault)
-        if wrong and faults is None:
-            raise UserError(f"{path}:{number}: {wrong}")
-        (faults if wrong else rows).append(f"{path}:{number}: {wrong}" if wrong else row)
+        row, problem = read_row(line, required, fault)
+        if problem and faults is None:
+            raise UserError(f"{path}:{number}: {problem}")
+        (faults if problem else rows).append(f"{path}:{number}: {problem}" if problem else row)
     if not rows and not faults:
         raise UserError(f"{path}: no rows")
     return rows
@@ -466,11 +466,11 @@ def write_atomic(path, text):
             os.remove(temp)
 
 
-def at_least(least, args, *names):
-    """Raises UserError naming the first of these flags that is below `least` or infinite."""
+def at_least(minimum, args, *names):
+    """Raises UserError naming the first of these flags that is below `minimum` or infinite."""
     for name in names:
-        if not least <= (value := getattr(args, name)) < float("inf"):  # NaN fails this, too
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if not minimum <= (value := getattr(args, name)) < float("inf"):  # NaN fails this, too
+            raise UserError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -91,17 +91,17 @@ class VisionFeatures:
         sizes = {}  # (height, width) -> new items
         for item in {item.key: item for item in items if item.key not in self.cache}.values():
             sizes.setdefault((item.height, item.width), []).append(item)
-        for some in sizes.values():
-            parts = [patchify(self.codec, self.images(item), weight.device) for item in some]
+        for group in sizes.values():
+            parts = [patchify(self.codec, self.images(item), weight.device) for item in group]
             patches, grids = (torch.cat(tensors) for tensors in zip(*parts))
             out = self.visual(patches.to(weight.dtype), grid_thw=to_device(grids, weight.device))
             levels = getattr(out, "deepstack_features", None) or ()  # Qwen3.5 has none: D = 0
             features = torch.stack([out.pooler_output, *levels], 1)  # [V, 1 + D, H] of all sets
-            counts = grids.prod(1) // self.codec.merge**2  # [sets] vision tokens
-            for item, part in zip(some, features.split(counts.tolist())):
+            counts = [len(part) // self.codec.merge**2 for part, _ in parts]  # vision tokens
+            for item, part in zip(group, features.split(counts)):
                 self.cache[item.key] = part.clone()  # a view would keep all sets in memory
                 self.bytes += part.nbytes
-            self.computed += len(some)
+            self.computed += len(group)
         for item in items:
             self.cache.move_to_end(item.key)  # used last
         features = torch.cat([self.cache[item.key] for item in items])
@@ -238,11 +238,11 @@ def pack_trees(codec: chat.ChatProcessor, trees: list[Tree]) -> Pack:
             columns["target"].append(ids[trained])
             for name, numbers in span.values.items():
                 values.setdefault(name, []).append(np.asarray(numbers, np.float32)[trained])
-            shown = span.items if number else tree.items
-            own, end = rope_positions(codec, span.ids, shown)  # [3, n]
-            axes.append(following + own)
+            span_items = span.items if number else tree.items
+            span_positions, end = rope_positions(codec, span.ids, span_items)  # [3, n]
+            axes.append(following + span_positions)
             following = following if number else end
-            items += shown
+            items += span_items
             cursor += n
         layout.append((start, p, [len(b.ids) for b in tree.branches]))
         start = cursor
@@ -290,11 +290,11 @@ def even_packs(codec, packs):
     """
     import torch.distributed as dist
 
-    most = torch.tensor(len(packs))  # in host memory, so the host does not wait for a GPU
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    longest = torch.tensor(len(packs))  # in host memory, so the host does not wait for a GPU
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     # Two ids, the second one trained: the smallest pack with a loss to go backward from.
     spare = pack_trees(codec, [Tree(Span([codec.eos, codec.eos], [0, 1]))])
-    return [(pack, True) for pack in packs] + [(spare, False)] * (int(most.item()) - len(packs))
+    return [(pack, True) for pack in packs] + [(spare, False)] * (int(longest.item()) - len(packs))
 
 
 def to_device(tensor, device):
@@ -383,13 +383,14 @@ class Policy(torch.nn.Module):
         predictor, target = to_device(pack.predictor, device), to_device(pack.target, device)
         # [V, 1 + D, H], None for text alone
         features = self.features(pack.items) if pack.items else None
-        seen = self.placeholders(pack.ids, features)  # [L], in host memory
-        seen = None if seen is None else to_device(seen, device)
-        embeds, levels = self.embed(ids, seen, features)  # [L, H], D x [V, H]
+        vision_mask = self.placeholders(pack.ids, features)  # [L], in host memory
+        vision_mask = None if vision_mask is None else to_device(vision_mask, device)
+        embeds, levels = self.embed(ids, vision_mask, features)  # [L, H], D x [V, H]
         hidden = text(
             inputs_embeds=embeds[None], position_ids=positions, use_cache=False,
-            visual_pos_masks=None if seen is None else seen[None], deepstack_visual_embeds=levels,
-            plan=attention_plan(pack, device)).last_hidden_state[0]  # [L, H]
+            visual_pos_masks=None if vision_mask is None else vision_mask[None],
+            deepstack_visual_embeds=levels, plan=attention_plan(pack, device)
+        ).last_hidden_state[0]  # [L, H]
         # Only states that predict a trained token meet the vocabulary: [N, H] of [L, H].
         return token_logprobs(hidden[predictor], self.hf.lm_head.weight, target,
                               self.codec.suppress_tokens, temperature, chunk)
@@ -400,19 +401,19 @@ class Policy(torch.nn.Module):
         if features is None:
             return None
         # Counted on the host: masked_scatter would take too many features without a word.
-        seen = (ids == self.codec.image_pad) | (ids == self.codec.video_pad)
-        if seen.sum() != len(features):
-            raise ValueError(f"{seen.sum()} vision placeholders for {len(features)} vision tokens")
-        return seen
+        vision_mask = (ids == self.codec.image_pad) | (ids == self.codec.video_pad)
+        if vision_mask.sum() != len(features):
+            raise ValueError(f"{vision_mask.sum()} vision placeholders, {len(features)} tokens")
+        return vision_mask
 
-    def embed(self, ids, seen, features):
+    def embed(self, ids, vision_mask, features):
         """ids [.., n], seen: mask of vision positions, features [V, 1 + D, H] or None ->
         (embeddings [.., n, H], deepstack levels)."""
         embeds = self.hf.model.language_model.embed_tokens(ids)
         if features is None:
             return embeds, None
         features = features.to(embeds.device, embeds.dtype)
-        embeds = embeds.masked_scatter(seen[..., None], features[:, 0])
+        embeds = embeds.masked_scatter(vision_mask[..., None], features[:, 0])
         return embeds, list(features[:, 1:].unbind(1))
 
 
@@ -497,11 +498,11 @@ def visible_pairs(layout, tokens, size):
         prefix = inside(start, start + p)
         bounds = np.cumsum([start, p, *branches])  # begin of the prefix and of each branch, end
         for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-            own = inside(begin, end)
+            counts = inside(begin, end)
             # Causal with itself: all pairs of earlier blocks, a triangle within the same block.
-            pairs += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
+            pairs += np.tril(np.outer(counts, counts), -1) + np.diag(counts * (counts + 1) // 2)
             if number:  # a branch sees the whole prefix
-                pairs += np.outer(own, prefix)
+                pairs += np.outer(counts, prefix)
     return pairs
 
 
@@ -596,18 +597,18 @@ class PartsAttention(torch.autograd.Function):
             q, k, v = query[:, :, a:b], key[:, :, c:d], value[:, :, c:d]
             return kernel(q, k, v, 0.0, causal, scale=scale)
 
-        found = []
+        outputs = []
         for start, p, branches in layout:
             cut = start + p
             ends = np.cumsum([cut, *branches]).tolist()
-            found.append(part(start, cut, start, cut, True))
+            outputs.append(part(start, cut, start, cut, True))
             if branches:
                 across, lse_across = part(cut, ends[-1], start, cut, False)
-                own = [part(a, b, a, b, True) for a, b in zip(ends, ends[1:])]
-                own, lse_own = (torch.cat(x, 2) for x in zip(*own))
-                weight = torch.sigmoid(lse_across - lse_own)[..., None].to(own.dtype)
-                found.append((own.lerp(across, weight), torch.logaddexp(lse_across, lse_own)))
-        out, lse = (torch.cat(x, 2) for x in zip(*found))
+                own_out = [part(a, b, a, b, True) for a, b in zip(ends, ends[1:])]
+                own_out, lse_own = (torch.cat(x, 2) for x in zip(*own_out))
+                weight = torch.sigmoid(lse_across - lse_own)[..., None].to(own_out.dtype)
+                outputs.append((own_out.lerp(across, weight), torch.logaddexp(lse_across, lse_own)))
+        out, lse = (torch.cat(x, 2) for x in zip(*outputs))
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out

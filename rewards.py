@@ -352,16 +352,16 @@ def window_scores(windows, evidence) -> dict[str, float | None]:
     meets the evidence}. All None if the evidence is empty.
     """
     cuts = sorted({t for span in (*windows, *evidence) for t in span})
-    looked = gold = both = 0.0  # seconds
+    looked = gold = overlap = 0.0  # seconds
     for a, b in zip(cuts, cuts[1:]):  # no span starts or ends between two cuts
-        seen, right = (any(s <= a and b <= e for s, e in spans) for spans in (windows, evidence))
-        looked += (b - a) * seen
+        covered, right = (any(s <= a and b <= e for s, e in spans) for spans in (windows, evidence))
+        looked += (b - a) * covered
         gold += (b - a) * right
-        both += (b - a) * (seen and right)
+        overlap += (b - a) * (covered and right)
     if not gold:
         return dict.fromkeys(("recall", "precision", "iou", "hit"))
-    return {"recall": both / gold, "precision": both / looked if looked else None,
-            "iou": both / (looked + gold - both), "hit": float(both > 0)}
+    return {"recall": overlap / gold, "precision": overlap / looked if looked else None,
+            "iou": overlap / (looked + gold - overlap), "hit": float(overlap > 0)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -453,9 +453,9 @@ def parse_code_calls(body):
     """The ToolCalls of a <tool_code> body: crop_video(1, end_time=2), or print(crop_video(..)).
     By place: start_time, end_time, num_frames, after an optional quoted path."""
     calls = []
-    for name, inside in CODE_CALL.findall(body):
+    for name, arguments in CODE_CALL.findall(body):
         named, positional = {}, []
-        for key, written in CODE_ARGUMENT.findall(inside):
+        for key, written in CODE_ARGUMENT.findall(arguments):
             value = written.strip(" \n\t\"'")
             if key:
                 named[key] = value
@@ -576,7 +576,7 @@ def normalise(text):
     text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
     text = re.sub("['`]", "", text).replace("−", "-")  # don't -> dont
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
-    text = COMPOUND.sub(lambda both: f" {SPELLED[both[1]] + SPELLED[both[2]]}", text)
+    text = COMPOUND.sub(lambda match: f" {SPELLED[match[1]] + SPELLED[match[2]]}", text)
     tokens = []
     for word in WORD.findall(text):
         # 05 -> 5, 5.0 -> 5, .5 -> 0.5. As text: int() refuses thousands of digits. Without the
@@ -588,18 +588,18 @@ def normalise(text):
     return [token for token in tokens if token not in ("a", "an", "the")] or tokens
 
 
-def token_f1(said, gold):
+def token_f1(answer, gold):
     """F1 in [0, 1] of two token multisets: a repeated word counts as often as both have it. A part
     of the answer earns a part: a slope to climb."""
-    tokens, wanted = (Counter(normalise(text)) for text in (said, gold))
+    tokens, wanted = (Counter(normalise(text)) for text in (answer, gold))
     return 2.0 * (tokens & wanted).total() / max(1, (tokens + wanted).total())
 
 
-def list_share(said, gold):
+def list_share(answer, gold):
     """Share in [0, 1] of the places of the longer list that hold the same item in both lists.
     Unlike token F1, this pays nothing for a wrong order. A piece without a word is no item."""
     items, wanted = ([" ".join(normalise(item)) for item in text.split(",") if has_word(item)]
-                     for text in (said, gold))
+                     for text in (answer, gold))
     return sum(a == b for a, b in zip(items, wanted)) / max(len(items), len(wanted), 1)
 
 
@@ -678,13 +678,13 @@ def lists_options(text, letter, letters):
 def named_letters(pattern, text, letters):
     """{letter: index after the letter} of all letters that a pattern names in text, by last
     mention. Denied letters are left out, and so is a letter that begins a list of the options."""
-    named, good, end = {}, True, 0
+    named, valid, end = {}, True, 0
     for match in pattern.finditer(text):
         at = match.start(match.lastindex)
         # "labels A and C" names neither.
-        good = is_letter(text, at) and (good or not JOINT.fullmatch(text, end, at))
+        valid = is_letter(text, at) and (valid or not JOINT.fullmatch(text, end, at))
         end = match.end()
-        if good and not denied(text, *match.span()):
+        if valid and not denied(text, *match.span()):
             named.pop(text[at].upper(), None)
             named[text[at].upper()] = end
     # "Answer: A. cat B. dog C. hot dog" repeats the question.
@@ -697,22 +697,23 @@ def stated_letter(pattern, text, letters):
     """{the last letter that a pattern states}, {} if there is none, both letters of "B or C"."""
     # The last one counts: "The answer is A. No, wait: the answer is C."
     for letter, end in reversed(named_letters(pattern, text, letters).items()):
-        other = ALTERNATIVE.match(text, end)
-        two = other and (other[1] or is_letter(text, other.start(2)))
-        return {letter, other[2].upper()} if two and not denied(text, *other.span(2)) else {letter}
+        alternative = ALTERNATIVE.match(text, end)
+        two = alternative and (alternative[1] or is_letter(text, alternative.start(2)))
+        two = two and not denied(text, *alternative.span(2))
+        return {letter, alternative[2].upper()} if two else {letter}
     return set()
 
 
-def letters_by_text(said, texts, letters):
+def letters_by_text(answer, texts, letters):
     """The letters of the options whose text is said and not denied. All arguments normalised."""
     # Longer texts first, so that "hot dog" does not name "dog". A lone letter is a label.
     names = {text for text in texts if text.upper() not in {"", *letters}}
     any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    found = names & {*re.findall(f"(?<= )(?:{any_name})(?= )", f" {said} ")}
+    matched = names & {*re.findall(f"(?<= )(?:{any_name})(?= )", f" {answer} ")}
     # An option's text may hold a "not", so look beside it.
-    beside = f" {said} ".replace(f" {[*found][0]} ", " ").split() if len(found) == 1 else []
-    found = found if set(NEGATIONS).isdisjoint(beside) else set()
-    return {letter for letter, text in zip(letters, texts) if text in found}
+    rest = f" {answer} ".replace(f" {[*matched][0]} ", " ").split() if len(matched) == 1 else []
+    matched = matched if set(NEGATIONS).isdisjoint(rest) else set()
+    return {letter for letter, text in zip(letters, texts) if text in matched}
 
 
 def own_line(line, letters, texts):
@@ -721,11 +722,11 @@ def own_line(line, letters, texts):
     line = STARTER.sub("", line, count=1)
     label = LABEL.match(line)
     letter = label[1].upper() if label else ""
-    said = " ".join(normalise(line[label.end() if label else 0 :]))
+    statement = " ".join(normalise(line[label.end() if label else 0 :]))
     named, wholly = ([at for at, text in zip(letters, texts) if text == form]
-                     for form in (said, f"{letter.lower()} {said}".strip()))  # fmt: skip
-    if letter and (named or not said):
-        return letter if letter in (named if said else letters) else "?"
+                     for form in (statement, f"{letter.lower()} {statement}".strip()))  # fmt: skip
+    if letter and (named or not statement):
+        return letter if letter in (named if statement else letters) else "?"
     return wholly[0] if len(wholly) == 1 else None  # no label: an option begins so: "B. B. King"
 
 
@@ -747,12 +748,14 @@ def extract_letter(response, options):
     # the option's place is taken off: "B. B. King" may be the text of option A.
     texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", strip_markdown(option))))
              for letter, option in zip(letters, map(str, options or [])) if not listing]
-    own = [own_line(line, letters, texts) for line in lines]
+    own_lines = [own_line(line, letters, texts) for line in lines]
     # A letter alone on the last line answers, whatever option the first line begins with.
-    leading = set() if listing or own[0] or own[-1] else stated_letter(LEADING, text, letters)
+    leading = set()
+    if not (listing or own_lines[0] or own_lines[-1]):
+        leading = stated_letter(LEADING, text, letters)
     if declared and len(lines) == len(leading) == 1:
         declared |= leading  # "A. The answer is B" contradicts itself
-    steps = (declared, {*filter(None, own)} | leading, named_letters(CAPITAL, text, letters),
+    steps = (declared, {*filter(None, own_lines)} | leading, named_letters(CAPITAL, text, letters),
              letters_by_text(" ".join(normalise(text)), texts, letters))  # fmt: skip
     # The first step that names a letter decides. A later step never breaks a tie.
     named = [*next(filter(None, steps), "?")]
@@ -790,7 +793,7 @@ def extract_span(response):
     # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
     text = re.sub(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)", r"\1 min to ", text)
     text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)
-    found = [(match.span(), match[1], match[2]) for match in NAMED.finditer(text)]
+    spans = [(match.span(), match[1], match[2]) for match in NAMED.finditer(text)]
     alone = text.strip(" .\"'")
     for match in PAIR.finditer(text):
         bracket, start, unit, joint, end, _ = match.groups()
@@ -799,9 +802,9 @@ def extract_span(response):
         around = text[max(0, first - 32) : first] + "\n" + text[last : last + 12]
         # "frames 10-20", "confidence 0.8-0.9"; "frames <12.5 seconds> - <20.0 seconds>" are times.
         if not listed and (unit or not COUNTED.search(around)):
-            found.append((match.span(), start, end))
+            spans.append((match.span(), start, end))
     # The last range counts, because an echoed example or a first guess stands before the answer.
-    stated = [(place, *times) for place, *times in found if not denied(text, *place)]
+    stated = [(position, *times) for position, *times in spans if not denied(text, *position)]
     start, end = (to_seconds(time) for time in max(stated, default=(0, None, None))[1:])
     return (start, end) if start is not None and end is not None and start < end else None
 

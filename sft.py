@@ -132,10 +132,10 @@ class Chats:
         """Row -> chat.Sequence, or None if a video of the chat is broken."""
         return self.read(index, {})
 
-    def read(self, index, shown, again=False):
-        """As [index]. shown: a dict that gets {VisionItem.key: Frames}, the frames of the chat.
-        again: try also a row that could not be read, since an outage may have passed."""
-        if index in self.broken and not again:
+    def read(self, index, by_key, retry=False):
+        """As [index]. by_key: a dict that gets {VisionItem.key: Frames}, the frames of the chat.
+        retry: try also a row that could not be read, since an outage may have passed."""
+        if index in self.broken and not retry:
             return None
         row = self.rows[index]
         try:
@@ -150,7 +150,7 @@ class Chats:
             self.broken.add(index)
             return None
         self.broken.discard(index)
-        shown.update((seen.key, seen) for seen in frames)
+        by_key.update((loaded.key, loaded) for loaded in frames)
         if index in self.encoded:
             sequence = self.encoded.pop(index)
             if sequence.items == items:
@@ -181,12 +181,12 @@ def open_data(args, codec, cache):
     """-> (training Chats, held-out Chats or None). Raises UserError if no video can be read."""
     # Chats checks the shape of every row now, and frames and tokens when a batch needs them.
     train = Chats(args.data, codec, args, cache)
-    held = Chats(args.val, codec, args, cache) if args.val else None
+    val_chats = Chats(args.val, codec, args, cache) if args.val else None
     # A wrong --video-root ends the run here, not after an epoch of skipped chats.
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
         raise launch.UserError(f"{args.data}: none of the first videos can be read; is "
                                "--video-root right?")
-    return train, held
+    return train, val_chats
 
 
 def check(args, codec, cache):
@@ -223,25 +223,25 @@ def batch_packs(chats, step, codec, args, rank, world):
     if (first + args.batch_size - 1) // len(chats.rows) > (first - 1) // len(chats.rows):
         chats.broken.clear()  # the batch begins an epoch: a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
-    mine = data.deal(picked, chats.cost, rank, world)
-    packs, frames = make_packs(chats, mine, codec, args.pack_tokens)
-    lost = chats.broken.intersection(mine)
+    rank_rows = data.deal(picked, chats.cost, rank, world)
+    packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens)
+    lost = chats.broken.intersection(rank_rows)
     away = bool(lost) and chats.cache.away()
     if lost and not away:  # after that look: an outage that passed before costs no chat
-        packs, frames = make_packs(chats, mine, codec, args.pack_tokens, again=True)
+        packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens, retry=True)
     return packs, frames, away, sorted(chats.broken)
 
 
-def make_packs(chats, indices, codec, pack_tokens, again=False):
+def make_packs(chats, indices, codec, pack_tokens, retry=False):
     """Chats -> (Packs, {VisionItem.key: Frames that they show}). A chat is a tree without branches.
-    Chats with a broken video are left out. again: as of Chats.read."""
+    Chats with a broken video are left out. retry: as of Chats.read."""
     # The frames are kept until the forward, so that a film which has gone by then ends no run.
-    shown = {}
+    frames = {}
     # None: a chat with a broken video. A rank may be left with no pack at all; see backward.
-    sequences = [s for s in (chats.read(i, shown, again) for i in indices) if s is not None]
+    sequences = [s for s in (chats.read(i, frames, retry) for i in indices) if s is not None]
     trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
     packs = [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
-    return packs, shown
+    return packs, frames
 
 
 # ------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def main():
     launch.beat(args.patience)  # from here on a phase that hangs ends the run
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     codec = chat.load_codec(ckpt, args.channel, args.template_args)
-    train, held = open_data(args, codec, cache)
+    train, val_chats = open_data(args, codec, cache)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
@@ -381,7 +381,7 @@ def main():
     # batches come in order, and no two threads change the same Chats.
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(batch_packs, train, start, codec, args, rank, world)
-    asked = launch.stop_on_signal()
+    stop_event = launch.stop_on_signal()
     bad = 0  # steps in a row without a finite gradient or a video; check_run ends such a run
     for step in range(start, steps):
         clock = time.monotonic()
@@ -427,9 +427,9 @@ def main():
         # 3. The held-out loss, and a checkpoint.
         # `last` links to the newest checkpoint, `best` to the one with the lowest held-out loss.
         # held is None without --val: then no `best`, and checkpoints by --save-every alone.
-        if held and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
-            value = held_out_loss(policy, held, args, rank, world)
-            unread = sorted(launch.gather_rows(sorted(held.broken)))
+        if val_chats and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
+            value = held_out_loss(policy, val_chats, args, rank, world)
+            unread = sorted(launch.gather_rows(sorted(val_chats.broken)))
             if rank == 0:
                 log.write({"step": step + 1, "val_loss": None if math.isnan(value) else value},
                           f"step {step + 1:04d} | held-out loss {value:.4f} nats/token")
@@ -440,7 +440,7 @@ def main():
             best["last_unread"] = unread
             launch.beat(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
-        stopping = launch.any_rank(asked.is_set())
+        stopping = launch.any_rank(stop_event.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad
         # Bad steps moved no weight: a run that only stops in one takes them again.

@@ -129,16 +129,16 @@ def told_scenes(scenes, looks):
         return next(e for e in scenes if t < e["window"][1])
 
     pairs = [(a, b) for a, b in zip(looks, looks[1:]) if at(a)["border"] != at(b)["border"]]
-    told = [at(t) for t in (looks[0], *(b for _, b in pairs))]
+    reported = [at(t) for t in (looks[0], *(b for _, b in pairs))]
     cuts = [0, *((a + b + 1) // 2 for a, b in pairs), scenes[-1]["window"][1]]
-    return [{**e, "window": window} for e, window in zip(told, zip(cuts, cuts[1:]))]
+    return [{**e, "window": window} for e, window in zip(reported, zip(cuts, cuts[1:]))]
 
 
-def make_task(name, scenes, asked):
+def make_task(name, scenes, border):
     """asked: the border colour of the question."""
-    hits = [scene for scene in scenes if scene["border"] == asked]
+    hits = [scene for scene in scenes if scene["border"] == border]
     return {"id": name, "video": f"videos/{name}.mp4",
-            "question": f"Which colours flash while the border is {asked}?", "options": None,
+            "question": f"Which colours flash while the border is {border}?", "options": None,
             "answer": ", ".join(scene["colour"] for scene in hits), "type": "list",
             "subtitles": None, "category": f"{len(hits)} event{'s' if len(hits) > 1 else ''}",
             "events": hits, "scenes": scenes,  # for tables; no prompt contains them
@@ -181,10 +181,10 @@ def window_piece(task, window):
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
 
 
-def chats(task, rng, wrong=0.0, one_call=False, crop_response="summary"):
+def chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
     start, and at one K each it answers directly and without tools; and some sub-agents, if they
-    answer the calls. wrong: share of the samples that are about other scenes than those of the
+    answer the calls. wrong_share: of the samples, that are about other scenes than those of the
     question. one_call: one call a turn.
 
     Every first thought tells of the scenes. An answer repeats what the summaries tell, or what the
@@ -204,7 +204,7 @@ def chats(task, rng, wrong=0.0, one_call=False, crop_response="summary"):
         meant = [e for e in visible if e["border"] == task["events"][0]["border"]]
         if not meant:  # the overview missed all scenes of the question
             continue
-        if rng.random() < wrong:
+        if rng.random() < wrong_share:
             others = [e for e in visible if e not in meant]
             meant = rng.sample(others, min(len(meant), len(others)))
             meant.sort(key=visible.index)

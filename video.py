@@ -56,8 +56,8 @@ MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 class VideoError(launch.UserError):
     """This file cannot be used: `.path` says which, `.why` what is wrong; str() is "path: why"."""
 
-    def __init__(self, path, why):
-        super().__init__(str(path), why)  # unchanged: exceptions are pickled by these
+    def __init__(self, path, reason):
+        super().__init__(str(path), reason)  # unchanged: exceptions are pickled by these
         self.path, self.why = self.args
 
     def __str__(self):
@@ -106,11 +106,11 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     area = min(max(height * width, min_pixels), max_pixels)  # own area, moved into the bounds
     tall = math.sqrt(area * height / width) / multiple  # the exact answer, in cells of `multiple`
     wide = math.sqrt(area * width / height) / multiple
-    least, most = -(-min_pixels // multiple**2), max(1, max_pixels // multiple**2)  # whole cells
-    least = least if 1 <= least <= most else 1  # no whole number lies between 13.2 and 13.8 cells
-    # A column that is taller than the exact one and holds `least` cells alone only gets worse.
-    down = np.arange(1, min(most, max(math.ceil(tall), least)) + 1)[:, None]  # [N, 1] cells
-    low, high = -(-least // down), most // down  # [N, 1] bounds of the cells across
+    fewest, limit = -(-min_pixels // multiple**2), max(1, max_pixels // multiple**2)  # whole cells
+    fewest = fewest if 1 <= fewest <= limit else 1  # no whole number lies between 13.2 and 13.8
+    # A column that is taller than the exact one and holds `fewest` cells alone only gets worse.
+    down = np.arange(1, min(limit, max(math.ceil(tall), fewest)) + 1)[:, None]  # [N, 1] cells
+    low, high = -(-fewest // down), limit // down  # [N, 1] bounds of the cells across
     across = (math.floor(wide) + np.arange(2)).clip(low, high)  # [N, 2] the two nearest widths
     distance = np.abs(np.log(down / tall)) + np.abs(np.log(across / wide))
     # Rounded, so that ties compare equal and the smaller one wins on every machine.
@@ -121,8 +121,8 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
 def _on_display(starts, looks):
     """Frame starts [N], look times [L] in seconds -> sorted unique indices [<=L] of frames seen."""
     # 1 ms of grace: a look at 16.04 sees the frame that starts there, 16.0400009 as a float32.
-    seen = np.searchsorted(starts, np.asarray(looks) + 1e-3, side="right") - 1  # [L]
-    return np.unique(np.maximum(seen, 0))
+    indices = np.searchsorted(starts, np.asarray(looks) + 1e-3, side="right") - 1  # [L]
+    return np.unique(np.maximum(indices, 0))
 
 
 def overview_indices(starts, duration, num_frames, keys=()):
@@ -153,8 +153,8 @@ def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_fra
         raise ValueError(f"fps and max_frames must be positive, not {fps} and {max_frames}")
     low, high = np.clip([start, end], 0.0, duration)  # NaN stays NaN and fails the next test
     if not low < high:
-        whole = f"the video, which runs from 0 to {duration:g} s"
-        raise ValueError(f"window {start:g}-{end:g} s holds nothing of {whole}")
+        extent = f"the video, which runs from 0 to {duration:g} s"
+        raise ValueError(f"window {start:g}-{end:g} s holds nothing of {extent}")
     wanted = (high - low) * fps if num_frames is None else num_frames  # looks
     # round() would send 2.5 to 2. The minimum comes first, because a huge fps has no whole number.
     n = max(math.floor(min(wanted, max_frames) + 0.5), 1)
@@ -217,10 +217,10 @@ def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
     """Path, times in seconds -> Frames on display at these times. ValueError: all lie outside."""
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
-    inside = [t for t in times if 0 <= t < info.duration]  # seconds; other times are left out
-    if not inside:
+    valid_times = [t for t in times if 0 <= t < info.duration]  # seconds; other times are left out
+    if not valid_times:
         raise ValueError(f"no time lies in the video, which runs from 0 to {info.duration:g} s")
-    return cache.frames(path, _on_display(starts, inside), min_pixels, max_pixels)
+    return cache.frames(path, _on_display(starts, valid_times), min_pixels, max_pixels)
 
 
 def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
@@ -235,8 +235,8 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
         return overview(path, spec["frames"], **size, snap=spec.get("snap", False))
     if "times" in spec:
         return at(path, spec["times"], **size)
-    given = {k: spec[k] for k in ("num_frames", "fps", "max_frames") if spec.get(k) is not None}
-    return crop(path, spec["start"], spec["end"], **given, **size)
+    options = {k: spec[k] for k in ("num_frames", "fps", "max_frames") if spec.get(k) is not None}
+    return crop(path, spec["start"], spec["end"], **options, **size)
 
 
 def identity(path):
@@ -278,17 +278,17 @@ class Source:
     def load(self, spec: dict) -> Frames:
         """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
         ValueError if a window holds no part of the video."""
-        most = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
-        return load(spec, self.root, self.cache, self.min_pixels, most)
+        pixel_limit = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
+        return load(spec, self.root, self.cache, self.min_pixels, pixel_limit)
 
     def load_overview(self, spec, task):
         """-> (Frames, seconds of the video, text of the subtitles, identity)."""
         # One call for all, because each reads the disk and this runs in a decoder's thread.
         film = identity(resolve(spec["video"], self.root))
-        duration, frames, spoken = self.duration(spec), self.load_same(spec, film), ""
+        duration, frames, subtitle_text = self.duration(spec), self.load_same(spec, film), ""
         if self.subtitles and task.get("subtitles"):
-            spoken = self.subtitles(task, frames.seconds)
-        return frames, duration, spoken, film
+            subtitle_text = self.subtitles(task, frames.seconds)
+        return frames, duration, subtitle_text, film
 
     def load_window(self, spec, film):
         """A crop as the model asked for -> (the same clamped to the video, Frames). film: the
@@ -320,9 +320,9 @@ _folders = {}  # folder of frames -> (time in seconds, its identity)
 
 def _folder_identity(path):
     """identity of a folder of frames."""
-    read_at, known = _folders.get(path, (-math.inf, None))
+    read_at, cached = _folders.get(path, (-math.inf, None))
     if time.monotonic() - read_at < 5:  # 100,000 images take 2.5 s
-        return known
+        return cached
     files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
                    for entry in os.scandir(path) if entry.is_file())
     digest = sha256(repr(files).encode("utf-8", "surrogateescape")).hexdigest()
@@ -368,8 +368,8 @@ def _pictures(folder):
     """Folder of frames -> numbers [N] of its images, ascending, and their names. VideoError."""
     names = glob.glob("*", root_dir=folder)  # no hidden files
     parts = [re.fullmatch(r"(?i)(.*?)([0-9]*)[.](?:jpe?g|png|webp)", name) for name in names]
-    found = sorted((part[1], int(part[2] or -1), part[0]) for part in parts if part)
-    texts, numbers, names = zip(*found) if found else ((), (), ())
+    numbered = sorted((part[1], int(part[2] or -1), part[0]) for part in parts if part)
+    texts, numbers, names = zip(*numbered) if numbered else ((), (), ())
     if len(set(texts)) > 1 or len(set(numbers)) < len(numbers):
         raise VideoError(folder, f"its images, {names[0]} to {names[-1]}, are not named alike: "
                          "each needs a number of its own, after the same text")
@@ -456,10 +456,10 @@ def _stream(path):
             container.flags &= ~av.container.Flags.gen_pts.value
             yield container, stream
     except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: cut MPEG-TS
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         if isinstance(error, av.ArgumentError):  # the error of av.open for other formats too
-            why = "damaged, or in no format that is read here"
-        raise VideoError(path, f"PyAV: {why}") from error
+            reason = "damaged, or in no format that is read here"
+        raise VideoError(path, f"PyAV: {reason}") from error
 
 
 def _open(path):
@@ -507,14 +507,14 @@ def _open(path):
         [row for row in packets if row[0] is not None], np.int64).reshape(-1, 6).T
     came = [_tick(frame, reorders) for frame in early]
     # Frames before the first frame that decodes are left over from a cut and do not count.
-    shown = (hidden == 0) & (came[0] is not None and pts >= came[0])
-    ticks, counts = np.unique(pts[shown], return_counts=True)
+    displayed = (hidden == 0) & (came[0] is not None and pts >= came[0])
+    ticks, counts = np.unique(pts[displayed], return_counts=True)
     jump = _jump(path, pts * unit, dts * unit, keys, leaps)
     if counts.max(initial=0) > 8:  # a joined file's clock, which a copy held back
         jump = (ticks[counts.argmax()] - ticks[0]) * unit
     # An edit list of several parts steps back too. That is harmless, unless frames of two parts
     # share a time.
-    if jump is not None and not (hidden.any() and len(ticks) == shown.sum()):
+    if jump is not None and not (hidden.any() and len(ticks) == displayed.sum()):
         raise VideoError(path, f"the clock jumps at {jump:g} s: remux it, or encode it anew")
     # Matroska has no times below zero. In files that were cut, frames of such times follow the
     # first key frame. They depend on frames that are gone, so they neither decode nor count.
@@ -523,7 +523,7 @@ def _open(path):
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     disordered = None in came or came != sorted(came) or (overlap & (keys[1:] > 0)).any()
-    lacks_times = untimed and not front or len(ticks) < shown.sum()
+    lacks_times = untimed and not front or len(ticks) < displayed.sum()
     can_seek = len(key_ticks) and (sure or likely and not keys.all())
     if disordered or lacks_times or not can_seek:  # then the file is decoded in a row
         times, end = _show(path)
@@ -531,7 +531,7 @@ def _open(path):
         # Numbers of frames in the decoder's order; none at which decoding can begin.
         ticks, key_ticks = len(times) - 1 - back, key_ticks[:0]
     else:
-        starts, end = ticks, ticks[-1] + lengths[shown][pts[shown].argmax()]
+        starts, end = ticks, ticks[-1] + lengths[displayed][pts[displayed].argmax()]
     end, sound = (end - starts[0]) * unit, round(float((sound or 0) - starts[0] * unit), 1)
     starts = np.round((starts - starts[0]) * unit, 4)
     duration = _duration(starts, end)
@@ -580,16 +580,16 @@ def _show(path):
     its last frames are out of order.
     """
     # wrong, latest: of pts, of dts. dts: of each frame.
-    times, dts, length, wrong, latest = [], [], 0, [0, 0], [-math.inf, -math.inf]
+    times, dts, length, disorder, latest = [], [], 0, [0, 0], [-math.inf, -math.inf]
     with _stream(path) as (container, stream):
         for frame in container.decode(stream):
-            known = frame.pts, frame.dts
-            for i, tick in enumerate(known):
-                wrong[i] += tick is not None and tick <= latest[i]
-                latest[i] = next(t for t in (tick, known[1 - i], latest[i]) if t is not None)
-            if not times and known == (None, None):
+            stamps = frame.pts, frame.dts
+            for i, tick in enumerate(stamps):
+                disorder[i] += tick is not None and tick <= latest[i]
+                latest[i] = next(t for t in (tick, stamps[1 - i], latest[i]) if t is not None)
+            if not times and stamps == (None, None):
                 raise VideoError(path, "its first frames carry no times: encode it anew")
-            order = known if wrong[0] <= wrong[1] else (frame.dts,)
+            order = stamps if disorder[0] <= disorder[1] else (frame.dts,)
             before = times[-1] if times else 0
             tick = next(t for t in (*order, before + length) if t is not None)
             step = tick - before if times else 0
@@ -657,17 +657,17 @@ def _decode(container, stream, wanted, key_ticks):
     for packet in container.demux(stream):
         # A packet without bytes is the flush at the end. A hidden frame may share a time.
         tick = _tick(packet, codec.has_b_frames)
-        mine = not packet.size or tick in wanted and not packet.is_discard
-        if not missing and not mine:  # only now, because the fields of a frame may come one by one
+        useful = not packet.size or tick in wanted and not packet.is_discard
+        if not missing and not useful:  # only now: the fields of a frame may come one by one
             yield from codec.decode(None)  # frames held back to reorder them
             return
         if packet.is_keyframe and not begun and tick not in key_ticks:
             return
         begun = begun or packet.is_keyframe
         drop = drop and not any(_parameter_sets(codec, packet).values())  # it may have more layers
-        codec.skip_frame = "NONREF" if drop and not mine else "DEFAULT"
+        codec.skip_frame = "NONREF" if drop and not useful else "DEFAULT"
         yield from packet.decode()  # never a hidden frame
-        if mine:
+        if useful:
             missing.discard(tick)
 
 
@@ -677,19 +677,19 @@ def _images(path, ticks, key_ticks):
         _, names = _pictures(path)
         yield from ((tick, _picture(path, names[tick])) for tick in ticks)
         return
-    left = ticks.tolist()
+    pending = ticks.tolist()
     # Seeks may land too late (MPEG-TS has no index), or fail (an index without key frames). Then,
     # and without key frames, the file is decoded from its first frame on.
     for seeks in (True, False)[not len(key_ticks) :]:
         with contextlib.suppress(*[VideoError] * seeks), _stream(path) as (container, stream):
             reorders, run = stream.codec_context.has_b_frames, []
-            while left and not run:
-                run = left[:]  # decoded in one go: all before the next key frame
+            while pending and not run:
+                run = pending[:]  # decoded in one go: all before the next key frame
                 if seeks:
-                    after = np.searchsorted(key_ticks, left[0], side="right")  # index of the next
+                    after = np.searchsorted(key_ticks, pending[0], side="right")  # of the next one
                     if after < len(key_ticks):
-                        run = left[: np.searchsorted(left, key_ticks[after])]
-                    if after > 1 or after and len(left) < len(ticks):  # else it stands there
+                        run = pending[: np.searchsorted(pending, key_ticks[after])]
+                    if after > 1 or after and len(pending) < len(ticks):  # else it stands there
                         container.seek(int(key_ticks[after - 1]), stream=stream)
                 frames = (_decode(container, stream, set(run), key_ticks) if seeks
                           else container.decode(stream))
@@ -697,13 +697,13 @@ def _images(path, ticks, key_ticks):
                     tick = _tick(frame, reorders) if len(key_ticks) else number
                     if tick in run:
                         run.remove(tick)
-                        left.remove(tick)
+                        pending.remove(tick)
                         yield tick, _upright(path, frame)
                     if not run:
                         break
-            if not left:
+            if not pending:
                 return
-    raise VideoError(path, f"PyAV: the frame of tick {left[0]} does not decode")
+    raise VideoError(path, f"PyAV: the frame of tick {pending[0]} does not decode")
 
 
 def _read(path, ticks, key_ticks, height, width):
@@ -732,8 +732,8 @@ def _answer(request):
     except (VideoError, ImportError):  # the latter is not the file's fault
         raise
     except Exception as error:  # of a file that nobody thought of
-        why = "needs too much memory: " * isinstance(error, MemoryError)
-        raise VideoError(request[0], f"{why}{type(error).__name__}: {error}") from error
+        reason = "needs too much memory: " * isinstance(error, MemoryError)
+        raise VideoError(request[0], f"{reason}{type(error).__name__}: {error}") from error
 
 
 class ChildDecoder:
@@ -756,8 +756,8 @@ class ChildDecoder:
             try:
                 self.pipe.send(request)
                 if not self.pipe.poll(patience):
-                    why = f"no answer within {patience:g} s: encode it anew, or allow more time"
-                    raise VideoError(request[0], why)
+                    reason = f"no answer within {patience:g} s: encode it anew, or allow more time"
+                    raise VideoError(request[0], reason)
                 error, value = self.pipe.recv()
                 break
             except BaseException as failure:  # Ctrl-C too: a late answer must not serve the next
@@ -851,8 +851,8 @@ class Memory:
     bytes; a larger value is returned and not kept.
     """
 
-    def __init__(self, most):
-        self.most, self.bytes, self.lock = most, 0, threading.Lock()  # bytes kept now
+    def __init__(self, max_bytes):
+        self.most, self.bytes, self.lock = max_bytes, 0, threading.Lock()  # bytes kept now
         self.entries = {}  # key -> Future of (value, bytes), oldest first
 
     def once(self, key, read, last=True):
@@ -860,9 +860,9 @@ class Memory:
         value itself may be dropped at once, if it is larger than all."""
         with self.lock:
             future = self.entries.pop(key, None)
-            mine = future is None
+            is_owner = future is None
             future = self.entries[key] = future or Future()  # last in order: used now
-        if not mine:  # outside the lock, which the reading thread needs
+        if not is_owner:  # outside the lock, which the reading thread needs
             return future.result()[0]  # or raises the error of the other thread
         try:
             value, size = read()  # outside the lock, because this may take seconds

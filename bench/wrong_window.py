@@ -1,6 +1,7 @@
 """
-bench/wrong_window.py (tests/slow/test_eval.py): eval.py, but one call of each episode is answered
-with another window of the same length, which shows none of the task's evidence if there is one.
+bench/wrong_window.py (tests/slow/test_rollout.py): eval.py, but one call of each episode is
+answered with another window of the same length, which shows none of the task's evidence if there is
+one.
 
 How much accuracy does an agent lose by one wrong answer among several of one turn, or in an earlier
 turn? The call stays in the context as the model wrote it.

@@ -1,6 +1,6 @@
 """
-plumbing/runs.py (tests/test_identity.py): the folder of a run: who writes there, what it is made
-from, where it goes on.
+plumbing/runs.py (tests/test_identity.py): the folder of a run: who writes there, that no output
+overwrites an input, what it is made from, where it goes on.
 
   a run      out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last and
              lists size and CRC-32 of every other file; out/last and out/best link to them

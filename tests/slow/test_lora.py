@@ -24,7 +24,8 @@ def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
                           "--lr", 1e-2, "--out", tmp_path / f"ranks{ranks}", ranks=ranks)
         assert done.returncode == 0, done.stderr[-2000:]
     one, two = (adapters(tmp_path / f"ranks{n}") for n in (1, 2))
-    assert max((one[n] - two[n]).abs().max() for n in one) < 1e-5
+    # AdamW divides by the size of a gradient: where that is tiny, rounding shows.
+    assert max((one[n] - two[n]).abs().max() for n in one) < 1e-4
     assert any(one[n].abs().max() > 1e-3 for n in one if ".lora_B." in n)
 
 

@@ -3,6 +3,7 @@ More of rollout.py: masses of odd text, the rarer flags:
 python -m pytest tests/slow/test_rollout.py -q
 """
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from scripted import (
     call,
     calls,
     play_one,
-    text_of,  # fmt: skip
+    text_of,
+    window_of,
 )
 from test_rollout import runs
 
@@ -125,3 +127,18 @@ def test_no_text_breaks_an_episode(first, second, sub, plain, codec, tasks, fram
     episode = play_one(engine, tasks, frames_of,
                        replace(AGENT, max_turns=2, max_new_tokens=900, sub_max_new_tokens=200))
     check_sound(codec, episode, 4)
+
+
+def test_a_wrong_window_takes_the_place_of_one_call(monkeypatch, codec, tasks, frames_of):
+    from bench import wrong_window
+
+    engine = Scripted(codec, [calls((0, 8), (16, 24)), ANSWER])
+    task = {**tasks[0], "evidence": [[14.0, 30.0]]}
+    monkeypatch.setattr(rollout, "record_calls", rollout.record_calls)  # restored at the end
+    monkeypatch.setattr(sys, "argv", ["wrong_window.py", "0", "1"])
+    monkeypatch.setattr(wrong_window.evaluation, "main",
+                        lambda: play_one(engine, [task], frames_of))
+    wrong_window.main()
+    first, (start, end) = sorted(map(window_of, engine.subs()), key=lambda w: w != (0.0, 8.0))
+    assert first == (0.0, 8.0) and end - start == 8 and (end <= 14 or start >= 30)
+    assert '"start_time": 16' in text_of(codec, engine.mains()[-1].ids)
