@@ -116,7 +116,7 @@ def parse_args(protocol: str | None = None):
     args = parser.parse_args()
     args.protocol = name
     if "all" in args.bench:
-        args.bench = list(benchmarks.paper_table()["ParaVT-8B"])
+        args.bench = list(benchmarks.paper_table()["ParaVT-8B"][1])
     for wrong, why in faults(args):
         if wrong:
             raise launch.UserError(why)

@@ -615,9 +615,8 @@ def show(episode: Episode, codec: chat.ChatProcessor) -> str:
     for kind, places in itertools.groupby(range(len(ids)), kinds.__getitem__):
         # Of a run of placeholders only the first is shown: a frame has dozens.
         run = [ids[i] for i in places if ids[i] not in pads or ids[i - 1] != ids[i]]
-        on, off = marks[kind]
         # Characters that steer a terminal are replaced: a model may write any.
-        text.append(on + launch.printable(chat.decode(codec, run, True)) + off)
+        text.append(launch.printable(chat.decode(codec, run, True)).join(marks[kind]))
     terms = " ".join(f"{k} {episode.reward[k]:.2f}" for k in ("total", "acc", "fmt", "tool")
                      if episode.reward)
     head = (f"== {episode.task['id']} sample {episode.sample} | K {episode.num_frames} | "

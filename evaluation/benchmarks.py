@@ -30,11 +30,6 @@ from plumbing import data
 # The splits
 
 
-def whole(record):
-    """Split.part of a headline with one part, the mean over all items."""
-    return ""
-
-
 @dataclass
 class Split:
     """One benchmark: places of files below the root folder, how rows are read, the headline.
@@ -52,7 +47,7 @@ class Split:
     folder: str = ""  # in a folder of all benchmarks; "" = its name
     shown: str = "none"  # --subtitles, unless the flag is given
     metric: str = "accuracy"  # name of the headline
-    part: callable = whole  # record -> part of the headline; None = the item is in no part
+    part: callable = lambda record: ""  # -> part of the headline; None = the item is in no part
     marked: str = ""  # a file without this column in any row is another task: left out, counted
     merged: bool = False  # tasks of one id are one item, as in the publisher's own mean
 
@@ -125,64 +120,42 @@ def splits():
 
 def headline(name):
     """Name of a benchmark (None: no benchmark) -> (name of the headline, Split.part)."""
-    if name is None:
-        return "accuracy", whole
-    return splits()[name].metric, splits()[name].part
+    split = splits()[name] if name else Split
+    return split.metric, split.part
 
 
 def paper_table():
-    """system -> {split: percent}: Table 1 of the paper (arXiv 2605.20342). The Charades-STA column
-    is mIoU. A split without a number in the paper is not in the row."""
-    return {
-        "GPT-4o": {"videomme": 71.9, "videomme_wsub": 77.2, "longvideobench": 66.7,
-            "lvbench": 34.7, "mlvu": 64.6, "mmvu": 66.7},
-        "Gemini 1.5 Pro": {"videomme": 75.0, "videomme_wsub": 81.3, "longvideobench": 64.4,
-            "lvbench": 33.1, "mlvu": 74.3, "mmvu": 65.8},
-        "Qwen2.5-VL-7B": {"videomme": 55.7, "videomme_wsub": 64.5, "longvideobench": 46.4,
-            "lvbench": 32.2, "mlvu": 47.8, "mmvu": 65.4, "charades": 31.6},
-        "Video-R1-7B": {"videomme": 57.6, "videomme_wsub": 66.0, "longvideobench": 57.4,
-            "lvbench": 36.9, "mlvu": 61.6, "mmvu": 61.3, "charades": 25.4},
-        "VideoChat-R1-7B": {"videomme": 50.4, "videomme_wsub": 58.2, "longvideobench": 49.2,
-            "lvbench": 23.8, "mlvu": 58.7, "mmvu": 65.0, "charades": 31.5},
-        "VideoRFT-7B": {"videomme": 58.5, "videomme_wsub": 65.6, "longvideobench": 55.1,
-            "lvbench": 38.0, "mlvu": 44.9, "mmvu": 42.7, "charades": 18.7},
-        "Time-R1-7B": {"videomme": 58.9, "videomme_wsub": 66.2, "longvideobench": 56.0,
-            "lvbench": 38.2, "mlvu": 60.5, "mmvu": 63.4, "charades": 34.7},
-        "ReWatch-R1-7B": {"videomme": 58.8, "videomme_wsub": 65.0, "longvideobench": 53.6,
-            "lvbench": 38.5, "mlvu": 60.1, "mmvu": 59.8, "charades": 20.2},
-        "Video-Thinker-7B": {"videomme": 61.9, "videomme_wsub": 65.3, "longvideobench": 56.0,
-            "mlvu": 65.2, "mmvu": 64.5, "charades": 29.0},
-        "Qwen3-VL-8B": {"videomme": 59.9, "videomme_wsub": 68.4, "longvideobench": 52.2,
-            "lvbench": 33.1, "mlvu": 58.3, "mmvu": 68.0, "charades": 49.3},
-        "Conan-7B": {"videomme": 55.5, "videomme_wsub": 62.8, "longvideobench": 54.5,
-            "lvbench": 38.2, "mlvu": 59.2, "mmvu": 64.0, "charades": 25.4},
-        "LongVT-RFT-7B": {"videomme": 59.5, "videomme_wsub": 66.0, "longvideobench": 54.7,
-            "lvbench": 37.9, "mlvu": 59.4, "mmvu": 63.4, "charades": 23.4},
-        "SAGE-7B": {"videomme": 44.1, "videomme_wsub": 52.4, "longvideobench": 37.4,
-            "lvbench": 31.8, "mlvu": 49.7, "mmvu": 55.7, "charades": 28.9},
-        "VideoZoomer-7B": {"videomme": 45.3, "videomme_wsub": 48.3, "longvideobench": 39.6,
-            "lvbench": 22.9, "mlvu": 46.2, "mmvu": 61.6},
-        "ParaVT-8B": {"videomme": 62.1, "videomme_wsub": 69.4, "longvideobench": 60.4,
-            "lvbench": 39.8, "mlvu": 65.0, "mmvu": 68.6, "charades": 50.1},
-    }
-
-
-def paper_groups():
-    """Title -> the systems under it, in the order of the paper's Table 1."""
-    return {
-        "proprietary, from official reports": ["GPT-4o", "Gemini 1.5 Pro"],
-        "instruct, direct answer": ["Qwen2.5-VL-7B"],
-        "reasoning": ["Video-R1-7B", "VideoChat-R1-7B", "VideoRFT-7B", "Time-R1-7B",
-            "ReWatch-R1-7B", "Video-Thinker-7B"],
-        "agentic": ["Qwen3-VL-8B", "Conan-7B", "LongVT-RFT-7B", "SAGE-7B", "VideoZoomer-7B",
-            "ParaVT-8B"],
-    }
-
-
-def paper_rows():
-    """paper_table as shown beside measured rows: labelled, percent as text."""
-    return {f"{system} (the paper's)": {name: f"{percent:.1f}" for name, percent in row.items()}
-            for system, row in paper_table().items()}
+    """system -> (its group, {split: percent}): Table 1 of the paper (arXiv 2605.20342), in its
+    order. The Charades-STA column is mIoU. A split without a number is not in the row."""
+    names = ("videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades")
+    rows = """
+        proprietary, from official reports
+        GPT-4o              71.9    77.2    66.7    34.7    64.6    66.7    -
+        Gemini 1.5 Pro      75.0    81.3    64.4    33.1    74.3    65.8    -
+        instruct, direct answer
+        Qwen2.5-VL-7B       55.7    64.5    46.4    32.2    47.8    65.4    31.6
+        reasoning
+        Video-R1-7B         57.6    66.0    57.4    36.9    61.6    61.3    25.4
+        VideoChat-R1-7B     50.4    58.2    49.2    23.8    58.7    65.0    31.5
+        VideoRFT-7B         58.5    65.6    55.1    38.0    44.9    42.7    18.7
+        Time-R1-7B          58.9    66.2    56.0    38.2    60.5    63.4    34.7
+        ReWatch-R1-7B       58.8    65.0    53.6    38.5    60.1    59.8    20.2
+        Video-Thinker-7B    61.9    65.3    56.0    -       65.2    64.5    29.0
+        agentic
+        Qwen3-VL-8B         59.9    68.4    52.2    33.1    58.3    68.0    49.3
+        Conan-7B            55.5    62.8    54.5    38.2    59.2    64.0    25.4
+        LongVT-RFT-7B       59.5    66.0    54.7    37.9    59.4    63.4    23.4
+        SAGE-7B             44.1    52.4    37.4    31.8    49.7    55.7    28.9
+        VideoZoomer-7B      45.3    48.3    39.6    22.9    46.2    61.6    -
+        ParaVT-8B           62.1    69.4    60.4    39.8    65.0    68.6    50.1"""
+    table, group = {}, None
+    for system, *cells in (re.split("  +", line.strip()) for line in rows.splitlines()[1:]):
+        if cells:
+            known = {name: float(cell) for name, cell in zip(names, cells) if cell != "-"}
+            table[system] = group, known
+        else:
+            group = system
+    return table
 
 
 # ------------------------------------------------------------------------------------------------
@@ -302,17 +275,23 @@ def mmvu_disciplines():
 def charades_tasks(row, path):
     # The parquet holds float16 (24.3 is 24.296875); the publisher's text has one decimal.
     start, end = (round(float(second), 1) for second in row["timestamp"])
-    yield {
-        "id": f"{row['video']}/{start:g}-{end:g}",  # none is published
-        "video": row["video"] + ("" if "." in row["video"] else ".mp4"),
-        "options": None,
-        "type": "grounding",
-        "question": f"When does this happen in the video: {row['caption'].strip()}",
-        "event": row["caption"].strip(),  # for prompts that ask about an event in their own words
-        "answer": [start, end],
-        "evidence": [[start, end]],
-        "tags": {},
-    }
+    video = row["video"] + ("" if "." in row["video"] else ".mp4")
+    yield event_task(f"{row['video']}/{start:g}-{end:g}", video, row["caption"], start, end)
+
+
+def timelens_tasks(row, path):
+    start, end = map(float, row["span"][0])  # the publisher's mean knows the first one alone
+    name = f"{row['video_path']}/{row['query']}/{json.dumps(row['span'])}"
+    yield event_task(name, row["video_path"], row["query"], start, end)
+
+
+def event_task(name, video, event, start, end):
+    """The task to find an event. name: an id, as none is published."""
+    return {
+        "id": name, "video": video, "options": None, "type": "grounding",
+        "question": f"When does this happen in the video: {event.strip()}",
+        "event": event.strip(),  # for prompts that ask about an event in their own words
+        "answer": [start, end], "evidence": [[start, end]], "tags": {}}
 
 
 def cgbench_tasks(row, path, clue=False):
@@ -330,21 +309,6 @@ def cgbench_tasks(row, path, clue=False):
         **({} if clue else {"evidence": row["clue_intervals"]}),
         "tags": {"duration": length, "domain": row.get("domain"),
                  "sub_category": row.get("sub_category")},
-    }
-
-
-def timelens_tasks(row, path):
-    start, end = map(float, row["span"][0])  # the publisher's mean knows the first one alone
-    yield {
-        "id": f"{row['video_path']}/{row['query']}/{json.dumps(row['span'])}",  # none is published
-        "video": row["video_path"],
-        "options": None,
-        "type": "grounding",
-        "question": f"When does this happen in the video: {row['query'].strip()}",
-        "event": row["query"].strip(),
-        "answer": [start, end],
-        "evidence": [[start, end]],
-        "tags": {},
     }
 
 

@@ -12,8 +12,11 @@ Tokens are counted from ids if the engine has ids, else taken from the endpoint'
 None. Reads and writes no file.
 """
 
+import contextlib
 import itertools
 import os
+
+from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
 # Counting
@@ -60,7 +63,10 @@ def of(episode, taken):
         request = taken.pop(f"{name}/{turn}", None)
         if request is None:
             break
-        main.append(fresh(request, before))
+        new, sampled = request  # tokens of the prompt that are new since the turn before
+        if before is not None and None not in (new, *before):
+            new = max(0, new - sum(before))
+        main.append((new, sampled))
         before = request
         # A call whose window could not be loaded made no request, so numbers may be missing.
         asked = [taken.pop(f"{name}/{turn}/{n}", None) for n in range(len(episode.calls))]
@@ -77,14 +83,6 @@ def of(episode, taken):
     }
 
 
-def fresh(request, before):
-    """-> (tokens of the prompt that are new since the turn before, sampled tokens)."""
-    prompt, sampled = request
-    if before is None or None in (prompt, *before):
-        return prompt, sampled
-    return max(0, prompt - sum(before)), sampled
-
-
 def total(counts, place):
     """Sum over requests, None if one is unknown."""
     some = [count[place] for count in counts]
@@ -97,12 +95,14 @@ def mean(records):
     costs = [record["cost"] for record in records if "cost" in record]
     if len(costs) < len(records):
         return None
-    out = {}
-    for name in [name for name in costs[0] if name != "seconds"]:  # the summary has them already
-        values = [cost[name] for cost in costs]
-        out[name] = None if None in values else sum(values) / len(values)
-    parts = [value for name, value in out.items() if name.endswith("_tokens")]
-    return {"tokens": None if None in parts else sum(parts), **out}
+    out = {name: mean_or_none([cost[name] for cost in costs])
+           for name in costs[0] if name != "seconds"}  # the summary has them already
+    parts = [[value] for name, value in out.items() if name.endswith("_tokens")]
+    return {"tokens": total(parts, 0), **out}
+
+
+def mean_or_none(values):
+    return None if None in values else sum(values) / len(values)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -112,15 +112,9 @@ def mean(records):
 def split(jobs, ranks):
     """Jobs -> [ranks][jobs]: the places of the tasks that a rank asks, in order."""
     work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
-    places = [(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work]
-    shares = []
-    for mine in deal(places, ranks):
-        share = [[] for _ in jobs]
-        for place in mine:
-            n, i = work[place]
-            share[n].append(i)
-        shares.append(share)
-    return shares
+    dealt = deal([(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work], ranks)
+    return [[[work[place][1] for place in mine if work[place][0] == n] for n in range(len(jobs))]
+            for mine in dealt]
 
 
 def deal(places, parts):
@@ -133,7 +127,10 @@ def deal(places, parts):
     videos = {}  # path -> indices
     for index, (root, task) in enumerate(places):
         videos.setdefault(os.path.join(root, str(task["video"])), []).append(index)
-    weight = {path: file_size(path) for path in videos}
+    weight = dict.fromkeys(videos, 0)
+    for path in videos:
+        with contextlib.suppress(OSError, ValueError):  # its own episode will report the file
+            weight[path] = os.path.getsize(path)
     total = sum(weight.values()) or 1
     fair = max(1, -(-len(places) // parts))  # rounded up
     chunks = []  # (work, path, indices)
@@ -143,17 +140,6 @@ def deal(places, parts):
             # A rough guess is enough: half of the work is answering, half is decoding.
             cost = len(some) / len(places) + weight[path] / total
             chunks.append((cost, path, some))
-    dealt, loads = [[] for _ in range(parts)], [0.0] * parts
-    for cost, _, some in sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1], chunk[2])):
-        least = loads.index(min(loads))
-        dealt[least] += some
-        loads[least] += cost
-    return dealt
-
-
-def file_size(path):
-    """Bytes, or 0 if the file cannot be read, which the task's own episode will report."""
-    try:
-        return os.path.getsize(path)
-    except (OSError, ValueError):
-        return 0
+    chunks.sort(key=lambda chunk: chunk[1:])  # the order of equal work
+    return [[index for *_, some in data.deal(chunks, lambda chunk: chunk[0], part, parts)
+             for index in some] for part in range(parts)]

@@ -277,8 +277,11 @@ class OpenAIEngine(Client):
                     self.busy[url] -= 1
                 fails = done.error is not None and passing(status)
                 self.rests[url] = time.monotonic() + 30 if fails else 0.0
+                # A wrong key would fail every item. Some endpoints answer 403 for one text alone.
                 if status in (401, 402, 403, 404):
-                    await self.check_refusal(url)
+                    plain, status, _ = await self.probe(url, self.timeout)
+                    if status in (401, 402, 403, 404):
+                        self.end(refusal(url, self.model_name, Reply(status, error=plain.error)))
                 self.failed = self.failed + 1 if fails else 0
                 # After `give_up` failed tries in a row all requests wait for a server.
                 if 0 < self.give_up <= self.failed and self.awake.is_set() and not self.ending:
@@ -290,13 +293,6 @@ class OpenAIEngine(Client):
                 if not fails or attempt == self.retries:
                     return done
                 await self.pause(max(2.0**attempt, after))
-
-    async def check_refusal(self, url):
-        """Ends the run if the server refuses a plain request, too: a wrong key would fail every
-        item. Some endpoints answer 403 for one text alone."""
-        done, status, _ = await self.probe(url, self.timeout)
-        if status in (401, 402, 403, 404):
-            self.end(refusal(url, self.model_name, Reply(status, error=done.error)))
 
     async def wait_for_server(self, pause):
         """Probes all servers, with growing pauses, until one answers. Ends the run if none has
@@ -340,7 +336,10 @@ class OpenAIEngine(Client):
             # Gateways name the end of an answer in many ways, and a limit in three.
             finish = str(choice.get("finish_reason")).lower()
             ended = finish not in ("length", "max_tokens", "model_length")
-            self.note_usage(request.id, answer.get("usage"))
+            usage = answer["usage"] if isinstance(answer.get("usage"), dict) else {}
+            counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+            if all(type(count) is int for count in counts):
+                self.usage[request.id] = counts
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
             # An empty text would be graded as an answer that says nothing.
             if said.get("tool_calls") or (finish == "tool_calls" and not text):
@@ -353,13 +352,6 @@ class OpenAIEngine(Client):
         except (LookupError, TypeError, AttributeError) as error:  # not the promised JSON
             done = Completion(request.id, error=f"bad answer: {type(error).__name__}")
         return done, reply.status, wait
-
-    def note_usage(self, name, usage):
-        """Keeps the token counts of a request, if the endpoint reports them."""
-        usage = usage if isinstance(usage, dict) else {}
-        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if all(type(count) is int for count in counts):
-            self.usage[name] = counts
 
     def joined(self, request):
         """-> Frames of the overview if they go as one video, else None. Windows stay images,
@@ -377,7 +369,8 @@ class OpenAIEngine(Client):
         clip = self.joined(request)
         total = sum(len(frames.images) for frames in request.frames
                     if frames is not clip and not hasattr(frames, "path"))
-        kept = set(evenly(range(total), self.image_cap or total))  # numbers of images
+        most = min(self.image_cap or total, total)
+        kept = {int((i + 0.5) * total / most) for i in range(most)}  # numbers of images
         numbers = itertools.count()
         frames = iter(request.frames)  # in the order of the messages' videos
         turns = []  # [role, parts, holds tool responses]
@@ -419,13 +412,12 @@ def content_parts(content, frames, numbers, kept, clip=None, jpeg=90):
             parts.append(text_part(item["text"]))
             continue
         shown = next(frames)
-        if hasattr(shown, "path"):  # frame_sources.Film: the server reads the file
-            url = f"file://{shown.path}"
-            parts.append({"type": "video_url", "video_url": {"url": url}})
-            continue
+        # frame_sources.Film: the server reads the file
+        url = f"file://{shown.path}" if hasattr(shown, "path") else ""
         if shown is clip:
             pieces = [jpeg_url(image, jpeg).partition(",")[2] for image in shown.images]
             url = "data:video/jpeg;base64," + ",".join(pieces)
+        if url:
             parts.append({"type": "video_url", "video_url": {"url": url}})
             continue
         for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):
@@ -447,13 +439,6 @@ def clip_times(clip):
     total = max(total, times[-1] + 1)
     return {"num_frames": -1, "fps": 1000.0, "frames_indices": times, "total_num_frames": total,
             "duration": total / 1000.0}
-
-
-def evenly(items, n):
-    """n of the items, evenly spread; all if there are fewer."""
-    if not 0 < n < len(items):
-        return items[: max(n, 0)]
-    return [items[int((i + 0.5) * len(items) / n)] for i in range(n)]
 
 
 def jpeg_url(image, quality):
@@ -495,13 +480,12 @@ def make_engine(args, prefill, jpeg=90, tools=None, film=None):
     """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses.
     prefill: the protocol forces the start of every turn. jpeg: quality of images. tools: declared
     to the chat template. film: path of a video that the server will have to read."""
-    engine = OpenAIEngine(
-        args.base_url, args.model, key_variable=args.api_key_env, workers=args.workers,
-        timeout=args.request_timeout, retries=args.retries, image_cap=args.image_cap,
-        video_item=args.video_item, jpeg=jpeg,
-        prefill=args.think_prefix or prefill,
-        tokens_field=args.tokens_field, send_temperature=args.send_temperature,
-        sampling=sampling_settings(args), give_up=args.give_up, server_wait=args.server_wait)
+    same = ("workers", "retries", "image_cap", "video_item", "tokens_field", "send_temperature",
+            "give_up", "server_wait")
+    engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, jpeg=jpeg,
+                          timeout=args.request_timeout, prefill=args.think_prefix or prefill,
+                          sampling=sampling_settings(args),
+                          **{name: getattr(args, name) for name in same})
     engine.knock(tools, film)
     return engine
 

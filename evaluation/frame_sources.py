@@ -127,11 +127,17 @@ class Source(rollout.Source):
         """Frames as a server's processor would hand them to the model."""
         if not (self.jpeg or self.processor):
             return frames
-        images = [reencoded(image, self.jpeg) for image in frames.images]
+        from PIL import Image
+
+        images = [*map(Image.fromarray, frames.images)]
         height, width = frames.images.shape[1:3]
+        if self.jpeg:
+            images = [Image.open(io.BytesIO(jpeg_bytes(image, self.jpeg)))
+                      for image in frames.images]
         if self.processor:
             height, width = qwen_vl_sampling.sides(height, width, 32, *self.processor)
-            images = [resized(image, height, width) for image in images]
+            # PIL copies an image that has this size already.
+            images = [image.resize((width, height), Image.Resampling.BICUBIC) for image in images]
         name = f"jpeg{self.jpeg}-{height}x{width}-"
         return video.Frames(np.stack(images), frames.seconds, name + frames.key,
                             [name + key for key in frames.frame_keys])
@@ -179,20 +185,3 @@ def written_lines(path):
 
 def no_frames():
     return video.Frames(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0), "none", [])
-
-
-def reencoded(image, quality):
-    """An image through JPEG and back; quality 0: as it is."""
-    from PIL import Image
-
-    if not quality:
-        return image
-    return np.asarray(Image.open(io.BytesIO(jpeg_bytes(image, quality))))
-
-
-def resized(image, height, width):
-    from PIL import Image
-
-    if image.shape[:2] == (height, width):
-        return image
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))

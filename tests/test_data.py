@@ -25,17 +25,13 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
 
 @pytest.mark.parametrize("task, wanted", [
     (labelled("mcq", "Apple", FOUR), "letter"), (labelled("mcq", "E", FOUR), "letter"),
-    (labelled("mcq", "A.", FOUR), "letter"), (labelled("mcq", "A. Milne", FOUR), "letter"),
-    (labelled("mcq", "(B)", FOUR), "letter"), (labelled("mcq", "A, B", FOUR), "letter"),
-    (labelled("mcq", 1, FOUR), "the letter of"), (labelled("mcq", "1", FOUR), "the letter of"),
-    (labelled("grounding", [30, 25]), "0 <= start < end"),
+    (labelled("mcq", "A. Milne", FOUR), "letter"), (labelled("mcq", "A, B", FOUR), "letter"),
+    (labelled("mcq", 1, FOUR), "the letter of"),
     (labelled("grounding", [25, 25]), "0 <= start < end"),
     (labelled("grounding", [-1, 5]), "0 <= start < end"),
-    (labelled("grounding", [0, float("nan")]), "in seconds"),
     (labelled("grounding", [0, 10**400]), "in seconds"),
-    (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", [1, 2, 3]), "in sec"),
-    (labelled("grounding", [True, 5]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
-    (labelled("open", "<b></b>"), "a letter or"), (labelled("open", "?!"), "a letter or"),
+    (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
+    (labelled("open", "<b></b>"), "a letter or"),
     (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
     (labelled("list", ", ,"), "letter or a digit"),
     (labelled("mcq", "A", [str(n) for n in range(27)]), "letters for 26")])
@@ -49,16 +45,12 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
 
 
 @pytest.mark.parametrize("task", [
-    labelled("mcq", "A", FOUR), labelled("mcq", "d", FOUR), labelled("mcq", " C ", FOUR),
-    labelled("mcq", "B", ["B", "A", "C"]), labelled("mcq", "A", ["是", "不是"]),
-    labelled("mcq", "B", ["3", "three", "3"]), labelled("mcq", "J", list("0123456789")),
-    labelled("grounding", [0, 2]), labelled("grounding", [24.296875, 30.40000057220459]),
-    labelled("grounding", [3599.99, 36000]), labelled("open", "No."), labelled("open", "4"),
-    labelled("open", "-0.5"), labelled("open", "5 %"), labelled("open", "10²"),
-    labelled("open", "A"), labelled("open", "the"), labelled("open", "一只红色的狗"),
-    labelled("open", "C++"), labelled("open", "She says: \"no, thanks\".\nThen she leaves."),
-    labelled("mcq", "Z", [str(n) for n in range(26)]), labelled("list", "16 red, 40 blue"),
-    labelled("list", "红, 蓝"), labelled("list", "one")])
+    labelled("mcq", " d ", FOUR), labelled("mcq", "B", ["B", "A", "C"]),
+    labelled("mcq", "A", ["是", "不是"]), labelled("mcq", "Z", [str(n) for n in range(26)]),
+    labelled("grounding", [24.296875, 30.40000057220459]), labelled("open", "-0.5"),
+    labelled("open", "5 %"), labelled("open", "the"), labelled("open", "一只红色的狗"),
+    labelled("open", "She says: \"no, thanks\".\nThen she leaves."),
+    labelled("list", "16 red, 40 blue"), labelled("list", "红, 蓝")])
 def test_labels_of_every_kind_are_read(tmp_path, task):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task), encoding="utf-8-sig")

@@ -258,9 +258,7 @@ def test_only_what_is_missing_is_run_again(world):
 
 
 @pytest.mark.parametrize("flags", [("--temperature", 0.5), ("--no-think-prefix",),
-                                   ("--max-turns", 2), ("--seed", 1), ("--max-pixels", 4096),
-                                   ("--top-p", 0.8), ("--top-k", 20), ("--presence-penalty", 1),
-                                   ("--set", "sub_frames=8"), ("--max-new-tokens", 64)])
+                                   ("--top-p", 0.8), ("--set", "sub_frames=8")])
 def test_records_of_other_settings_are_refused(flags, world):
     """Numbers of two settings in one table are numbers of neither."""
     assert world(rows=ROWS[:1]).code == 0
@@ -336,17 +334,15 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
 
 @pytest.mark.parametrize("flags, drop, why", [
     ((), ("--ckpt",), "--ckpt"), (("--engine", "openai"), (), "--base-url"),
-    (("--frames", -1), (), "positive"), (("--ckpt", "/no/such"), (), "no such folder"),
-    (("--context", 60), (), "too small"), (("--compare", "/no/such"), (), "summary.json"),
-    (("--out", "/proc/no"), (), "output folder"), (("--limit", -1), (), "--limit"),
-    (("--samples", 2), (), "--temperature"),
+    (("--frames", -1), (), "positive"), (("--context", 60), (), "too small"),
+    (("--compare", "/no/such"), (), "summary.json"), (("--samples", 2), (), "--temperature"),
     (("--bench", "videomme"), ("--data",), "--root"), (("--top-p", "nan"), (), "--top-p"),
     (("--rescore", "/no/such"), (), "tasks.jsonl"),
     (("--judge-url", "http://x"), (), "--judge-model"),
     (("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"), (),
      "no server answers at http://127.0.0.1:9"),
     (("--prompt-file", "/no/such.txt"), (), "--prompt-file"),
-    (("--set", "overview_fps=-1"), (), "overview_fps"), (("--samp", 2), (), "arguments: --samp"),
+    (("--set", "overview_fps=-1"), (), "overview_fps"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
     done = world(*flags, drop=drop)

@@ -181,14 +181,6 @@ def test_the_reference_of_the_kl_is_kept_with_its_folder_and_named_if_it_changes
     assert code == 0 and "nothing to do" in said
 
 
-def test_subtitles_are_a_part_of_what_a_run_reads(tmp_path):
-    digests = set()
-    for text in (SRT, SRT.replace("Red", "Blue"), None):
-        (tmp_path / "a.srt").write_text(text) if text else (tmp_path / "a.srt").unlink()
-        digests.add(runs.identities({}, {}, [(str(tmp_path), "a.srt")])["subtitles"][0])
-    assert len(digests) == 3
-
-
 # ------------------------------------------------------------------------------------------------
 # Ids
 

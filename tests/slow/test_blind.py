@@ -90,14 +90,8 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
         assert row["difference"] == pytest.approx(still - 1 if moved else 0.0)
         assert (row["p"] < 1) == moved and row["chance"] == pytest.approx(1 / 3)
     assert done.stdout.count("does the answer need the video?") == 1
-    # graded again, and in the paper's layout
-    again = run_script("eval.py", "--rescore", tmp_path / "out")
-    assert again.returncode == 0 and "text alone" in again.stdout, again.stderr
-    after = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert after["needs"] == summary["needs"]
+    # in the paper's layout
     table = run_script("eval.py", "--table", tmp_path / "out")
     assert table.returncode == 0 and "text alone" in table.stdout, table.stderr
-    compared = run_script("eval.py", "--compare", tmp_path / "out", "--out", tmp_path / "c")
-    assert compared.returncode == 0 and compared.stdout.count("blank") >= 2
 
 

@@ -22,11 +22,11 @@ ANSWER = json.dumps({"model": "m", "choices": [{"finish_reason": "stop",
 
 @pytest.fixture
 def serve():
-    """serve(reply, tls=None) -> url of a server; reply(handler) writes the answer to a POST. Its
+    """serve(reply) -> url of a server; reply(handler) writes the answer to a POST. Its
     list .seen holds the headers of all requests."""
     running = []
 
-    def serve(reply, tls=None):
+    def serve(reply):
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self):
                 self.body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -41,17 +41,10 @@ def serve():
             def log_message(self, *_):
                 pass
 
-        class Server(http.server.ThreadingHTTPServer):
-            def handle_error(self, *_):  # a client that leaves in the handshake
-                pass
-
-        server = Server(("127.0.0.1", 0), Handler)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.seen = []
-        if tls:
-            server.socket = tls.wrap_socket(server.socket, server_side=True,
-                                            do_handshake_on_connect=False)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        server.url = f"http{'s' if tls else ''}://localhost:{server.server_port}/v1"
+        server.url = f"http://localhost:{server.server_port}/v1"
         running.append(server)
         return server
 
@@ -69,17 +62,12 @@ def whole(handler, content=None):
     handler.wfile.write(content)
 
 
-def drip(part):
-    """-> a reply that stops after the head, or in it, and goes on with a byte every 50 ms."""
-    def reply(handler):
-        head = b"HTTP/1.0 200 OK\r\n"
-        if part == "body":
-            head += b"\r\n"
-        handler.wfile.write(head)
-        while True:
-            handler.wfile.write(b" " if part == "body" else b"x")
-            time.sleep(0.05)
-    return reply
+def drip(handler):
+    """A reply that goes on with a byte every 50 ms."""
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+    while True:
+        handler.wfile.write(b" ")
+        time.sleep(0.05)
 
 
 def ask(url, monkeypatch, **more):
@@ -121,11 +109,9 @@ def test_the_key_does_not_go_through_a_proxy_of_the_environment(serve, monkeypat
     assert not thief.seen and len(server.seen) == 1
 
 
-@pytest.mark.parametrize("part", ["head", "body"])
-def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(
-        serve, monkeypatch, part):
+def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(serve, monkeypatch):
     began = time.monotonic()
-    done = ask(serve(drip(part)).url, monkeypatch, timeout=1.0)
+    done = ask(serve(drip).url, monkeypatch, timeout=1.0)
     assert "no whole answer within 1 s" in done.error and time.monotonic() - began < 15
 
 
@@ -133,22 +119,17 @@ def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(
 # Bytes and secrets
 
 
-def endless(length):
-    """-> a reply whose body has this Content-Length (None: none) and never ends."""
-    def reply(handler):
-        handler.send_response(200)
-        if length:
-            handler.send_header("Content-Length", str(length))
-        handler.end_headers()
-        while True:
-            handler.wfile.write(b" " * 2**20)
-            handler.server.sent = getattr(handler.server, "sent", 0) + 1
-    return reply
+def endless(handler):
+    """A reply whose body never ends."""
+    handler.send_response(200)
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b" " * 2**20)
+        handler.server.sent = getattr(handler.server, "sent", 0) + 1
 
 
-@pytest.mark.parametrize("length", [None, 10**12])
-def test_the_bytes_of_a_reply_are_bounded(serve, monkeypatch, length):
-    server = serve(endless(length))
+def test_the_bytes_of_a_reply_are_bounded(serve, monkeypatch):
+    server = serve(endless)
     done = ask(server.url, monkeypatch)
     assert done.error == "bad answer: more than 16 MiB" and not done.text
     assert server.sent < 40  # MiB, those under way in buffers included
@@ -179,9 +160,7 @@ def test_a_key_that_a_server_repeats_is_masked(serve, monkeypatch, where):
     assert "secret-of-the-user" not in repr(done) and "Bearer ***" in repr(done)
 
 
-@pytest.mark.parametrize("url", ["https://me:pa55@host/v1", "me:pa55@host/v1",
-                                 "http://me:pa55/2@host", "https://pa55@host",
-                                 "https://host/v1?key=pa55"])
+@pytest.mark.parametrize("url", ["me:pa55@host/v1", "https://host/v1?key=pa55"])
 @pytest.mark.parametrize("script, flag", [(grpo, "--judge-url"), (rollout, "--judge-url"),
                                           (evaluation, "--judge-url"), (evaluation, "--base-url")])
 def test_an_address_with_a_password_is_refused_without_repeating_it(

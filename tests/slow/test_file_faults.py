@@ -419,19 +419,3 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
     before = out.read_bytes()
     code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
     assert code == 0 and "has all 15 rollouts" in said and out.read_bytes() == before
-
-
-def test_records_that_somebody_edited_are_sampled_again(tmp_path):
-    write_inputs(tmp_path)
-    out = tmp_path / "r.jsonl"
-    assert forked(rollouts(tmp_path, out), tmp_path)[0] == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    wanted, edits = episodes_in(out), [{"group": 3, "sample": "x"}]
-    edits += [{"group": rows[2]["group"], "sample": rows[2]["sample"]}, {**rows[3], "group": "0/z"}]
-    for edit in edits:
-        part = [edit, *rows[4:]]
-        out.with_suffix(".jsonl.part").write_text("".join(json.dumps(row) + "\n" for row in part))
-        out.unlink(missing_ok=True)
-        code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
-        assert code == 0 and not err and "4 new rollouts in" in said, (edit, said, err)
-        assert episodes_in(out) == wanted

@@ -1,35 +1,15 @@
 """
-Tests of evaluation/paper.py, paper_texts.py, paper_driver.py, readers.py and sources.py:
+Tests of evaluation/qwen_vl_sampling.py:
     python -m pytest tests/slow/test_paper.py -q
 
 The authors' own code is the oracle in tests/publishers, with a clone of it. torch and transformers
 are always there.
 """
-import json
 import random
 
 import numpy as np
 
 from evaluation import qwen_vl_sampling
-
-
-def crop(start, end=None, name="crop_video"):
-    window = {"start_time": start, "end_time": end}
-    given = {key: value for key, value in window.items() if value is not None}
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>"
-
-
-def question(split, **more):
-    """A made-up task of a benchmark."""
-    texts = ["a red kite", "a blue {kite}", "no kite", "two kites"]
-    task = {"id": split, "split": split, "video": "made-up.mp4", "type": "mcq", "answer": "B",
-            "question": "Which kite flies over the harbour?", "options": texts, "tags": {}}
-    if split in ("mlvu", "lvbench"):
-        lines = [f"({letter}) {text}" for letter, text in zip("ABCD", texts)]
-        task["published"] = "\n".join([task["question"], *lines])
-    if split == "charades":
-        task.update(type="grounding", options=None, answer=[8.0, 16.0], event="a kite flies up.")
-    return {**task, **more}
 
 
 def test_sizes_are_those_of_the_processors():

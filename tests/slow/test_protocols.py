@@ -7,10 +7,8 @@ import os
 import random
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from conftest import run_script
 from scripted import Server
@@ -26,17 +24,6 @@ import video
 from engine import Completion
 from evaluation import protocol_loop, systems
 from plumbing import data, runs
-
-
-def texts(message):
-    """All text of one message."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(p.get("text", "") for p in content)
-
-
-def kinds(message):
-    return [p["type"] for p in message["content"]]
-
 
 # ------------------------------------------------------------------------------------------------
 # All of them
@@ -138,54 +125,7 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
 
 
 # ------------------------------------------------------------------------------------------------
-# One generation
-
-
-@pytest.mark.parametrize("name, system, said", [
-    ("direct", "final answer between <answer>", "<answer>B</answer>"), ("direct", "", "B"),
-    ("reasoning", "Reason between <think>", "<think>A? no.</think><answer>B</answer>"),
-    ("video-r1", None, "<think>A?</think><answer>B</answer>"),
-    ("videorft", None, "<think>A?</think><answer>B</answer>"), ("qwen3-vl", None, "B"),
-    ("videochat-r1", None, "<think>12.0s to 14 it is A</think><answer>B</answer>"),
-    ("time-r1", "helpful assistant", "<answer>(B)</answer>"),
-    ("rewatch-r1", None,
-     "<think>x</think><action>look at A</action><observation>A (A)</observation>"
-     "<answer>B</answer>"),
-    ("rewatch-r1", None, "<think>x</think><action>A</action><observation>A</observation>B")])
-def test_systems_of_one_generation(play, name, system, said):
-    episode, asked, record = play(f"--protocol {name} --frames 4", said)
-    assert record["score"] == 1.0 and episode.calls == [] and len(asked) == 1
-    assert asked[0].tools is None
-    messages = asked[0].messages
-    assert (system is None) == (messages[0]["role"] == "user")
-    assert (not system or system in messages[0]["content"])
-    text = texts(messages[-1])
-    assert "Which {colour} is first?" in text
-    brackets = name in ("time-r1", "videochat-r1")
-    assert ("(A) red\n(B) blue" if brackets else "A. red\nB. blue") in text
-    assert kinds(messages[-1])[0] == ("text" if name == "videochat-r1" else "video")
-    assert ("00:00 to 01:04" in text) == (name == "rewatch-r1")  # the toy video has 64 seconds
-
-
-def timed(paced, seconds, monkeypatch):
-    """A Source -> the same on a video of so many seconds, 10 frames a second, without pictures."""
-    starts = np.arange(round(seconds * 10)) / 10
-    info = SimpleNamespace(duration=seconds, fps=len(starts) / seconds, height=360, width=640)
-
-    def frames(path, places, *_):
-        places = np.array(places, int)
-        images = np.zeros((len(places), 32, 32, 3), np.uint8)
-        return video.Frames(images, starts[places], "k", ["k"] * len(places))
-
-    monkeypatch.setattr(paced, "cache", SimpleNamespace(index=lambda path: (starts, info),
-                                                        frames=frames))
-    monkeypatch.setattr(rollout.video, "resolve", lambda *_: "v")
-    monkeypatch.setattr(rollout.video, "probe", lambda *_: info)
-    return paced
-
-
-# ------------------------------------------------------------------------------------------------
-# Conan, VideoZoomer, SAGE
+# Parsers, and disks that go away
 
 
 @pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips])
