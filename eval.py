@@ -93,7 +93,7 @@ def build_parser():
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
     add("--decode-timeout", type=float, default=60.0, help="seconds that 64 frames may take")
 
-    rollout.add_agent_arguments(parser, tools=False, more=systems.rare_settings())
+    rollout.add_agent_arguments(parser, tools=False, extra=systems.rare_settings())
     # Training samples at 0.7, and its engine shares the card with the trainer.
     parser.set_defaults(temperature=0.0, engine_share=0.9, subtitles=None)  # None: see --bench
     return parser
@@ -117,9 +117,9 @@ def parse_args(protocol: str | None = None):
     args.protocol = name
     if "all" in args.bench:
         args.bench = list(benchmarks.paper_table()["ParaVT-8B"][1])
-    for wrong, why in faults(args):
-        if wrong:
-            raise launch.UserError(why)
+    for invalid, reason in faults(args):
+        if invalid:
+            raise launch.UserError(reason)
     if len(args.bench) > len(args.root):
         # One folder of folders. Benchmarks of one data set share a folder.
         names = [benchmarks.splits()[name].folder or name for name in args.bench]
@@ -132,7 +132,7 @@ def faults(args):
     benches, roots = len(args.bench), len(args.root)
     if args.compare or args.table or args.rescore or args.protocols:
         return []  # all other settings come from the folders
-    found = [
+    checks = [
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
          "with finished evaluations (tools/ask.py asks about one film)"),
         (args.prepare and benches != 1, "--prepare takes one --bench"),
@@ -143,8 +143,8 @@ def faults(args):
          "benchmarks; give one each, or one that holds all"),
     ]
     if args.prepare:
-        return found  # nothing is sampled
-    return found + run_faults(args) + [
+        return checks  # nothing is sampled
+    return checks + run_faults(args) + [
         (not results.cells(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live) < 0, "--limit and --live may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
@@ -193,12 +193,12 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             tasks, notes = benchmarks.read_split(bench, root)
             results.print_notes(bench, notes)
             flags.video_root = args.video_root or root
-            shown = args.subtitles or benchmarks.splits()[bench].shown
+            mode = args.subtitles or benchmarks.splits()[bench].shown
         else:
             tasks = data.read_tasks(args.data)
             named = any(task.get("subtitles") for task in tasks)
-            shown = args.subtitles or ("aligned" if named else "none")  # as in training
-        flags.subtitles = shown
+            mode = args.subtitles or ("aligned" if named else "none")  # as in training
+        flags.subtitles = mode
         agent, source = rollout.agent_settings(flags, args.data)
         source = systems.source_of(source, args)
         # Refused now, or a wrong folder would cost hours of counted video errors.
@@ -206,12 +206,12 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         out = results.leaf_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
-        spoken = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
-        texts = runs.digest_of(spoken) if spoken and shown != "none" else None
-        digest = results.settings_digest(args, weights, shown, tasks, prompts, texts)
+        files = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
+        texts = runs.digest_of(files) if files and mode != "none" else None
+        digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         records = results.read_records(out, digest)
-        seen = [(r["task"]["video"], r.get("film")) for r in records.values()]
-        if moved := results.of_other_films(seen, source.root):
+        films = [(r["task"]["video"], r.get("film")) for r in records.values()]
+        if moved := results.of_other_films(films, source.root):
             launch.say(f"{out}: {len(moved)} of {len(records)} records are of films that have "
                        f"changed since, for example {moved[0]}; delete their lines to ask again")
         done = {item: r["timing"].get("total_s") for item, r in records.items()
@@ -282,16 +282,16 @@ def evaluate(args):
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
-    kept = {**vars(args), "prompt_hash": prompts, "code": runs.code_digests("evaluation")}
+    meta = {**vars(args), "prompt_hash": prompts, "code": runs.code_digests("evaluation")}
     for suite in suites if rank == 0 else []:
         if not suite.part:
             results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-            results.write_json(kept, suite.out, "args.json")
+            results.write_json(meta, suite.out, "args.json")
     if needed:
         name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
         # This rank's tasks of every job.
-        own = [(*job[:3], [job[3][i] for i in some]) for job, some in zip(jobs, shares[rank])]
-        run_jobs(own, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
+        rank_jobs = [(*job[:3], [job[3][i] for i in part]) for job, part in zip(jobs, shares[rank])]
+        run_jobs(rank_jobs, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
     faulthandler.cancel_dump_traceback_later()  # no more beats: waiting and grading take long
     if world > 1:
         launch.any_rank(False)  # a barrier: all records are written
@@ -299,7 +299,7 @@ def evaluate(args):
         # Record which model answered: the same name may stand for another model next month.
         for suite in suites:
             if not suite.part:
-                results.write_json(kept | {"served": sorted(engine.served)}, suite.out, "args.json")
+                results.write_json(meta | {"served": sorted(engine.served)}, suite.out, "args.json")
     if rank == 0:
         results.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                {s.out: s.tasks for s in suites if s.part})
@@ -362,8 +362,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
 def main():
     args = parse_args()
     if args.protocols:
-        own = args.prompt_file or args.texts_of
-        names = [args.protocol] if own else systems.protocols()
+        own_prompts = args.prompt_file or args.texts_of
+        names = [args.protocol] if own_prompts else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
         results.prepare(args.bench[0], args.root[0], args.prepare)

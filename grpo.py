@@ -593,7 +593,7 @@ def add_update_arguments(parser):
     add("--pack-tokens", type=int, default=49152, help="tokens per pack (one forward)")
     checkpoint.add_arguments(add)
     tracker.add_track_arguments(parser.add_argument_group("tracker").add_argument)
-    rollout.add_agent_arguments(parser, more={
+    rollout.add_agent_arguments(parser, extra={
         "gamma": 0.3,  # penalty of a thought that never closes, see rewards.format_reward
         "minibatches": 1})  # optimizer steps per batch; above 1 costs one more forward
     add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")

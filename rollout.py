@@ -107,21 +107,21 @@ def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: st
     """The main agent's first messages: system, overview of num_frames, subtitles if there are any,
     question. crop_response: summary | frames, the response to a call."""
     # Frames come first: all rollouts of a group, and questions of one video, share that prefix.
-    spoken = f"\nSubtitles:\n{subtitles}\n" if subtitles else ""
+    subtitle_lines = f"\nSubtitles:\n{subtitles}\n" if subtitles else ""
     overview = {"type": "video", "video": task["video"], "frames": num_frames}
-    asked = {"type": "text", "text": spoken + question_text(task)}
+    question_item = {"type": "text", "text": subtitle_lines + question_text(task)}
     return [{"role": "system", "content": main_prompt(tools, crop_response)},
-            {"role": "user", "content": [overview, asked]}]
+            {"role": "user", "content": [overview, question_item]}]
 
 
 def sub_messages(task: dict, window: dict, question: bool = True) -> list:
     """A sub-agent's messages: the frames of one window, the window's times, the question.
     window: {"start", "end", ..} in seconds, as video.load reads it."""
     times = f"\nWindow: {window['start']:g} to {window['end']:g} seconds."
-    asked = f"\nQuestion: {task['question']}" if question else ""
-    seen = {"type": "video", "video": task["video"], **window}
+    question_line = f"\nQuestion: {task['question']}" if question else ""
+    frames = {"type": "video", "video": task["video"], **window}
     return [{"role": "system", "content": SUB_PROMPT},
-            {"role": "user", "content": [seen, {"type": "text", "text": times + asked}]}]
+            {"role": "user", "content": [frames, {"type": "text", "text": times + question_line}]}]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -144,9 +144,9 @@ def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int)
 # Parts of an episode
 
 
-def flag(default, text, **more):
-    """A field of Agent with a flag of its own. text: its help; more: as for add_argument."""
-    return field(default=default, metadata={"help": text, **more})
+def flag(default, text, **options):
+    """A field of Agent with a flag of its own. text: its help; options: as for add_argument."""
+    return field(default=default, metadata={"help": text, **options})
 
 
 @dataclass
@@ -249,9 +249,9 @@ class Episode:
 
     def to_json(self) -> dict:
         c = self.context or Context()  # a broken video has none
-        more = {"subtitles": self.spoken} if self.spoken else {}
-        more |= {"film": self.film} if self.film else {}
-        return {**{name: getattr(self, name) for name in RECORD_FIELDS}, **more,
+        optional = {"subtitles": self.spoken} if self.spoken else {}
+        optional |= {"film": self.film} if self.film else {}
+        return {**{name: getattr(self, name) for name in RECORD_FIELDS}, **optional,
                 "K": self.num_frames, "ids": c.ids, "mask": c.mask, "logps": c.logps,
                 "vision": [vars(item) for item in c.items]}  # fmt: skip
 
@@ -288,11 +288,11 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
     failed requests are counted outcomes in the record.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    shown = await load_overview(episode, sampler)
-    if shown is None:
+    loaded = await load_overview(episode, sampler)
+    if loaded is None:
         return episode  # episode.status says why
-    spec, frames, spoken = shown
-    messages = main_messages(task, episode.num_frames, agent.tools, spoken, agent.crop_response)
+    spec, frames, subtitles = loaded
+    messages = main_messages(task, episode.num_frames, agent.tools, subtitles, agent.crop_response)
     tools = tool_schema(agent.crop_response) if agent.tools else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
@@ -311,14 +311,14 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
             break
         context.insert(prefix)
         # The name is unique within a run. evaluation/costs.py finds an episode's requests by name.
-        said = await sampler.pump.sample(context.request(
+        completion = await sampler.pump.sample(context.request(
             f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(agent.max_new_tokens, room),
             temperature=agent.temperature, seed=turn_seed(episode, agent, turn)))
-        if said.error:
-            episode.fail("engine_error", said.error)
+        if completion.error:
+            episode.fail("engine_error", completion.error)
             break
-        record_turn(episode, codec, said, "stop" if said.ended else "length")
-        calls, records = record_calls(episode, agent, said.text, turn)
+        record_turn(episode, codec, completion, "stop" if completion.ended else "length")
+        calls, records = record_calls(episode, agent, completion.text, turn)
         if turn == tool_turns or not calls:
             # Calls in the last turn come too late: they are recorded and not run.
             for record in records:
@@ -335,7 +335,7 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
                     else record["summary"]} for record, (spec, _) in zip(records, windows)]
         items = [chat.vision_item(*window) for window in windows if window[0]]
         # A turn that was cut off at max_new_tokens has no end of turn yet; the glue adds one.
-        compact = chat.tool_response_ids(codec, replies, said.ended, items)
+        compact = chat.tool_response_ids(codec, replies, completion.ended, items)
         glue = chat.expand(codec, compact, items)
         # The next turn starts with prefix. If nothing fits after it, the episode fails without the
         # responses: an episode never ends on a tool response.
@@ -356,19 +356,19 @@ async def load_overview(episode, sampler):
     spec = source.overview_spec(episode.task, episode.num_frames)
     try:
         # In a thread of the pump: decoding takes seconds, and other episodes go on meanwhile.
-        frames, episode.duration, spoken, episode.film = await sampler.pump.load(
+        frames, episode.duration, subtitles, episode.film = await sampler.pump.load(
             source.load_overview, spec, episode.task)
     except (video.VideoError, ValueError) as error:  # ValueError: unreadable subtitles
         episode.fail("video_error", str(error))
         return None
     finally:
         episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
-    episode.timing["video_s"], episode.spoken = episode.duration, spoken
+    episode.timing["video_s"], episode.spoken = episode.duration, subtitles
     # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
-    if source.own_labels and (wrong := data.label_fault(episode.task, episode.duration)):
-        episode.fail("label_error", wrong)
+    if source.own_labels and (fault := data.label_fault(episode.task, episode.duration)):
+        episode.fail("label_error", fault)
         return None
-    return spec, frames, spoken
+    return spec, frames, subtitles
 
 
 def turn_seed(episode, agent, *turn):
@@ -378,17 +378,17 @@ def turn_seed(episode, agent, *turn):
     return launch.stable_number(*parts) >> 32 & 0x7FFFFFFF
 
 
-def record_turn(episode, codec, said, finish):
+def record_turn(episode, codec, completion, finish):
     """Adds a sampled turn to the episode's context and record. finish: see Episode."""
     start = len(episode.context.ids)
-    episode.context.sampled(said.ids, said.logps)
-    episode.spans.append([start, start + len(said.ids)])
-    pieces = chat.pieces_of(codec, said.ids)  # the bytes of each token
+    episode.context.sampled(completion.ids, completion.logps)
+    episode.spans.append([start, start + len(completion.ids)])
+    pieces = chat.pieces_of(codec, completion.ids)  # the bytes of each token
     # The places of the tokens that carry format credit.
     episode.struct += [t for t, flag in enumerate(rewards.structural_mask(pieces), start) if flag]
     # For the page, which draws token by token. Rewards read `turns`.
-    episode.pieces.append(chat.text_pieces(pieces[:-1] + [b""] if said.ended else pieces))
-    episode.turns.append(said.text)
+    episode.pieces.append(chat.text_pieces(pieces[:-1] + [b""] if completion.ended else pieces))
+    episode.turns.append(completion.text)
     episode.finish.append(finish)
 
 
@@ -415,8 +415,8 @@ async def load_windows(records, calls, episode, sampler, turn, spec_of=None) -> 
     runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or window_spec)(calls[i], episode.task, agent) for i in runnable]
     loaded = await asyncio.gather(*(load_window(spec, episode, sampler) for spec in specs))
-    for i, (shown, spec, frames) in zip(runnable, loaded):
-        records[i].update(shown)
+    for i, (result, spec, frames) in zip(runnable, loaded):
+        records[i].update(result)
         if frames is not None:
             seconds = [round(float(second), 3) for second in frames.seconds]
             records[i].update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
@@ -449,12 +449,12 @@ async def run_sub_agents(records, calls, episode, sampler, turn):
 
 def runnable_calls(records, calls, max_parallel):
     """-> indices of the calls of a turn that are run. The records of the others say why not."""
-    good = [i for i, call in enumerate(calls) if call.error is None]
+    parsed = [i for i, call in enumerate(calls) if call.error is None]
     # A bad call does not count towards max_parallel, because no sub-agent runs for that call.
-    for i in good[max_parallel:]:
+    for i in parsed[max_parallel:]:
         records[i].update(status="not_run",
                           summary=f"not run: at most {max_parallel} calls per turn")
-    return good[:max_parallel]
+    return parsed[:max_parallel]
 
 
 def window_spec(call, task, agent):
@@ -472,33 +472,33 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
     spec: the window, as video.load reads it. number: of the call among those of its turn that run.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    shown, spec, frames = await load_window(spec, episode, sampler)
+    result, spec, frames = await load_window(spec, episode, sampler)
     if frames is None:
-        return shown
+        return result
     messages = sub_messages(task, spec, agent.sub_question)
     context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
     room = agent.context - len(context.ids)
     if room < 1:
-        return {**shown, "status": "error",
+        return {**result, "status": "error",
                 "summary": "error: the window does not fit into the context"}
-    said = await sampler.pump.sample(context.request(
+    completion = await sampler.pump.sample(context.request(
         f"{episode.group}/{episode.sample}/{turn}/{number}",
         max_tokens=min(agent.sub_max_new_tokens, room), temperature=agent.temperature,
         seed=turn_seed(episode, agent, turn, number)))
-    if said.error:
+    if completion.error:
         # The model does not see the error, which is about machines and not about the video.
-        return {**shown, "status": "engine_error",
+        return {**result, "status": "engine_error",
                 "summary": "error: the window could not be looked at"}
 
     # Only the text after the thought is returned: the main agent's context stays small.
     # A thought that never closes holds no summary. A Thinking checkpoint's template opens one.
-    thought = rewards.never_closed(said.text, codec is not None and codec.opens_thought)
-    summary = "" if thought else said.text.rpartition("</think>")[2].strip()
-    context.sampled(said.ids, said.logps)
+    thought = rewards.never_closed(completion.text, codec is not None and codec.opens_thought)
+    summary = "" if thought else completion.text.rpartition("</think>")[2].strip()
+    context.sampled(completion.ids, completion.logps)
     # Sub-agents are not trained. Their ids are kept so that a record is complete.
     ids = {"ids": context.ids, "mask": context.mask, "logps": context.logps,
            "vision": [vars(item) for item in context.items]}
-    return {**shown, "status": "ok", "summary": summary or EMPTY_SUMMARY,
+    return {**result, "status": "ok", "summary": summary or EMPTY_SUMMARY,
             "seconds": time.monotonic() - began, "frames_seen": len(frames.seconds),
             "sub_tokens": sum(context.mask), "sub": ids}
 
@@ -579,9 +579,9 @@ async def score_episode(episode: Episode, pay: rewards.RewardConfig | None = Non
     judged = (judge is not None and rewards.task_types()[task["type"]].judged
               and None not in (task["answer"], answer))
     if judged:
-        asked, episode.notes["judge_cached"] = judge.ask(task["question"], task["answer"], answer)
+        future, episode.notes["judge_cached"] = judge.ask(task["question"], task["answer"], answer)
         # The other episodes go on meanwhile. Shielded: equal answers share one request.
-        verdict = await asyncio.shield(asyncio.wrap_future(asked))
+        verdict = await asyncio.shield(asyncio.wrap_future(future))
     episode.reward = compute_reward(episode, pay, verdict)
     if judged:  # the record says who scored
         episode.reward["judge"] = "fallback" if verdict is None else verdict
@@ -659,11 +659,11 @@ class Set(argparse.Action):
                                        f"{self.help}") from None
 
 
-def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
+def add_agent_arguments(parser, tools: bool = True, extra=()) -> None:
     """Flags of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields of Agent and
-    Source. tools=False leaves --tools to the caller (eval.py runs both modes). more: settings that
+    Source. tools=False leaves --tools to the caller (eval.py runs both modes). extra: settings that
     only the caller has, see `settings`."""
-    table = {**settings(), **dict(more)}
+    table = {**settings(), **dict(extra)}
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     for f in fields(Agent):
         if "help" in f.metadata and (tools or f.name != "tools"):
@@ -676,9 +676,9 @@ def add_agent_arguments(parser, tools: bool = True, more=()) -> None:
     # Their defaults are set here, because a value of --set is only checked if it is given.
     values = {name: v if isinstance(v, tuple) else (v,) for name, v in table.items()}
     parser.set_defaults(**{name: v[0] for name, v in values.items()})
-    shown = [f"{name}={'|'.join(map(str, v)).lower()}" for name, v in values.items()]
+    listing = [f"{name}={'|'.join(map(str, v)).lower()}" for name, v in values.items()]
     add("--set", action=Set, const=table, nargs="+", default=argparse.SUPPRESS,
-        metavar="NAME=VALUE", help="few runs change these; defaults first: " + ", ".join(shown))
+        metavar="NAME=VALUE", help="few runs change these; defaults first: " + ", ".join(listing))
 
     add = parser.add_argument_group("frames and engine").add_argument
     video.add_arguments(add)
@@ -734,26 +734,26 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     for task in tasks[:8]:
         spec = source.overview_spec(task, most_frames(frames))
         try:
-            seen, _, spoken, _ = source.load_overview(spec, task)
+            overview, _, subtitles, _ = source.load_overview(spec, task)
         except video.VideoError as error:
             first = first or error
             continue  # counted as video_error when the episode of this task comes
-        tokens = prompt_tokens(codec, agent, task, spec, seen, seen.seconds, spoken)
+        tokens = prompt_tokens(codec, agent, task, spec, overview, overview.seconds, subtitles)
         if tokens + 32 > agent.context:  # 32: the shortest thought and answer worth sampling
-            why = f"task {task['id']} with {len(seen.seconds)} frames takes {tokens} tokens"
-            raise launch.UserError(f"--context {agent.context} is too small: {why}; raise "
+            reason = f"task {task['id']} with {len(overview.seconds)} frames takes {tokens} tokens"
+            raise launch.UserError(f"--context {agent.context} is too small: {reason}; raise "
                                    "--context, or lower --frames or --max-pixels")
         return
     raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; is "
                            f"--video-root right? {first}")
 
 
-def prompt_tokens(codec, agent, task, spec, frames, times, spoken) -> int:
+def prompt_tokens(codec, agent, task, spec, frames, times, subtitles) -> int:
     """Tokens of the first prompt of a task with an overview of Frames at `times`, seconds; with
     --crop-response frames those of a window too."""
     # Only sizes and times enter the ids: `frames` may hold fewer.
     item = replace(chat.vision_item(spec, frames), frames=len(times), seconds=list(times))
-    messages = main_messages(task, len(times), agent.tools, spoken, agent.crop_response)
+    messages = main_messages(task, len(times), agent.tools, subtitles, agent.crop_response)
     tools = tool_schema(agent.crop_response) if agent.tools else None
     tokens = len(chat.encode_prompt(codec, messages, [item], tools)[0])
     if agent.tools and agent.crop_response == "frames":  # a window has to fit as well
@@ -784,12 +784,12 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
 
     launch.use_gpu(args.cpu)
     # The engine reserves memory for the largest context: all frames that one may hold.
-    num_frames, (crops, each) = most_frames(args.frames), windows
+    num_frames, (crops, window_frames) = most_frames(args.frames), windows
     if args.crop_response == "frames":
-        crops, each = args.max_turns * args.max_parallel, args.sub_frames
-    largest, videos = max(num_frames, args.sub_frames, each), 1 + crops  # frames of a video item
+        crops, window_frames = args.max_turns * args.max_parallel, args.sub_frames
+    largest, videos = max(num_frames, args.sub_frames, window_frames), 1 + crops  # of a video item
     if codec.channel == "image":  # every frame is an item, and all crops add to the overview
-        largest, videos = max(largest, num_frames + crops * each), 1
+        largest, videos = max(largest, num_frames + crops * window_frames), 1
     base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, Limits(
         args.context, largest, args.max_pixels, args.max_seqs, args.engine_share, sleeping, videos))
@@ -882,8 +882,8 @@ def main():
     names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
     rows = runs.claim_file(args.out, args, inputs, names, {*RECORD_FIELDS, "ids"})
     for path in (args.out, runs.beside(args.out)):
-        for left in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
-            os.remove(left)
+        for leftover in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
+            os.remove(leftover)
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first

@@ -132,17 +132,17 @@ def stored_weights(folder):
     return stored
 
 
-def check_values(weight, where):
+def check_values(weight, label):
     """Raises UserError for a quantized weight, one that is no number, and a matrix of zeros, as a
     download that was cut off leaves it. Reads small weights whole and some rows of large ones."""
     if weight.get_dtype() not in ("BF16", "F16", "F32"):
-        raise launch.UserError(f"{where} is stored as {weight.get_dtype()}, and quantized weights "
+        raise launch.UserError(f"{label} is stored as {weight.get_dtype()}, and quantized weights "
                                "cannot be trained; give a checkpoint in BF16, F16 or F32")
     shape = weight.get_shape()
     stride = 1 if math.prod(shape) < 2**20 else 1 + shape[0] // 8
-    some = torch.cat([weight[i:i + 1].flatten() for i in range(0, shape[0], stride)])
-    if not some.isfinite().all() or (len(shape) > 1 and not some.any()):
-        raise launch.UserError(f"{where} holds a value that is no number, or zeros alone; copy the "
+    sample = torch.cat([weight[i:i + 1].flatten() for i in range(0, shape[0], stride)])
+    if not sample.isfinite().all() or (len(shape) > 1 and not sample.any()):
+        raise launch.UserError(f"{label} holds a value that is no number, or zeros alone; copy the "
                                "file again, or take an older checkpoint")
 
 
@@ -307,13 +307,13 @@ def start_adapters(hf, saved: dict) -> None:
         p.detach().copy_(own_rows(p, value.to(p.device)))
 
 
-def own_rows(weight, whole: torch.Tensor):
+def own_rows(weight, full: torch.Tensor):
     """This rank's part of a whole tensor, split in the way that `weight` is split."""
     from torch.distributed.tensor import distribute_tensor
 
     if not hasattr(weight, "device_mesh"):
-        return whole
-    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+        return full
+    return distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def adapter_config(ckpt: str) -> dict | None:
@@ -329,15 +329,15 @@ def adapter_config(ckpt: str) -> dict | None:
     return config
 
 
-def adapter_rank(ckpt: str, asked: int) -> int:
+def adapter_rank(ckpt: str, rank: int) -> int:
     """--ckpt, --lora -> the rank of the adapters that a stage trains; 0: it trains whole weights.
     Raises UserError if the checkpoint holds adapters of another rank."""
     folder = chat.with_config(ckpt)
     config = adapter_config(folder) if folder else None  # None: resolve_checkpoint refuses it
     if config is None:
-        return asked
-    if asked not in (0, config["r"]):
-        raise launch.UserError(f"--lora {asked}: {ckpt} holds adapters of rank {config['r']}: leave"
+        return rank
+    if rank not in (0, config["r"]):
+        raise launch.UserError(f"--lora {rank}: {ckpt} holds adapters of rank {config['r']}: leave"
                                " --lora out to train these, or merge them first (tools/merge.py)")
     return config["r"]
 
@@ -373,7 +373,7 @@ def read_adapters(ckpt: str) -> dict:
         tensors = load_file(path)
     except (SafetensorError, OSError) as e:
         raise launch.UserError(f"{path} cannot be read ({e}); copy it again") from None
-    found = {}
+    adapters = {}
     for key, a in tensors.items():
         if ".lora_A." in key:
             b = tensors.get(key.replace(".lora_A.", ".lora_B."))
@@ -382,8 +382,8 @@ def read_adapters(ckpt: str) -> dict:
                     or not (a.isfinite().all() and b.isfinite().all())):
                 raise launch.UserError(f"{path}: {name} has no A and B of rank {config['r']} and "
                                        "of numbers; copy the folder again")
-            found[name] = a.float(), b.float()
-    return found
+            adapters[name] = a.float(), b.float()
+    return adapters
 
 
 def merged_weights(ckpt: str):
@@ -406,9 +406,9 @@ def check_adapters(policy, path: str) -> None:
     of them, or adapters of this rank on this base."""
     a = next((p for name, p in policy.named_parameters() if name.endswith(".lora_A")), None)
     config = adapter_config(path) or {}
-    rank, then = len(a) if a is not None else 0, config.get("r", 0)
-    if rank != then:
-        raise launch.UserError(f"{path} was trained with --lora {then}, not {rank}")
+    rank, config_rank = len(a) if a is not None else 0, config.get("r", 0)
+    if rank != config_rank:
+        raise launch.UserError(f"{path} was trained with --lora {config_rank}, not {rank}")
     if rank and config["base_digest"] != policy.digest:
         raise launch.UserError(f"{path} holds adapters on another base than {policy.base}")
 
@@ -444,12 +444,12 @@ def full_weights(policy, dtype=None):
         if (tied and name == "lm_head.weight") or ".lora_" in name:
             continue
         # Cast before the gather: bf16 is half the traffic.
-        kept = dtype is None or name.endswith(policy.codec.base.keep_fp32)
-        whole = whole_tensor(tensor.detach().to(tensor.dtype if kept else dtype))
+        keep_dtype = dtype is None or name.endswith(policy.codec.base.keep_fp32)
+        full = whole_tensor(tensor.detach().to(tensor.dtype if keep_dtype else dtype))
         if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
             a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
-            whole = (whole.float() + 2 * (b @ a)).to(whole.dtype)
-        yield name, whole
+            full = (full.float() + 2 * (b @ a)).to(full.dtype)
+        yield name, full
 
 
 def whole_tensor(tensor):
@@ -528,10 +528,10 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
             on_rank_0(lambda: runs.mark_complete(folder, state, sums))
             on_rank_0(opened.close)  # gives the folder its name
     except (OSError, dcp.CheckpointException) as error:  # on every rank, whichever could not write
-        why = launch.why(next(iter(getattr(error, "failures", {0: [error]}).values()))[0])
-        left = runs.newest_checkpoint(out)
-        raise launch.RunError(f"checkpoint {path} could not be written ({why}); the "
-                              f"newest whole one is {left}: make room, and go on from it") from None
+        reason = launch.why(next(iter(getattr(error, "failures", {0: [error]}).values()))[0])
+        newest = runs.newest_checkpoint(out)
+        raise launch.RunError(f"checkpoint {path} could not be written ({reason}); the newest "
+                              f"whole one is {newest}: make room, and go on from it") from None
 
 
 def on_rank_0(work):
@@ -539,15 +539,15 @@ def on_rank_0(work):
     rank raises OSError, so no rank waits in the next collective."""
     from safetensors import SafetensorError
 
-    result, why = None, None
+    result, reason = None, None
     if launch.rank_and_world()[0] == 0:
         try:
             result = work()
         except (OSError, SafetensorError) as error:
-            why = launch.why(error)
-    result, why = launch.broadcast([result, why])
-    if why:
-        raise OSError(why)
+            reason = launch.why(error)
+    result, reason = launch.broadcast([result, reason])
+    if reason:
+        raise OSError(reason)
     return result
 
 

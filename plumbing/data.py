@@ -36,17 +36,17 @@ def read_tasks(path: str, faults: list | None = None, unlabelled: bool = False) 
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
     a list `faults` the line goes there, and the row is left out. unlabelled: an answer may be null.
     """
-    seen = set()  # ids name groups, seeds and records: two tasks of one id would be mixed up
+    ids = set()  # ids name groups, seeds and records: two tasks of one id would be mixed up
 
     def fault(row):
         if missing := [key for key in ("video", "question", "answer", "type") if key not in row]:
             return (f"missing {', '.join(map(repr, missing))}"
                     + "; a chat, which sft.py trains on" * ("messages" in row))
-        if (name := str(row["id"])) in seen:
+        if (name := str(row["id"])) in ids:
             return f"task ids are not unique: {name} is there twice"
-        if not (wrong := task_fault(row, unlabelled)):
-            seen.add(name)
-        return wrong
+        if not (problem := task_fault(row, unlabelled)):
+            ids.add(name)
+        return problem
 
     return launch.read_jsonl(path, ("id",), fault, faults)
 
@@ -70,9 +70,9 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
     # A label that earns less than 1 when the model writes that very label misleads training.
     # Graded by the very functions that pay a rollout.
     kind = rewards.task_types()[row["type"]]
-    said = kind.render_label(row["answer"], options)
-    given = rewards.final_answer([f"<answer>{said}</answer>"])
-    if said is None or rewards.accuracy(given, row["type"], row["answer"], options or None) < 0.999:
+    text = kind.render_label(row["answer"], options)
+    body = rewards.final_answer([f"<answer>{text}</answer>"])
+    if text is None or rewards.accuracy(body, row["type"], row["answer"], options or None) < 0.999:
         return (f"the answer {str(row['answer'])[:80]!r} earns no full reward when the model gives "
                 f"it: of type {row['type']} it must be {kind.label_format}")
     return None
@@ -81,9 +81,9 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
 def files_of(args, *read: tuple[str, list]) -> tuple[list, list]:
     """Flags, (data file, its tasks), .. -> (films, files of subtitles that prompts show), each
     [(folder, name)]."""
-    both = [(video.root_of(args, path), task) for path, tasks in read for task in tasks]
-    spoken = [(root, task["subtitles"]) for root, task in both if task.get("subtitles")]
-    return [(root, str(task["video"])) for root, task in both], spoken * (args.subtitles != "none")
+    pairs = [(video.root_of(args, path), task) for path, tasks in read for task in tasks]
+    files = [(root, task["subtitles"]) for root, task in pairs if task.get("subtitles")]
+    return [(root, str(task["video"])) for root, task in pairs], files * (args.subtitles != "none")
 
 
 def label_fault(task: dict, duration: float) -> str | None:
@@ -113,14 +113,15 @@ def deal(items, cost, rank, world):
     least work so far."""
     totals, parts = [0] * world, [[] for _ in range(world)]
     for item in sorted(items, key=cost, reverse=True):
-        least = totals.index(min(totals))
-        totals[least] += cost(item)
-        parts[least].append(item)
+        lightest = totals.index(min(totals))
+        totals[lightest] += cost(item)
+        parts[lightest].append(item)
     return parts[rank]
 
 
-def preflight(tasks: list, source: video.Source, most: int, context: int, prompt_tokens) -> list:
-    """Opens every video and counts the tokens of every first prompt with `most` frames; prints the
+def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
+              prompt_tokens) -> list:
+    """Opens every video and counts the tokens of every first prompt with `num_frames`; prints the
     counts. prompt_tokens: (task, spec, Frames, times, subtitles) -> tokens. -> faults, a line each.
     Labels have been checked by read_tasks. Builds no model."""
     from concurrent.futures import ThreadPoolExecutor
@@ -128,16 +129,16 @@ def preflight(tasks: list, source: video.Source, most: int, context: int, prompt
     from tqdm import tqdm
 
     def look(task):
-        """-> (fault or None, tokens of the prompt with `most` frames)."""
-        spec = source.overview_spec(task, min(4, most))  # few frames, but from all over the film
+        """-> (fault or None, tokens of the prompt with `num_frames`)."""
+        spec = source.overview_spec(task, min(4, num_frames))  # few, but from all over the film
         try:
-            seen, times = look_at_film(task, source, spec, most)
+            frames, times = look_at_film(task, source, spec, num_frames)
         except launch.UserError as error:
             return f"task {task['id']}: {error}", 0
-        spoken = source.subtitles(task, times) if source.subtitles else ""
-        tokens = prompt_tokens(task, spec, seen, times, spoken)
-        fault = (f"task {task['id']}: {tokens} tokens with {most} frames do not fit into --context "
-                 f"{context}")
+        subtitles = source.subtitles(task, times) if source.subtitles else ""
+        tokens = prompt_tokens(task, spec, frames, times, subtitles)
+        fault = (f"task {task['id']}: {tokens} tokens with {num_frames} frames do not fit into "
+                 f"--context {context}")
         return (fault if tokens + 32 > context else None), tokens
 
     # Threads, because most of the time goes into decoders.
@@ -145,21 +146,21 @@ def preflight(tasks: list, source: video.Source, most: int, context: int, prompt
         looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
     largest, videos = max((tokens for _, tokens in looked), default=0), {t["video"] for t in tasks}
     print(f"{len(tasks)} tasks, {len(videos)} videos; the largest prompt has {largest} tokens with "
-          f"{most} frames, of --context {context}")
+          f"{num_frames} frames, of --context {context}")
     return [fault for fault, _ in looked if fault]
 
 
-def look_at_film(task: dict, source: video.Source, spec: dict, most: int) -> tuple:
+def look_at_film(task: dict, source: video.Source, spec: dict, max_frames: int) -> tuple:
     """Reads the film and the subtitles of a task, for --check. spec: of an overview of few frames,
     which is decoded -> (its Frames, times of an overview of `most` frames [<= most], which is not).
     Raises UserError if one of them is broken, or if the label lies beyond the end."""
-    seen = source.load(spec)
+    frames = source.load(spec)
     if fault := label_fault(task, source.duration(spec)):
         raise launch.UserError(fault)
     if source.subtitles:
         check_subtitles([task], source.root)
     starts, info = source.cache.index(video.resolve(spec["video"], source.root))
-    return seen, starts[video.overview_indices(starts, info.duration, most)]
+    return frames, starts[video.overview_indices(starts, info.duration, max_frames)]
 
 
 def give_back_memory():
@@ -189,10 +190,10 @@ def chat_fault(messages) -> str | None:
     """-> None, or the reason why a chat of these messages cannot be trained on."""
     if not isinstance(messages, list) or not messages:
         return "'messages' must be a list with at least one message"
-    shown = []  # numbers of the messages that hold a video
+    with_video = []  # numbers of the messages that hold a video
     for n, m in enumerate(messages):
-        known = isinstance(m, dict) and m.get("role") in ("system", "user", "assistant", "tool")
-        if not known or "content" not in m:
+        valid = isinstance(m, dict) and m.get("role") in ("system", "user", "assistant", "tool")
+        if not valid or "content" not in m:
             return "every message needs a 'role' (system, user, assistant, tool) and a 'content'"
         if isinstance(m["content"], str):
             continue
@@ -200,7 +201,7 @@ def chat_fault(messages) -> str | None:
         for piece in m["content"] if isinstance(m["content"], list) and m["content"] else [None]:
             if fault := piece_fault(piece):
                 return fault
-            shown += [n] * (piece["type"] == "video")
+            with_video += [n] * (piece["type"] == "video")
     # The pieces are good. Now their order: chat.encode_chat builds prompt, turn, glue, turn, ..
     roles = [m["role"] for m in messages]
     if "assistant" not in roles:
@@ -209,9 +210,9 @@ def chat_fault(messages) -> str | None:
         return "the first message is the assistant's: no prompt stands before that turn"
     if ("assistant", "assistant") in zip(roles, roles[1:]):
         return "two assistant messages in a row: nothing stands between them to end the first"
-    if any(n >= roles.index("assistant") and roles[n] != "tool" for n in shown):
+    if any(n >= roles.index("assistant") and roles[n] != "tool" for n in with_video):
         return "a video after the first assistant message, outside a tool message"
-    if any(roles[n] == "system" for n in shown):
+    if any(roles[n] == "system" for n in with_video):
         return "a video in a system message: chat templates take text there"
     return None
 
@@ -224,7 +225,7 @@ def piece_fault(piece) -> str | None:
         return None
     if kind == "video" and isinstance(piece.get("video"), str):
         # K frames of the whole video, or a window in seconds. video.load checks the numbers.
-        whole = "frames" in piece or ("start" in piece and "end" in piece)
-        return None if whole else "a video needs 'frames', or 'start' and 'end'"
+        complete = "frames" in piece or ("start" in piece and "end" in piece)
+        return None if complete else "a video needs 'frames', or 'start' and 'end'"
     return ("content must be a text, or a list of {'type': 'text', 'text'} and "
             "{'type': 'video', 'video', ...}")

@@ -21,8 +21,9 @@ class DiskCache:
     deleted. most: bytes of all files; beyond 8 processes each may add
     1/64."""
 
-    def __init__(self, path, most):
-        self.path, self.most, self.writing = path, most, threading.Lock()  # one thread at a time
+    def __init__(self, path, max_bytes):
+        self.path, self.max_bytes = path, max_bytes
+        self.writing = threading.Lock()  # one thread at a time
         self.unseen = math.inf  # bytes written since the last look through the folder
 
     def load(self, name):
@@ -44,15 +45,15 @@ class DiskCache:
         np.savez(stream, *values)
         data = zlib.crc32(stream.getbuffer(), 1).to_bytes(4, "big") + stream.getbuffer()
         part = os.path.join(self.path, os.urandom(16).hex() + ".frames")  # not a name to look up
-        most = self.most * 7 // 8  # the rest is for files that others write meanwhile
+        limit = self.max_bytes * 7 // 8  # the rest is for files that others write meanwhile
         with self.writing:
-            if len(data) > most:
+            if len(data) > limit:
                 return
             try:
                 os.makedirs(self.path, exist_ok=True)
                 self.unseen += len(data)
-                if self.unseen > self.most / 64:  # thousands of files take 0.1 s
-                    self.make_room(most - len(data))
+                if self.unseen > self.max_bytes / 64:  # thousands of files take 0.1 s
+                    self.make_room(limit - len(data))
                     self.unseen = 0
                 with open(part, "xb") as file:
                     file.write(data)
@@ -60,19 +61,19 @@ class DiskCache:
                     os.replace(part, os.path.join(self.path, name + ".frames"))
             except OSError as error:
                 print(f"frames are no longer kept on disk: {error}", file=sys.stderr, flush=True)
-                self.most = 0  # reading goes on
+                self.max_bytes = 0  # reading goes on
                 with contextlib.suppress(OSError):
                     os.unlink(part)
 
-    def make_room(self, most):
+    def make_room(self, limit):
         """Deletes the least recently used files until `most` bytes are left."""
-        found = []  # (mtime in ns, bytes, path)
+        files = []  # (mtime in ns, bytes, path)
         for entry in os.scandir(self.path):
             with contextlib.suppress(FileNotFoundError):  # another process makes room too
                 if entry.name.endswith(".frames") and len(entry.name) == 39:  # else: not of a cache
-                    found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-        excess = sum(size for _, size, _ in found) - most
-        for _, size, path in sorted(found):
+                    files.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        excess = sum(size for _, size, _ in files) - limit
+        for _, size, path in sorted(files):
             if excess > 0:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # a reader keeps an open file

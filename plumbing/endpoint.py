@@ -90,8 +90,8 @@ class Client:
         if not 200 <= status < 300:  # a redirect too, as the key goes to no other host
             after = reply.headers.get("Retry-After", "")  # seconds; a date is passed over
             wait = float(after) if passing(status) and after.isdecimal() else 0.0
-            said = f"HTTP {status}: {message_of(content, self.key())}"
-            return Reply(status, error=said.rstrip(": "), wait=wait)
+            message = f"HTTP {status}: {message_of(content, self.key())}"
+            return Reply(status, error=message.rstrip(": "), wait=wait)
         try:
             return Reply(status, masked(launch.parse_json(content), self.key()))
         except ValueError as error:
@@ -100,9 +100,9 @@ class Client:
     async def pause(self, seconds):
         await asyncio.sleep(seconds)
 
-    def end(self, why):
+    def end(self, reason):
         """No request is sent any more. From any thread."""
-        self.ending = self.ending or why
+        self.ending = self.ending or reason
 
     def close(self):
         """Returns at once. Requests that are left are cancelled, and the thread ends after them."""
@@ -123,24 +123,24 @@ def passing(status):
     return status in (0, 429) or status >= 500
 
 
-def masked(said, key):
+def masked(text, key):
     """Text or JSON of a server -> the same without the key, which some servers repeat."""
     # In JSON no escape hides the key. A word of a few letters (EMPTY, for a server that needs no
     # key) is no secret, and answers may hold it.
-    said, key = json.dumps(said), json.dumps(key)[1:-1]
-    return json.loads(said.replace(key, "***") if len(key) > 5 else said)
+    text, key = json.dumps(text), json.dumps(key)[1:-1]
+    return json.loads(text.replace(key, "***") if len(key) > 5 else text)
 
 
 def message_of(content, key):
     """The body of an error -> its message in one line, 200 characters at most, without the key."""
     text = content.decode(errors="replace")
     with contextlib.suppress(ValueError):  # not JSON: the text itself
-        found = launch.parse_json(text)
+        parsed = launch.parse_json(text)
         # {"error": {"message": ..}} or {"error": ..}, and {"detail": ..} of some frameworks
         for name in ("error", "message", "detail"):
-            if isinstance(found, dict) and found.get(name):
-                found = found[name]
-        text = found if isinstance(found, str) else json.dumps(found)
+            if isinstance(parsed, dict) and parsed.get(name):
+                parsed = parsed[name]
+        text = parsed if isinstance(parsed, str) else json.dumps(parsed)
     if text.lstrip().startswith("<"):  # the page of a proxy
         text = re.sub(r"<[^>]*>", " ", text)
     return launch.printable(" ".join(masked(text, key).split()))[:200]

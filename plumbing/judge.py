@@ -38,9 +38,9 @@ def judge_messages(question, gold, answer):
 def read_verdict(text):
     """A judge's reply -> True, False, or None if it is neither yes nor no, or both."""
     # The second word of "yes and no" counts if a sentence ends with it: "Yes, no doubt" is a yes.
-    said = re.match(r"\W*(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?",
+    match = re.match(r"\W*(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?",
                     (text or "").lower())
-    return said[1] == "yes" if said and said[2] in (None, said[1]) else None
+    return match[1] == "yes" if match and match[2] in (None, match[1]) else None
 
 
 def read_verdicts(path, model):
@@ -122,8 +122,8 @@ class Judge(Client):
             verdict = read_verdict(text)
         if verdict is None and not self.told:
             self.told = True  # once a run: judge_failed counts all of them
-            why = reply.error or f"neither yes nor no: {str(text)[:100]!r}"
-            print(launch.printable(f"no verdict of the judge ({why}); such answers keep the "
+            reason = reply.error or f"neither yes nor no: {str(text)[:100]!r}"
+            print(launch.printable(f"no verdict of the judge ({reason}); such answers keep the "
                                    "score of the rule"), file=sys.stderr, flush=True)
         if verdict is not None and self.path:
             row = dict(zip(("question", "gold", "answer"), texts), model=self.model,

@@ -117,13 +117,13 @@ def summarise(rows):
 
     # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
     # type among several shows per type only.
-    def cell(some):
-        out = {"n": len(some), **{name: mean(row[name] for row in some)
+    def cell(group):
+        out = {"n": len(group), **{name: mean(row[name] for row in group)
                                   for name in ("acc", "f_tau", "well_formed")},
-               "kappa": mean(row["executed"] for row in some),
-               "call_minus_skip": call_minus_skip(some)}
+               "kappa": mean(row["executed"] for row in group),
+               "call_minus_skip": call_minus_skip(group)}
         # Means over rollouts that looked and whose tasks have evidence.
-        looked = [row["windows"] for row in some if row["windows"]]
+        looked = [row["windows"] for row in group if row["windows"]]
         return out | {f"window_{name}": mean(row[name] for row in looked)
                       for name in (looked or [{}])[0]}
 
@@ -149,7 +149,7 @@ def summarise(rows):
 def signs(history):
     """Rows of the log -> {name: line}: signs that a run learns nothing, with the likely cause. The
     thresholds are wide, so that healthy runs show none."""
-    found = {}
+    lines = {}
     history = [row for row in history if "by_type" in row]  # the others hold held-out accuracy
     m, three = history[-1], history[-3:]
 
@@ -160,40 +160,40 @@ def signs(history):
     for name in ("f_tau", "entropy"):
         values = [row[name] for row in history[-6:] if row[name] is not None]
         if len(values) > 1 and max(values) > 0.1 and values[-1] < max(values) / 2:
-            found[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within five "
+            lines[name] = (f"{name} fell from {max(values):.2f} to {values[-1]:.2f} within five "
                            "steps: --lr is probably too high")
     # A turn that is cut has no answer and no closing tag.
     if (m["cut_turns"] or 0) > 0.5:
-        found["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
+        lines["cut"] = (f"{m['cut_turns']:.0%} of all turns were cut off: --max-new-tokens is too "
                         "small, or the policy does not end its turns")
     # Such a run is paid by another reward than it was started with.
     if m.get("judge_failed", 0) > m.get("judged", 0) / 2:
-        found["judge"] = (f"the judge failed on {m['judge_failed']} of {m['judged']} answers, and "
+        lines["judge"] = (f"the judge failed on {m['judge_failed']} of {m['judged']} answers, and "
                           "token F1 paid them instead: is its server up?")
     # Nothing was sampled, so no other number moves.
     if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
-        found["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
+        lines["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
                            "--video-root right?")
     # A tag that nothing opens has no share.
     for kind in rewards.KINDS:
         shares = [row["closure"][kind] for row in three]
         if lasting(lambda share: share is not None and share < 0.5, shares):
-            found[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
+            lines[f"open {kind}"] = (f"most <{kind}> tags were never closed for 3 steps: the cold "
                                      "start did not teach the format, or --lr is too high")
     for kind in m["by_type"]:
         cells = [row["by_type"][kind] for row in history if kind in row["by_type"]]
         if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
-            found[f"type {kind}"] = (
+            lines[f"type {kind}"] = (
                 f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
                 "the labels are right and in the form that the answers have (--show-every 1)")
     # Without a signal no weight moves, so the next steps look the same. A few groups may be equal
     # by chance.
     equal = lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three)
     if equal and sum(row["groups"] for row in three) >= 24:
-        found["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
+        lines["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
                            " earn the same: tasks too hard or too easy, --temperature or --group "
                            "too low, or a broken policy")
-    return found
+    return lines
 
 
 def best_so_far(state, worst):
@@ -211,10 +211,10 @@ def is_best(value, best, unread, best_unread, last_unread=None):
     `best`, and if the same ones could not be read twice in a row: they have gone for good."""
     before = last_unread if best_unread is None else best_unread
     if before not in (None, unread):
-        more = set(unread) < set(before) or unread == last_unread
+        recovered = set(unread) < set(before) or unread == last_unread
         launch.say(f"held-out rows not read: {len(before)} before, {len(unread)} now,"
-                   + (" so `best` begins anew" if more else " so this is no `best`"))
-        best = float("-inf" if more else "inf")
+                   + (" so `best` begins anew" if recovered else " so this is no `best`"))
+        best = float("-inf" if recovered else "inf")
     return value > best  # no number, NaN, is no best
 
 
@@ -224,23 +224,23 @@ def log_held_out(log, step, rows):
     rank. Collective."""
     # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
     rows = launch.gather_rows(rows)
-    good = [row for row in rows if row["status"] in ("ok", "context")]
+    finished = [row for row in rows if row["status"] in ("ok", "context")]
 
-    def cell(some):
-        with_tools, without = ([row for row in some if row["tools"] is on] for on in (True, False))
+    def cell(group):
+        with_tools, without = ([row for row in group if row["tools"] is on] for on in (True, False))
         return {"n": len(with_tools), "acc": mean(row["acc"] for row in with_tools),
                 "acc_without_tools": mean(row["acc"] for row in without)}
 
     # A K or a type may be worse while the mean is better.
-    val = {**cell(good), "not_ok": len(rows) - len(good),
-           **{f"by_{name}": by_value(good, name, cell) for name in ("K", "type")}}
+    val = {**cell(finished), "not_ok": len(rows) - len(finished),
+           **{f"by_{name}": by_value(finished, name, cell) for name in ("K", "type")}}
     if log:
         failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
         log.write({"step": step, "val": val},
                   f"step {step:04d} | held-out acc {number(val['acc'])} no tools "
                   f"{number(val['acc_without_tools'])}{failed}")
     # An answer that token F1 scored, because the judge was away, cannot be compared either.
-    comparable = {row["id"] for row in good if row["tools"] and row["judge"] != "fallback"}
+    comparable = {row["id"] for row in finished if row["tools"] and row["judge"] != "fallback"}
     unread = sorted({row["id"] for row in rows} - comparable)
     return math.nan if val["acc"] is None else val["acc"], unread
 
@@ -253,13 +253,13 @@ def number(value, form=".2f"):
 def step_line(m, steps, eta):
     """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
     # Only if some failed: a column of zeros would hide the one that matters.
-    more = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    failures = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
     if "window_recall" in m:
-        more += f"window recall {number(m['window_recall'])} IoU {number(m['window_iou'])} | "
+        failures += f"window recall {number(m['window_recall'])} IoU {number(m['window_iou'])} | "
     if "judged" in m:
-        more += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
+        failures += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
     return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
-            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {more}"
+            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {failures}"
             f"gap {number(m['gap'], '.0e')} gn {number(m['grad_norm'])} "
             f"zero {m['zero_variance']}/{m['groups']} | "
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")
@@ -288,8 +288,8 @@ class Log:
         path = os.path.join(out, "log.jsonl")
         self.out, self.start, self.began = out, start, time.monotonic()
         self.rows, self.warned = [], set()  # written by this process; warnings already given
-        kept = [row for row in whole_rows(path) if row["step"] <= start] if start else []
-        launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+        rows = [row for row in whole_rows(path) if row["step"] <= start] if start else []
+        launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
         self.file = open(path, "a", encoding="utf-8")
         self.tracker = tracker.start_tracker(out, start, args)
 
@@ -303,14 +303,14 @@ class Log:
             numbers = tracker.flat(record)
             self.track("log", numbers, step=numbers.pop("step"))
 
-    def track(self, call, *given, **named):
+    def track(self, call, *args, **named):
         """Calls a function of --track. Errors are printed once, and end no run."""
         try:
-            getattr(self.tracker, call)(*given, **named)
+            getattr(self.tracker, call)(*args, **named)
         except Exception as error:  # of whatever kind: log.jsonl has the numbers
             if "track" not in self.warned:
-                why = f"{type(error).__name__}: {launch.printable(error)}"
-                print(f"--track: {why}; the run goes on, log.jsonl has all numbers",
+                reason = f"{type(error).__name__}: {launch.printable(error)}"
+                print(f"--track: {reason}; the run goes on, log.jsonl has all numbers",
                       file=sys.stderr, flush=True)
             self.warned.add("track")
 

@@ -27,10 +27,10 @@ def share(optimizer, layers):
         turns.clear()
         stepped = [matrix for matrix in layers if matrix.grad is not None]
         for owner in range(min(world, len(stepped))):  # one message for all matrices of a rank
-            own = stepped[owner::world]
-            flat = torch.cat([matrix.detach().flatten() for matrix in own])
+            matrices = stepped[owner::world]
+            flat = torch.cat([matrix.detach().flatten() for matrix in matrices])
             dist.broadcast(flat, owner)
-            for matrix, part in zip(own, flat.split([matrix.numel() for matrix in own])):
+            for matrix, part in zip(matrices, flat.split([matrix.numel() for matrix in matrices])):
                 matrix.detach().copy_(part.view_as(matrix))
 
     # torch's own iterations run in bf16. A CPU without bf16 instructions multiplies that a hundred

@@ -45,12 +45,12 @@ class AdapterReference:
         self.start = [p.detach().clone() for p in model.trained_parameters(policy)]
 
     def __call__(self, *args):
-        now = [p.detach().clone() for p in model.trained_parameters(self.policy)]
+        current = [p.detach().clone() for p in model.trained_parameters(self.policy)]
         self.put(self.start)
         try:
             return self.policy(*args)
         finally:
-            self.put(now)
+            self.put(current)
 
     @torch.no_grad()
     def put(self, values):

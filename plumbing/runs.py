@@ -129,27 +129,27 @@ def code_digests(*folders):
             for path in scripts}
 
 
-def write_args(path, args, **more):
+def write_args(path, args, **fields):
     """Writes the settings of a run, digests of its scripts, and the folders of checkpoints from the
     Hub, whose paths name commits, as JSON. more: further fields."""
-    content = {**vars(args), "code": code_digests(), "hub": hub.fetched.folders, **more}
+    content = {**vars(args), "code": code_digests(), "hub": hub.fetched.folders, **fields}
     launch.write_atomic(path, json.dumps(content, indent=1))
 
 
-def changes(args, inputs, then):
+def changes(args, inputs, run):
     """What is not as it was at the start before -> [text of a flag or an input]. inputs: see
-    identities. then: {"args": .., "inputs": ..} of that start."""
+    identities. run: {"args": .., "inputs": ..} of that start."""
     # How far, how fast, where, and who is told: two parts of one run may differ in these.
     # Inputs (the last four) are compared by content: files may move.
-    free = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every", "show_every",
-            "show", "max_seqs", "frame_cache_gb", "frame_cache_dir", "frame_cache_dir_gb",
-            "engine_share", "patience", "replicas", "track", "project", "judge_url",
-            "judge_key_env", "ckpt", "data", "val", "rollouts"}
-    now, old, was = json.loads(json.dumps(vars(args))), then.get("args", {}), then.get("inputs", {})
-    flags = [f"--{k.replace('_', '-')} {old[k]} (now {now[k]})" for k in sorted(old)
-             if k in now and k not in free and old[k] != now[k]]
-    return [f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
-            for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]] + flags
+    ignored = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every",
+               "show_every", "show", "max_seqs", "frame_cache_gb", "frame_cache_dir",
+               "frame_cache_dir_gb", "engine_share", "patience", "replicas", "track", "project",
+               "judge_url", "judge_key_env", "ckpt", "data", "val", "rollouts"}
+    new, old, read = json.loads(json.dumps(vars(args))), run.get("args", {}), run.get("inputs", {})
+    flags = [f"--{k.replace('_', '-')} {old[k]} (now {new[k]})" for k in sorted(old)
+             if k in new and k not in ignored and old[k] != new[k]]
+    return [f"{k} changed since" + f" ({read[k][1]}, now {inputs[k][1]})" * bool(read[k][1])
+            for k in sorted(read) if k in inputs and inputs[k][0] != read[k][0]] + flags
 
 
 def resume_point(out, args, resume, inputs=None, base=None):
@@ -169,15 +169,15 @@ def resume_point(out, args, resume, inputs=None, base=None):
             raise launch.UserError(f"{torn[0]} is not whole (its state.json lists its files), and "
                                    "nothing else here is; --no-resume begins anew and deletes it")
         return None, {}
-    other = changes(args, inputs or {}, state)
-    if resume is None and other:
-        raise launch.UserError(f"--out {out} holds a run of other settings: {', '.join(other[:3])};"
-                               " choose another --out, or --resume to go on with the new ones, or "
-                               "--no-resume to delete it")
-    for text in other:
+    differ = changes(args, inputs or {}, state)
+    if resume is None and differ:
+        raise launch.UserError(f"--out {out} holds a run of other settings: "
+                               f"{', '.join(differ[:3])}; choose another --out, or --resume to go "
+                               "on with the new ones, or --no-resume to delete it")
+    for text in differ:
         launch.say(f"{folder}: {text}")
     # Values on other held-out rows cannot be compared.
-    if any(text.startswith("--val ") for text in other):
+    if any(text.startswith("--val ") for text in differ):
         launch.say(f"{folder}: other held-out rows, so `best` begins anew")
         state = {k: v for k, v in state.items() if not k.startswith("best")}
     if launch.rank_and_world()[0] == 0:  # a kill may have come before the links
@@ -186,7 +186,7 @@ def resume_point(out, args, resume, inputs=None, base=None):
     return folder, state
 
 
-def claim_file(out, args, inputs, names, kept):
+def claim_file(out, args, inputs, names, required):
     """Makes --out of rollout.py this run's own -> the records that the file and its .part hold
     already. Raises UserError if these are of other settings, which lie beside them. inputs: see
     identities. names: {(group, sample)} of all rollouts; kept: keys of a whole record. Other
@@ -195,16 +195,16 @@ def claim_file(out, args, inputs, names, kept):
     launch.make_out(folder)
     launch.lock(folder, f".{name}.lock")
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
-    then = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
-    other = (changes(args, inputs, {"args": then, "inputs": then["inputs"]}) if then.get("inputs")
-             else [f"{beside(out)} is missing or old"])
-    if paths and other:
+    old = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
+    differ = (changes(args, inputs, {"args": old, "inputs": old["inputs"]}) if old.get("inputs")
+              else [f"{beside(out)} is missing or old"])
+    if paths and differ:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
-                               f"{', '.join(other[:3])}; choose another --out, or delete the file")
+                               f"{', '.join(differ[:3])}; choose another --out, or delete the file")
     rows = [row for path in paths
             for row in launch.read_jsonl(path, ("group", "sample"), faults=["torn lines"])]
     rows = {(row["group"], row["sample"]): row for row in rows
-            if row.keys() >= kept and not is_retried(row)}
+            if row.keys() >= required and not is_retried(row)}
     return [row for name, row in rows.items() if name in names]
 
 
@@ -218,7 +218,7 @@ def check_apart(ckpt, base, out):
     old checkpoints."""
     for folder in filter(None, (chat.with_config(ckpt), base)):
         above = pathlib.Path(folder).resolve()
-        if any(os.path.samefile(out, place) for place in (above, *above.parents)):
+        if any(os.path.samefile(out, ancestor) for ancestor in (above, *above.parents)):
             raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
                                    "deletes old checkpoints; choose another --out")
 
@@ -268,14 +268,14 @@ def prune_checkpoints(newest, keep=2):
     the best ones by the states of these, and what `last` and `best` stand for."""
     out = os.path.dirname(newest)
     # A newer one is damaged, else the run would have gone on from it.
-    whole = list(filter(is_complete, step_folders(out)))  # torn folders are left out
-    whole = whole[whole.index(newest):] if newest in whole else []
+    complete = list(filter(is_complete, step_folders(out)))  # torn folders are left out
+    complete = complete[complete.index(newest):] if newest in complete else []
     # If the newest one is damaged, the run goes on from the one before, and that one's best.
-    states = [chat.read_object(f"{folder}/state.json") for folder in whole[:keep]]
+    states = [chat.read_object(f"{folder}/state.json") for folder in complete[:keep]]
     best = [f"{out}/step_{state.get('best_step') or 0:06d}" for state in states]
-    kept = set(map(os.path.realpath, [*whole[:keep], *best, f"{out}/last", f"{out}/best"]))
-    for folder in whole:
-        if os.path.realpath(folder) not in kept:
+    keep_paths = set(map(os.path.realpath, [*complete[:keep], *best, f"{out}/last", f"{out}/best"]))
+    for folder in complete:
+        if os.path.realpath(folder) not in keep_paths:
             # Rename first: clean_run then finds a folder that a kill left half deleted.
             doomed = os.path.join(out, f".{os.path.basename(folder)}.pruned")
             os.rename(folder, doomed)
@@ -301,8 +301,8 @@ def undamaged_checkpoint(out):
     for folder in launch.broadcast(list(filter(is_complete, step_folders(out)))):
         state = chat.read_object(os.path.join(folder, "state.json"))
         saved = state.get("crc32", {})  # older versions wrote no sums
-        found = checksums(folder, sorted(saved))
-        damaged = [name for name in saved if found[name] != saved[name]]
+        sums = checksums(folder, sorted(saved))
+        damaged = [name for name in saved if sums[name] != saved[name]]
         damaged += ["state.json"] * (state.get("own_crc32") not in (None, own_sum(state)))
         if not damaged:
             return folder, state
@@ -350,14 +350,14 @@ def checksums(folder, names):
             return None
         return number
 
-    mine = names[rank::world]
+    rank_names = names[rank::world]
     with ThreadPoolExecutor(4) as pool:  # zlib lets other threads run meanwhile
-        return dict(launch.gather_rows(list(zip(mine, pool.map(crc32, mine)))))
+        return dict(launch.gather_rows(list(zip(rank_names, pool.map(crc32, rank_names)))))
 
 
 def files_in(folder):
     """Sorted names of all files in a folder, relative to the folder."""
-    paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
     return sorted(os.path.relpath(path, folder) for path in paths)
 
 

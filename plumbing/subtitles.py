@@ -88,9 +88,9 @@ def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
         return [(start - offset, end - offset, text) for start, end, text in out]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # Another encoding is not guessed: a wrong guess shows the model wrong words.
-        why = "not UTF-8: convert it, as with iconv -f GB18030 -t UTF-8, or -f CP1252"
-        why = why if isinstance(error, UnicodeError) else type(error).__name__
-        raise ValueError(f"{path}: unreadable subtitles ({why})") from None
+        reason = "not UTF-8: convert it, as with iconv -f GB18030 -t UTF-8, or -f CP1252"
+        reason = reason if isinstance(error, UnicodeError) else type(error).__name__
+        raise ValueError(f"{path}: unreadable subtitles ({reason})") from None
 
 
 def plain_rows(text: str, vtt: bool) -> list[str]:

@@ -37,15 +37,15 @@ def start_tracker(out, start, args):
         identity = f.read()
     # trackio knows a run by its name, so the name must be its own.
     name = f"{os.path.basename(os.path.abspath(out))}-{identity[:6]}"
-    place = {"trackio": {}, "wandb": {"id": identity, "dir": out},
+    backends = {"trackio": {}, "wandb": {"id": identity, "dir": out},
              "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
     try:
         tracker = importlib.import_module(args.track)
         tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it
-                     resume="allow", **place)
+                     resume="allow", **backends)
     except Exception as error:  # no login, no network: every tracker has errors of its own
-        why = " ".join(str(error).split())
-        raise launch.UserError(f"--track {args.track}: {type(error).__name__}: {why}") from None
+        reason = " ".join(str(error).split())
+        raise launch.UserError(f"--track {args.track}: {type(error).__name__}: {reason}") from None
     return tracker
 
 

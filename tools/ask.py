@@ -234,7 +234,7 @@ def parse_args():
     add("--tools", nargs=1, choices=["on", "off"], default=["on"], help="offer crop_video")
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
-    rollout.add_agent_arguments(parser, tools=False, more=systems.rare_settings())
+    rollout.add_agent_arguments(parser, tools=False, extra=systems.rare_settings())
     add("--subtitles", dest="subtitle_file", metavar="FILE",
         help="of the film, SRT or WebVTT: lines spoken while a frame is shown")
     # One answer, the same each time.
