@@ -407,7 +407,7 @@ class Policy(torch.nn.Module):
         return vision_mask
 
     def embed(self, ids, vision_mask, features):
-        """ids [.., n], seen: mask of vision positions, features [V, 1 + D, H] or None ->
+        """ids [.., n], vision_mask: mask of vision positions, features [V, 1 + D, H] or None ->
         (embeddings [.., n, H], deepstack levels)."""
         embeds = self.hf.model.language_model.embed_tokens(ids)
         if features is None:

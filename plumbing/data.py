@@ -150,9 +150,9 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
     return [fault for fault, _ in looked if fault]
 
 
-def look_at_film(task: dict, source: video.Source, spec: dict, max_frames: int) -> tuple:
+def look_at_film(task: dict, source: video.Source, spec: dict, num_frames: int) -> tuple:
     """Reads the film and the subtitles of a task, for --check. spec: of an overview of few frames,
-    which is decoded -> (its Frames, times of an overview of `most` frames [<= most], which is not).
+    which is decoded -> (its Frames, times of an overview of at most `num_frames`, which is not).
     Raises UserError if one of them is broken, or if the label lies beyond the end."""
     frames = source.load(spec)
     if fault := label_fault(task, source.duration(spec)):
@@ -160,7 +160,7 @@ def look_at_film(task: dict, source: video.Source, spec: dict, max_frames: int) 
     if source.subtitles:
         check_subtitles([task], source.root)
     starts, info = source.cache.index(video.resolve(spec["video"], source.root))
-    return frames, starts[video.overview_indices(starts, info.duration, max_frames)]
+    return frames, starts[video.overview_indices(starts, info.duration, num_frames)]
 
 
 def give_back_memory():

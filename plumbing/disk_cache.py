@@ -18,7 +18,7 @@ import numpy as np
 
 class DiskCache:
     """Tables and frames on disk, for later runs and other processes; the least recently used are
-    deleted. most: bytes of all files; beyond 8 processes each may add
+    deleted. max_bytes: bytes of all files; beyond 8 processes each may add
     1/64."""
 
     def __init__(self, path, max_bytes):
@@ -66,7 +66,7 @@ class DiskCache:
                     os.unlink(part)
 
     def make_room(self, limit):
-        """Deletes the least recently used files until `most` bytes are left."""
+        """Deletes the least recently used files until `limit` bytes are left."""
         files = []  # (mtime in ns, bytes, path)
         for entry in os.scandir(self.path):
             with contextlib.suppress(FileNotFoundError):  # another process makes room too

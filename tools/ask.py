@@ -52,10 +52,10 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
 
     play: the episode loop. final: (turns, think_open) -> answer or None; default: as in training.
     """
-    began, told, seen = time.monotonic(), set(), []
+    began, sent, windows = time.monotonic(), set(), []
 
     def open_context(codec, messages, specs, frames, *rest):
-        seen.append((specs[0], frames[0].seconds))  # of a sub-agent, which has one window
+        windows.append((specs[0], frames[0].seconds))  # of a sub-agent, which has one window
         return sampler.open_context(codec, messages, specs, frames, *rest)
 
     work = asyncio.create_task(play(episode, replace(sampler, open_context=open_context)))
@@ -64,9 +64,9 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
         while not ended:
             await asyncio.wait([work], timeout=0.05)
             ended = work.done()
-            for step in happened(episode, seen):
-                if (step["event"], step["number"]) not in told:
-                    told.add((step["event"], step["number"]))
+            for step in happened(episode, windows):
+                if (step["event"], step["number"]) not in sent:
+                    sent.add((step["event"], step["number"]))
                     yield {**step, "at": time.monotonic() - began}
         work.result()  # raises if the loop has a bug
         yield {**answer_event(episode, final), "at": time.monotonic() - began}
@@ -74,10 +74,10 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
         work.cancel()  # if the caller leaves early
 
 
-def happened(episode, seen):
+def happened(episode, windows):
     """-> the steps of an episode so far, in the order in which a reader wants them: a turn, its
-    calls, then the windows and responses of these. seen: [(spec, times)] of sub-agents' windows."""
-    left = list(seen)
+    calls, then the windows and responses of these. windows: [(spec, times)] of sub-agents."""
+    pending = list(windows)
     if "seconds" in episode.notes:
         times = [float(second) for second in episode.notes["seconds"]]
         yield {"event": "overview", "number": 0, "times": times, "duration": episode.duration}
@@ -91,9 +91,9 @@ def happened(episode, seen):
         for n, call in calls:
             times = call.get("seconds_seen")  # other systems are shown the frames themselves
             window = call["start"], call["end"]
-            looks = [e for e in left if (e[0]["start"], e[0]["end"]) == window]
+            looks = [e for e in pending if (e[0]["start"], e[0]["end"]) == window]
             if times is None and looks:
-                left.remove(looks[0])
+                pending.remove(looks[0])
                 times = looks[0][1]
             if times is not None:
                 yield {"event": "window", "number": n, "start": window[0], "end": window[1],
@@ -107,9 +107,9 @@ def happened(episode, seen):
 def answer_event(episode, final) -> dict:
     """The end of an episode as an event."""
     options = episode.task["options"]
-    said = final(episode.turns, episode.think_open) if episode.status == "ok" else None
-    return {"event": "answer", "text": said, "status": episode.status, "error": episode.error,
-            "letter": rewards.extract_letter(said, options) if said and options else None,
+    answer = final(episode.turns, episode.think_open) if episode.status == "ok" else None
+    return {"event": "answer", "text": answer, "status": episode.status, "error": episode.error,
+            "letter": rewards.extract_letter(answer, options) if answer and options else None,
             "frames": len(episode.notes.get("seconds", [])), "windows": episode.executed()}
 
 
@@ -145,13 +145,13 @@ def line_of(event, took, options=None) -> str:
     if kind == "turn":
         return f"[turn {number}, {took:.1f} s] {launch.printable(event['text'].strip())}"
     if kind == "answer":
-        said = event["text"] or "none"
+        text = event["text"] or "none"
         if event["status"] != "ok":
-            said = f"none ({event['status']}: {event['error']})"
+            text = f"none ({event['status']}: {event['error']})"
         elif event["letter"]:
-            place = string.ascii_uppercase.index(event["letter"])
-            said = f"{event['letter']}. {data.bare_options(options)[place]}"
-        return (f"answer: {launch.printable(said)}   ({event['frames']} frames, "
+            index = string.ascii_uppercase.index(event["letter"])
+            text = f"{event['letter']}. {data.bare_options(options)[index]}"
+        return (f"answer: {launch.printable(text)}   ({event['frames']} frames, "
                 f"{event['windows']} windows, {event['at']:.1f} s)")
     if kind == "window":
         return (f"  [call {number} looks at {len(event['times'])} frames, "
@@ -189,10 +189,10 @@ def typed_question() -> list[str] | None:
 
 def film_task(args, number=0, question="", options=None) -> dict:
     """A question about --video as a task without a gold answer."""
-    spoken = args.subtitle_file and os.path.relpath(args.subtitle_file, args.video_root)
+    path = args.subtitle_file and os.path.relpath(args.subtitle_file, args.video_root)
     return {"id": f"question-{number}", "video": os.path.relpath(args.video, args.video_root),
             "question": question, "options": options or None, "answer": None,
-            "type": "mcq" if options else args.type, **({"subtitles": spoken} if spoken else {})}
+            "type": "mcq" if options else args.type, **({"subtitles": path} if path else {})}
 
 
 def videos_below(path):
@@ -245,11 +245,11 @@ def parse_args():
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths(), type="list")
     args = parser.parse_args()
-    for wrong, why in [(args.options and not args.question, "--options belong to --question"),
+    for invalid, reason in [(args.options and not args.question, "--options belong to --question"),
                        (args.protocols, "--protocols is of eval.py"),
                        *evaluation.run_faults(args)]:
-        if wrong:
-            raise launch.UserError(why)
+        if invalid:
+            raise launch.UserError(reason)
     args.subtitles = "aligned"
     args.video = os.path.realpath(args.video)  # a link may lead out of its folder
     paths = [args.video]

@@ -73,10 +73,10 @@ def published(row):
                  for role, text in zip(("user", "assistant"), pair)]
     if talk:  # LLaVA marks a video as <image>
         mark = "<image>" if row.get("images") else "<video>"
-        said = [(m.get("from") or m["role"], m.get("value") or m["content"]) for m in talk]
+        turns = [(m.get("from") or m["role"], m.get("value") or m["content"]) for m in talk]
         return {**row, "messages": [{"role": ROLES.get(role, role),
                                      "content": text.replace("<image>", mark)}
-                                    for role, text in said]}
+                                    for role, text in turns]}
     question, answer = column("question"), loosely(column("answer"))
     if question is None or answer is None or not videos:
         return None
@@ -93,9 +93,9 @@ def published(row):
 def as_tasks(row):
     """A row of messages -> a row with a `prompt` for each answer of the assistant."""
     messages = decoded(row["messages"])
-    return [{**row, "prompt": [asked], "extra_info": {"answer": said["content"]}}
-            for asked, said in zip(messages, messages[1:])
-            if (asked["role"], said["role"]) == ("user", "assistant")]
+    return [{**row, "prompt": [prompt], "extra_info": {"answer": reply["content"]}}
+            for prompt, reply in zip(messages, messages[1:])
+            if (prompt["role"], reply["role"]) == ("user", "assistant")]
 
 
 def relative(path):
@@ -134,15 +134,15 @@ def media_of(row):
             "image": iter([{"type": "image"} for _ in images])}
 
 
-def video_piece(given):
+def video_piece(video):
     """A published video, a path or an object -> {"type", "video"}, and "start" and "end" of a part.
     Raises ValueError with the reason if the entry cannot be read."""
-    given = given if isinstance(given, dict) else {"video": given}
-    path = given.get("url") or given.get("video")
+    video = video if isinstance(video, dict) else {"video": video}
+    path = video.get("url") or video.get("video")
     if not path:
         raise ValueError("a video without a path")
     piece = {"type": "video", "video": relative(path)}
-    part = [given.get("video_start"), given.get("video_end")]
+    part = [video.get("video_start"), video.get("video_end")]
     if part != [None, None]:
         span = [rewards.to_seconds(second) for second in part]
         if None in span or not span[0] < span[1]:
@@ -173,11 +173,11 @@ def content_pieces(message, media):
               if value and key not in ("role", "content", "id", "name", "tool_call_id")]
     if unread:
         raise ValueError(f"a message with {unread[0]!r}, which is not read")
-    given = message.get("content")
-    if isinstance(given, str):
-        given = pieces_in(given)
+    content = message.get("content")
+    if isinstance(content, str):
+        content = pieces_in(content)
     pieces = []
-    for piece in [given] if isinstance(given, dict) else given or []:
+    for piece in [content] if isinstance(content, dict) else content or []:
         kind = piece.get("type")
         if kind == "text" and message["role"] in ("user", "tool"):
             pieces += in_place(piece.get("text") or "", media)
@@ -196,9 +196,9 @@ def content_pieces(message, media):
 
 def pieces_in(text):
     """A content string, either plain text or the JSON of a list of pieces -> pieces."""
-    found = loosely(text)
-    if isinstance(found, list) and all(isinstance(p, dict) and "type" in p for p in found):
-        return found
+    parsed = loosely(text)
+    if isinstance(parsed, list) and all(isinstance(p, dict) and "type" in p for p in parsed):
+        return parsed
     return [{"type": "text", "text": text}]
 
 
@@ -225,97 +225,99 @@ def parts_of(role, pieces):
     if parts[-1][0] == "tool":
         raise ValueError("tags of tool responses that do not pair up")
     # Frames without text, before or after the only response, belong to that response.
-    tools = [held for kind, held in parts if kind == "tool"]
-    for at, (kind, held) in enumerate(parts):
-        if kind == "user" and not joined(held).strip() and len(tools) == 1:
-            frames = [piece for piece in held if piece["type"] != "text"]
+    tools = [items for kind, items in parts if kind == "tool"]
+    for at, (kind, items) in enumerate(parts):
+        if kind == "user" and not joined(items).strip() and len(tools) == 1:
+            frames = [piece for piece in items if piece["type"] != "text"]
             tools[0][:] = frames + tools[0] if at == 0 else tools[0] + frames
-            held.clear()
-    for held in tools:  # the template writes the line breaks inside the tags
-        if held and "text" in held[0]:
-            held[0]["text"] = held[0]["text"].removeprefix("\n")
-        if held and "text" in held[-1]:
-            held[-1]["text"] = held[-1]["text"].removesuffix("\n")
-    return [(kind, [piece for piece in held if piece.get("text") != ""]) for kind, held in parts
-            if kind == "tool" or joined(held).strip() or any("text" not in p for p in held)]
+            items.clear()
+    for items in tools:  # the template writes the line breaks inside the tags
+        if items and "text" in items[0]:
+            items[0]["text"] = items[0]["text"].removeprefix("\n")
+        if items and "text" in items[-1]:
+            items[-1]["text"] = items[-1]["text"].removesuffix("\n")
+    return [(kind, [piece for piece in items if piece.get("text") != ""]) for kind, items in parts
+            if kind == "tool" or joined(items).strip() or any("text" not in p for p in items)]
 
 
-def response(pieces, call, overviews, most):
+def response(pieces, call, overviews, max_frames):
     """Pieces of a tool response -> the content of a tool message, frames as our video pieces.
 
-    call: the rewards.ToolCall that is answered, or None. overviews: the videos of the prompt. most:
-    frames of a window. Raises ValueError with the reason if the response cannot be converted.
+    call: the rewards.ToolCall that is answered, or None. overviews: the videos of the prompt.
+    max_frames: of a window. Raises ValueError with the reason if the response cannot be converted.
     """
-    shown = []
+    content = []
     for piece in pieces:
         still = piece["type"] == "image"
         if piece["type"] == "text":
-            shown.append(piece)
-        elif still and any(p.get("stills") for p in shown):
+            content.append(piece)
+        elif still and any(p.get("stills") for p in content):
             continue  # the first still stands for the whole window
         elif "start" in piece:
-            shown.append({**piece, "fps": 1.0, "max_frames": most})
+            content.append({**piece, "fps": 1.0, "max_frames": max_frames})
         else:
             if call is None or call.error:
                 raise ValueError("frames in a tool response whose call cannot be read")
             if still and len(overviews) != 1:
                 raise ValueError("stills in a tool response, of no single video")
             path = overviews[0] if still else piece["video"]
-            window = {"start": call.start, "end": call.end, "fps": 1.0, "max_frames": most}
+            window = {"start": call.start, "end": call.end, "fps": 1.0, "max_frames": max_frames}
             if path not in overviews:  # a separate clip, which holds exactly the window
-                window = {"frames": min(max(round(call.end - call.start), 1), most)}
-            shown.append({"type": "video", "video": path, "stills": still, **window})
-    windows = [piece for piece in shown if piece["type"] == "video"]
+                window = {"frames": min(max(round(call.end - call.start), 1), max_frames)}
+            content.append({"type": "video", "video": path, "stills": still, **window})
+    windows = [piece for piece in content if piece["type"] == "video"]
     # The release writes this sentence before frames. Without the frames the next turn would have
     # no source for the things it describes.
     sentence = r"(?i)the tool executed successfully|here are the processed results?|" \
                r"\(processed video here\)"
-    if not windows and not rewards.has_word(re.sub(sentence, "", joined(shown))):
+    if not windows and not rewards.has_word(re.sub(sentence, "", joined(content))):
         raise ValueError("a tool response that speaks of frames and shows none")
     for piece in windows:
         piece.pop("stills", None)
-    return shown if windows else joined(shown)
+    return content if windows else joined(content)
 
 
-def our_messages(row, frames, most):
+def our_messages(row, frames, max_frames):
     """A published SFT row -> (messages before the first assistant turn, those from there on).
-    frames: of an overview; most: of a window. Raises ValueError with the reason if the row cannot
-    be converted."""
-    given = decoded(row["messages"])
+    frames: of an overview; max_frames: of a window. Raises ValueError with the reason if the row
+    cannot be converted."""
+    talk = decoded(row["messages"])
     media = media_of(row)
     head, rest, calls = [], [], iter(())
-    for message in given if isinstance(given, list) else []:
+    for message in talk if isinstance(talk, list) else []:
         role, pieces = message["role"], content_pieces(message, media)
         if role == "assistant":
             calls = iter(rewards.parse_tool_calls(joined(pieces)))
             rest.append({"role": role, "content": joined(pieces)})
             continue
-        for kind, held in parts_of(role, pieces):
+        for kind, items in parts_of(role, pieces):
             if kind == "tool" and not rest:
                 raise ValueError("a tool response before the first assistant message")
             if kind == "tool":
-                rest.append({"role": kind, "content": held, "call": next(calls, None)})
-            elif any(piece["type"] == "image" for piece in held):
+                rest.append({"role": kind, "content": items, "call": next(calls, None)})
+            elif any(piece["type"] == "image" for piece in items):
                 raise ValueError("still images are not read")
             elif not rest:
-                head.append({"role": kind, "content": held})
-            elif any(piece["type"] == "video" for piece in held):
+                head.append({"role": kind, "content": items})
+            elif any(piece["type"] == "video" for piece in items):
                 raise ValueError("a video after the first assistant message, in no tool response")
             else:
-                rest.append({"role": kind, "content": joined(held)})
-    left = list(media["video"])
-    asked = next((m for m in head if m["role"] == "user"), None)
-    if asked and not chat.videos_in(head) and len(left) == 1:  # without a mark the video goes first
-        asked["content"].insert(0, left.pop())
-    if left or next(media["image"], None):
-        raise ValueError("more videos than <video> marks" if left else
+                rest.append({"role": kind, "content": joined(items)})
+    spare = list(media["video"])
+    first = next((m for m in head if m["role"] == "user"), None)
+    if first and not chat.videos_in(head) and len(spare) == 1:  # without a mark it goes first
+        first["content"].insert(0, spare.pop())
+    if spare or next(media["image"], None):
+        raise ValueError("more videos than <video> marks" if spare else
                          "more images than <image> marks")
     overviews = [piece["video"] for piece in chat.videos_in(head)]
     for message in rest:
         if "call" in message:
-            message["content"] = response(message["content"], message.pop("call"), overviews, most)
-    for piece in chat.videos_in(head):  # a part of a video: at the rate of a window
-        piece.update({"fps": 1.0, "max_frames": most} if "start" in piece else {"frames": frames})
+            call = message.pop("call")
+            message["content"] = response(message["content"], call, overviews, max_frames)
+    window = {"fps": 1.0, "max_frames": max_frames}  # a part of a video: at the rate of a window
+    for piece in chat.videos_in(head):
+        piece.update(window if "start" in piece else {"frames": frames})
     if not all(m["content"] for m in head + rest):
         raise ValueError("an empty message")
     if any(m["role"] == "system" for m in (head + rest)[1:]):
@@ -340,10 +342,10 @@ def unpaired(rest):
     return None if rest[-1]["role"] == "assistant" else "the last message is not the assistant's"
 
 
-def to_chat(row, frames, most):
+def to_chat(row, frames, max_frames):
     """A published SFT row -> {"messages", "tools"}. Raises ValueError with the reason if the row
     cannot be converted."""
-    head, rest = our_messages(row, frames, most)
+    head, rest = our_messages(row, frames, max_frames)
     # As rollout.py --crop-response: does the agent see the windows itself?
     crop_response = "frames" if chat.videos_in(rest) else "summary"
     head = our_prompt(head, rest, frames, crop_response)
@@ -361,14 +363,14 @@ def our_prompt(head, rest, frames, crop_response):
     answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"])
     if answer is None:
         raise ValueError("no <answer> in the last turn, which our prompt asks for")
-    asked, question, options = question_of([m["content"] for m in head if m["role"] == "user"])
-    task = {"video": videos[0]["video"], "question": asked, "type": "open"}
+    prompt, question, options = question_of([m["content"] for m in head if m["role"] == "user"])
+    task = {"video": videos[0]["video"], "question": prompt, "type": "open"}
     # The answer shows the type: a letter, a span without other words, or else an open text.
     time = r"\d[\d.:]* ?(?:s|seconds)?"
     span = rf"(?:from )?{time} ?(?:-|–|to) ?{time}\.?|[\[(]{time}, ?{time}[\])]"
     # "3 - 5" may be a score. A span has brackets, a unit or a point, or the question asks for time.
     timed = re.search(r"[\[(:]|\d\.\d|\d ?s", answer) or re.search(
-        r"(?i)\b(?:when|time\w*|seconds?|moments?|period|segment|interval|clip|starts?)\b", asked)
+        r"(?i)\b(?:when|time\w*|seconds?|moments?|period|segment|interval|clip|starts?)\b", prompt)
     if options and letter_of(answer, options):
         task.update(question=question, options=options, type="mcq")
     elif options and re.match(r"\(?[A-Z](?:[).:]|$)", answer):
@@ -381,14 +383,14 @@ def our_prompt(head, rest, frames, crop_response):
 def without_path(text):
     """An assistant turn -> the same without the video_path of calls, which our tool does not take.
     A call without a video_path, or that is not JSON, does not change."""
-    def shorter(found):
+    def shorter(match):
         try:
-            call = json.loads(found[2])
+            call = json.loads(match[2])
             if call["arguments"].pop("video_path", None) is None:
-                return found[0]
+                return match[0]
         except (ValueError, TypeError, KeyError, AttributeError):
-            return found[0]
-        return found[1] + json.dumps(call, ensure_ascii=False) + found[3]
+            return match[0]
+        return match[1] + json.dumps(call, ensure_ascii=False) + match[3]
     return re.sub(r"(<tool_call>\s*)(.*?)(\s*</tool_call>)", shorter, text, flags=re.DOTALL)
 
 
@@ -450,23 +452,23 @@ def question_of(contents):
              if isinstance(content, list) else content for content in contents]
     # Two words with a video between them stay two words.
     text = re.sub(r"(?<=\S)(?:<video>)+(?=\S)", "\n", "\n".join(texts)).replace("<video>", "")
-    asked = bare(text)
-    whole, options = benchmarks.split_inline(asked)
-    written = [line for line in asked.split("\n") if line.strip()]
+    full_text = bare(text)
+    stem, options = benchmarks.split_inline(full_text)
+    written = [line for line in full_text.split("\n") if line.strip()]
     # An option is one line. A further line would be read as part of the option before it.
-    if options and len(written) != len(options) + sum(map(bool, map(str.strip, whole.split("\n")))):
+    if options and len(written) != len(options) + sum(map(bool, map(str.strip, stem.split("\n")))):
         raise ValueError("text between or after the options")
-    question = bare(whole)
-    asked = question + asked[len(whole):]
+    question = bare(stem)
+    full_text = question + full_text[len(stem):]
     # No option begins with an instruction: "Reply to the letter" may be one.
     if STEERING.search(question) or any(STEERING.search(option, 1) for option in options):
         raise ValueError("the question still holds instructions of the release")
     if not rewards.has_word(question) or not all(options):
         raise ValueError("no question, or an option without a text")
     if not options and re.search(
-            r"(?ms)(?:^|[\s(*])A[.):].+?[\s(*]B[.):]|^\W*a[.):].+?^\W*b[.):]", asked):
+            r"(?ms)(?:^|[\s(*])A[.):].+?[\s(*]B[.):]|^\W*a[.):].+?^\W*b[.):]", full_text):
         raise ValueError("options that cannot be read: each belongs on a line of its own")
-    return asked, question, options
+    return full_text, question, options
 
 
 def letter_of(answer, options):
@@ -494,18 +496,18 @@ def to_task(row):
     if any(m["role"] not in ("system", "user") for m in prompt):
         raise ValueError("a prompt with turns of an assistant")
     marks = {"video": iter(videos), "image": media["image"]}
-    spoken = [content_pieces(m, marks) for m in prompt if m["role"] == "user"]
-    if next(media["image"], None) or any(p["type"] == "image" for held in spoken for p in held):
+    texts = [content_pieces(m, marks) for m in prompt if m["role"] == "user"]
+    if next(media["image"], None) or any(p["type"] == "image" for t in texts for p in t):
         raise ValueError("still images are not read")
-    given = extra.get("question")
-    asked, question, options = question_of([given] if given else spoken)
+    stated = extra.get("question")
+    full_text, question, options = question_of([stated] if stated else texts)
     kind = {"oe": "open", "tvg": "grounding", **{name: name for name in rewards.task_types()}}.get(
         extra.get("question_type"))
     span = span_of(loosely(answer), kind)  # "[1.5, 7]"
     letter = letter_of(answer, options) if options else ""
     if kind is None:
         kind = "grounding" if span is not None else "mcq" if letter else "open"
-    task = {"video": videos[0]["video"], "question": asked, "options": None,
+    task = {"video": videos[0]["video"], "question": full_text, "options": None,
             "answer": str(answer), "type": kind}
     if kind == "grounding":
         span = [rewards.to_seconds(t) for t in span or []]
@@ -536,42 +538,42 @@ def span_of(answer, kind):
     return answer[0] if len(answer) == 1 and isinstance(answer[0], list) else answer
 
 
-def convert(paths, out, frames, most=64, names=None):
+def convert(paths, out, frames, max_frames=64, names=None):
     """Published files -> one JSONL. Prints how many rows were left out, and why. frames: of an
-    overview; most: of a window in a tool response; names: {our column: theirs}."""
-    given = []  # (id, row)
+    overview; max_frames: of a window in a tool response; names: {our column: theirs}."""
+    numbered = []  # (id, row)
     for path in paths:
         stem = os.path.splitext(os.path.basename(path))[0]
         for number, row in enumerate(read_table(path)):
             row.update({ours: row.get(theirs) for ours, theirs in (names or {}).items()})
-            if not (known := published(row)):
+            if not (converted := published(row)):
                 guess = {name: difflib.get_close_matches(name, row, 1, 0.4) for name in COLUMNS}
-                guess = [f"{name}={(found or ['COLUMN'])[0]}" for name, found in guess.items()]
+                guess = [f"{name}={(columns or ['COLUMN'])[0]}" for name, columns in guess.items()]
                 raise launch.UserError(f"{path}: row {number} has neither messages nor a video, a "
                                        f"question and an answer, but {', '.join(sorted(row))}; "
                                        f"say which they are: --map {' '.join(guess)}")
-            given.append((f"{stem}/{number}", known))
+            numbered.append((f"{stem}/{number}", converted))
     rows, rejected = [], {}  # rejected: reason -> ids of rows
-    is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in given)
-    if is_chat and not all(row.get("messages") for _, row in given):
+    is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in numbered)
+    if is_chat and not all(row.get("messages") for _, row in numbered):
         raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
-    for name, row in given:
+    for name, row in numbered:
         try:
             # Published rows are data: a bad row is left out and named.
             if is_chat:
-                made = [to_chat(row, frames, most)]
+                made = [to_chat(row, frames, max_frames)]
             else:
                 made = [to_task(one) for one in (as_tasks(row) if row.get("messages") else [row])]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             malformed = f"malformed ({type(error).__name__})"
-            why = str(error) if type(error) is ValueError else malformed
-            rejected.setdefault(why, []).append(name)
+            reason = str(error) if type(error) is ValueError else malformed
+            rejected.setdefault(reason, []).append(name)
             continue
         source = row.get("id") or row.get("data_source") or name.partition("/")[0]
         rows += [{"id": f"{name}/{n}" if n else name, "source": source, **one}
                  for n, one in enumerate(made)]
-    for why, left in sorted(rejected.items(), key=lambda item: -len(item[1])):
-        print(f"left out: {len(left)} rows, {why}; the first is {left[0]}")
+    for reason, names_left in sorted(rejected.items(), key=lambda item: -len(item[1])):
+        print(f"names_left out: {len(names_left)} rows, {reason}; the first is {names_left[0]}")
     if not rows:
         raise launch.UserError("no row could be used")
     launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))

@@ -65,9 +65,9 @@ def draw_window(name, number, args, duration):
 
 def read_draft(reply, task):
     """Fills a task from the reply of the model that writes -> None, or why it is no task."""
-    found = re.search(r"\{.*\}", reply, re.DOTALL)
+    match = re.search(r"\{.*\}", reply, re.DOTALL)
     try:
-        written = launch.parse_json(found[0])
+        written = launch.parse_json(match[0])
         question, answer = written["question"].strip(), str(written["answer"]).strip()
         options = written["options"] if task["type"] == "mcq" else None
         if options:
@@ -94,10 +94,10 @@ def draft(engine, source, args, name, number):
     task = {"id": f"{name}/{number}", "video": name, "question": "", "options": None,
             "answer": None, "type": args.types[number % len(args.types)], "evidence": [window]}
 
-    def reply(text, shown=()):
-        content = [*[{"type": "video"} for _ in shown], {"type": "text", "text": text}]
+    def reply(text, frames=()):
+        content = [*[{"type": "video"} for _ in frames], {"type": "text", "text": text}]
         done = engine.run(engine.call(ChatRequest(
-            task["id"], [], [], [], list(shown), args.max_new_tokens, 0.0, args.seed,
+            task["id"], [], [], [], list(frames), args.max_new_tokens, 0.0, args.seed,
             messages=[{"role": "user", "content": content}]))).result()
         if done.error:
             raise Unanswered(done.error)
@@ -108,14 +108,14 @@ def draft(engine, source, args, name, number):
         return rewards.accuracy(answer, task["type"], task["answer"], task["options"]) >= 0.5
 
     left_out = read_draft(reply(WRITE.format(FORMS[task["type"]]), [frames]), task)
-    blind = seen = None
+    blind = in_window = None
     if not left_out:
         blind = reply(BLIND + rollout.question_text(task))
         left_out = "right without the video" if is_right(blind) else None
     if not left_out:
-        seen = reply(rollout.question_text(task), [frames])
-        left_out = None if is_right(seen) else "wrong with the window"
-    return {"id": task["id"], "task": task, "left_out": left_out, "blind": blind, "seen": seen}
+        in_window = reply(rollout.question_text(task), [frames])
+        left_out = None if is_right(in_window) else "wrong with the window"
+    return {"id": task["id"], "task": task, "left_out": left_out, "blind": blind, "seen": in_window}
 
 
 def append(path, row):
@@ -128,8 +128,8 @@ def write_page(path, root, rows):
     with open(f"{os.path.splitext(os.path.abspath(__file__))[0]}.html", encoding="utf-8") as f:
         page = f.read()
     root = os.path.relpath(root, os.path.dirname(os.path.abspath(path)))
-    found = json.dumps({"root": root, "rows": sorted(rows, key=lambda row: row["id"])})
-    launch.write_atomic(path, page.replace("/*DATA*/", found.replace("<", "\\u003c")))
+    content = json.dumps({"root": root, "rows": sorted(rows, key=lambda row: row["id"])})
+    launch.write_atomic(path, page.replace("/*DATA*/", content.replace("<", "\\u003c")))
 
 
 def main():
@@ -154,7 +154,7 @@ def main():
     args = parser.parse_args()
     launch.at_least(1, args, "questions", "seconds", "frames", "max_pixels", "workers")
     stem, root = args.out.removesuffix(".jsonl"), video.root_of(args, args.out)
-    names = [os.path.relpath(p, root) for given in args.videos for p in ask.videos_below(given)]
+    names = [os.path.relpath(p, root) for path in args.videos for p in ask.videos_below(path)]
     if not args.out.endswith(".jsonl") or not names:
         raise launch.UserError("no video there" if not names else "--out should end in .jsonl")
     if any(name.startswith("..") for name in names):
@@ -173,9 +173,9 @@ def main():
     source = video.Source(root, video.FrameCache(2**28, 60.0, args.workers), 1024, args.max_pixels)
     done, failed = {row["id"] for row in rows}, []
 
-    def work(place):
+    def work(number):
         try:
-            row = draft(engine, source, args, *place)
+            row = draft(engine, source, args, *number)
         except (video.VideoError, Unanswered) as error:
             failed.append(str(error))
             return
@@ -192,7 +192,7 @@ def main():
     write_page(f"{stem}.html", root, rows)
     counts = Counter(row["left_out"] for row in rows)
     print(f"{len(rows)} drafts, {counts.pop(None, 0)} kept -> {args.out}; to correct: {stem}.html")
-    print("left out: " + (", ".join(f"{n} {why}" for why, n in counts.most_common()) or "none"))
+    print("left out: " + (", ".join(f"{n} {text}" for text, n in counts.most_common()) or "none"))
     if failed:
         error, n = Counter(failed).most_common(1)[0]
         raise launch.RunError(f"{len(failed)} drafts could not be made; most often ({n}): "

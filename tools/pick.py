@@ -47,17 +47,17 @@ def read_rollouts(paths: list[str]) -> list[dict]:
     rows, tasks, prompts = {}, {}, {}
     for path in paths:
         for row in launch.read_jsonl(path, record_shape(), record_fault):
-            name, place = str(row["task"]["id"]), (row["group"], row["sample"])
+            name, key = str(row["task"]["id"]), (row["group"], row["sample"])
             prompt = row["ids"][: row["spans"][0][0]] if row["spans"] else None
-            wrong = (
+            problem = (
                 "is another task elsewhere" if tasks.setdefault(name, row["task"]) != row["task"]
-                else f"has sample {row['sample']} of {row['group']} twice" if place in rows
+                else f"has sample {row['sample']} of {row['group']} twice" if key in rows
                 else "has two prompts in one group"
                 if prompt and prompts.setdefault(row["group"], prompt) != prompt else None)
-            if wrong:
-                raise launch.UserError(f"{path}: task {name} {wrong}; leave out a file, or give "
+            if problem:
+                raise launch.UserError(f"{path}: task {name} {problem}; leave out a file, or give "
                                        "the tasks ids of their own")
-            rows[place] = row
+            rows[key] = row
     return list(rows.values())
 
 
@@ -77,13 +77,13 @@ def record_shape() -> dict:
 
 def record_fault(row: dict) -> str | None:
     """-> None, or what is wrong with a line of a rollout JSONL that has all fields."""
-    if wrong := misfit(row, record_shape()):
-        return f"{wrong} is missing, or not of the kind that rollout.py writes"
-    task, known = row["task"], ("ok", "video_error", "label_error", "context", "engine_error")
+    if problem := misfit(row, record_shape()):
+        return f"{problem} is missing, or not of the kind that rollout.py writes"
+    task, statuses = row["task"], ("ok", "video_error", "label_error", "context", "engine_error")
     if task.get("answer", "") is not None and (  # null: a question that somebody asked
-            wrong := data.task_fault({"answer": None, **task})):
-        return f"'task': {wrong}"
-    if row["status"] not in known:
+            problem := data.task_fault({"answer": None, **task})):
+        return f"'task': {problem}"
+    if row["status"] not in statuses:
         return f"'status': {row['status']!r} is unknown"
     parts = [row, *(call["sub"] for call in row["calls"] if call.get("sub"))]
     for item in (item for part in parts for item in part["vision"]):
@@ -118,8 +118,8 @@ def misfit(value, shape, name: str = "record") -> str | None:
         parts = (misfit(value.get(key), one, f"{name}.{key}") for key, one in shape.items())
         return next(filter(None, parts), None)
     # Not isinstance: True is an int. A whole number is a float in JSON.
-    good = value is shape or type(value) is shape or (shape is float and type(value) is int)
-    return None if good else name
+    valid = value is shape or type(value) is shape or (shape is float and type(value) is int)
+    return None if valid else name
 
 
 # ------------------------------------------------------------------------------------------------
@@ -134,13 +134,13 @@ def read_evaluation(path: str) -> list[dict]:
     shape = {name: kind for name, kind in record_shape().items() if name not in blank}
     rows = launch.read_jsonl(path, shape, lambda row: misfit(row, shape) or data.task_fault(
         {"answer": None, **row["task"]}, unlabelled=True))
-    kept = results.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
-    if kept.get("protocol", "paravt") != "paravt":
+    settings = results.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
+    if settings.get("protocol", "paravt") != "paravt":
         raise launch.UserError(f"{path}: not of --protocol paravt, whose turns alone sft.py can "
                                "train on")
     # Fields of rollout.Agent.
-    windows = {name: kept[name] for name in ("sub_fps", "sub_frames", "sub_question",
-                                             "crop_response") if name in kept}
+    windows = {name: settings[name] for name in ("sub_fps", "sub_frames", "sub_question",
+                                             "crop_response") if name in settings}
     return [{**blank, **row, "windows": windows} for row in rows
             if row.get("show") == "real" and row["K"]]  # without frames nothing can be learned
 
@@ -151,7 +151,7 @@ def groups(paths: list[str]) -> list[list]:
     """
     text = [path for path in paths if os.path.basename(path).startswith("records.")]
     rows = read_rollouts([path for path in paths if path not in text])
-    found, tasks = {}, {}  # task id -> Episodes, task
+    by_task, tasks = {}, {}  # task id -> Episodes, task
     for row in [*rows, *(row for path in text for row in read_evaluation(path))]:
         if row["task"].get("answer") is None:
             raise launch.UserError(f"task {row['task']['id']} has no answer, so no rollout of it "
@@ -160,32 +160,32 @@ def groups(paths: list[str]) -> list[list]:
         if tasks.setdefault(name, row["task"]) != row["task"]:  # of two evaluations, say
             raise launch.UserError(f"task {name} is another task elsewhere; leave out a file, or "
                                    "give the tasks ids of their own")
-        found.setdefault(name, []).append(rollout.from_json(row))
-        found[name][-1].notes.update(tools=row.get("tools", "on") == "on",
+        by_task.setdefault(name, []).append(rollout.from_json(row))
+        by_task[name][-1].notes.update(tools=row.get("tools", "on") == "on",
                                      settings=row.get("windows"))
-    for group in found.values():
+    for group in by_task.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
             episode.reward = rollout.compute_reward(
                 episode, verdict=verdict if isinstance(verdict, bool) else None)
-    return list(found.values())
+    return list(by_task.values())
 
 
-def fault(e, least: float = 0.5, recall: float = 0.0) -> str | None:
+def fault(e, min_acc: float = 0.5, recall: float = 0.0) -> str | None:
     """-> None, or why a rollout is nothing to learn from. recall: see --recall."""
-    seen = (e.reward.get("windows") or {}).get("recall")  # None: no evidence to compare with
+    share = (e.reward.get("windows") or {}).get("recall")  # None: no evidence to compare with
     return ("not ok" if e.status != "ok" else "cut off" if "length" in e.finish
-            else "wrong" if e.reward["acc"] < least
-            else "looked elsewhere" if seen is not None and e.calls and seen < recall else None)
+            else "wrong" if e.reward["acc"] < min_acc
+            else "looked elsewhere" if share is not None and e.calls and share < recall else None)
 
 
-def best(group: list, least: float = 0.5, recall: float = 0.0):
+def best(group: list, min_acc: float = 0.5, recall: float = 0.0):
     """Rollouts of one task -> the one to learn from, or None."""
     def worth(e):
         length = sum(e.context.mask) if e.context else len("".join(e.turns))
         return e.reward["total"], -len(e.calls), -length
 
-    return max((e for e in group if not fault(e, least, recall)), default=None, key=worth)
+    return max((e for e in group if not fault(e, min_acc, recall)), default=None, key=worth)
 
 
 def chats(episode, tools: bool = True, sub_question: bool = True,
@@ -221,9 +221,9 @@ def chats(episode, tools: bool = True, sub_question: bool = True,
             if turn + 1 < len(episode.turns):  # calls of the last turn were never answered
                 messages.append({"role": "tool", "content": content})
             if call["status"] == "ok" and response == "summary":
-                said = {"role": "assistant", "content": call["summary"]}
+                reply = {"role": "assistant", "content": call["summary"]}
                 rows.append({"id": f"{name}/{turn}/{number}",
-                             "messages": [*rollout.sub_messages(task, spec, sub_question), said]})
+                             "messages": [*rollout.sub_messages(task, spec, sub_question), reply]})
     return rows
 
 
@@ -271,10 +271,10 @@ def main():
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
     runs.keep_inputs(outputs, args.rollouts)
-    found = groups(args.rollouts)
+    grouped = groups(args.rollouts)
     if args.best:
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes
-        for episode in (e for group in found for e in group):
+        for episode in (e for group in grouped for e in group):
             prompts[episode.task["id"], episode.num_frames].append(episode)
         picked, taken = [], collections.Counter()  # taken: prompts of each film
         for group in prompts.values():
@@ -282,18 +282,18 @@ def main():
             if one and not (args.per_video and taken[one.task["video"]] == args.per_video):
                 picked.append(one)
                 taken[one.task["video"]] += 1
-        left = collections.Counter(fault(e, args.least, args.recall) or "good"
+        counts = collections.Counter(fault(e, args.least, args.recall) or "good"
                                    for group in prompts.values() for e in group)
         rows = [row for episode in picked
                 for row in chats(episode, args.tools, args.sub_question, args.crop_response)]
         write(args.best, rows)
         print(f"{len(picked)} of {len(prompts)} prompts have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")
-        print("rollouts: " + ", ".join(f"{n} {why}" for why, n in sorted(left.items())))
+        print("rollouts: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items())))
     if args.band:
-        tasks = [group[0].task for group in found if low <= mean_accuracy(group) <= high]
+        tasks = [group[0].task for group in grouped if low <= mean_accuracy(group) <= high]
         write(args.band[2], tasks)
-        print(f"{len(tasks)} of {len(found)} tasks have a mean R_acc of {low:g} to {high:g} "
+        print(f"{len(tasks)} of {len(grouped)} tasks have a mean R_acc of {low:g} to {high:g} "
               f"-> {args.band[2]}")
 
 

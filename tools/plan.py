@@ -122,8 +122,8 @@ def delta_activation_bytes(text, width):
     norms = 2 * text.hidden_size * (3 * width if width == 4 else 4 + 2 * width)
     # Queries, keys and values as projected, padded, convolved and activated; queries and keys once
     # per value head; the kernel's chunks of 64; output, its norm and gate.
-    inside = (4 * mixed + 3 * values) * width + heads * 64 * width + 4 * values * width
-    return norms + inside + 5 * 4 * heads + 4 * text.intermediate_size * width
+    inner = (4 * mixed + 3 * values) * width + heads * 64 * width + 4 * values * width
+    return norms + inner + 5 * 4 * heads + 4 * text.intermediate_size * width
 
 
 def layer_activation_bytes(text, width, repeated=False, kind="full_attention"):
@@ -165,9 +165,9 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
     shards, hidden = gpus // replicas, text.hidden_size
     of_kind = {kind: layer_activation_bytes(text, width, repeated, kind)
                for kind in layer_kinds(text)}
-    inside = max(of_kind.values())
+    inner = max(of_kind.values())
     # a token, all layers
-    kept = sum(hidden * width if recompute == "full" else of_kind[k] for k in layer_kinds(text))
+    stored = sum(hidden * width if recompute == "full" else of_kind[k] for k in layer_kinds(text))
     head = width * text.vocab_size * hidden  # the largest matrix
     trained = lora * n["sides"] if lora else n["trained"]
     resting = {"weights, fp32 shard": 4 * trained / shards,
@@ -185,8 +185,8 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
         resting["vLLM, asleep"] = ENGINE_ASLEEP
     # The part of one layer that is computed again, with the largest gradients. Before the backward
     # of the first layer, the logits stand in the same place.
-    own = hidden * width if recompute == "full" else inside
-    one = pack_tokens * (inside - own + width * (3 * text.intermediate_size + 5 * hidden))
+    recomputed = hidden * width if recompute == "full" else inner
+    one = pack_tokens * (inner - recomputed + width * (3 * text.intermediate_size + 5 * hidden))
     logits = chunk * text.vocab_size * (8 + width)
     layer = {**resting,
              "root whole, gradient of its head": width * n["root"] + (0 if lora else head),
@@ -194,7 +194,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
              "one layer in backward, or logits": max(one, logits)}
     gradients = {"gradients of layers, fp32 shard": 4 * (trained if lora else n["layers"]) / shards}
     ends = hidden * (6 if width == 2 else 8) + 2 * text.head_dim * width  # embeddings, rotary table
-    activations = {"activations kept": (kept + ends) * pack_tokens}
+    activations = {"activations kept": (stored + ends) * pack_tokens}
     root = {"root's gradients, as made and fp32": 0 if lora else n["root"] * (width + 4)}
     return {**phases, "top layer": {**layer, **activations}, "low layer": {**layer, **gradients},
             "embeddings": {**resting, **gradients, **root}}
@@ -219,8 +219,8 @@ def largest_pack(config, gpu_gb, **options):
 def host_memory(n, ranks, frame_cache_gb, width=2, lora=0):
     """Bytes of host memory on the node of rank 0 while it writes a checkpoint -> {item: bytes}.
     n: parameter_counts; ranks: of the node. Shards go to the disk tensor by tensor."""
-    whole = 4 * lora * n["sides"] if lora else width * (n["trained"] + n["tower"])
-    return {"whole weights on rank 0": whole,
+    full = 4 * lora * n["sides"] if lora else width * (n["trained"] + n["tower"])
+    return {"whole weights on rank 0": full,
             "decoded frames": frame_cache_gb * 2**30 * ranks}
 
 
@@ -276,8 +276,8 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
     over = [name for name, total in totals.items() if total > limit]
     verdict = f"does not fit while: {', '.join(over)}" if over else "each phase fits"
     lines.append(f"{verdict} (limit {limit:.1f} GB)")
-    most = largest_pack(config, limit, gpus=gpus, engine_gb=engine_gb, **options)
-    lines.append(f"largest pack: {most} tokens (--pack-tokens {pack_tokens})")
+    largest = largest_pack(config, limit, gpus=gpus, engine_gb=engine_gb, **options)
+    lines.append(f"largest pack: {largest} tokens (--pack-tokens {pack_tokens})")
     ranks = min(gpus, 8)
     host = host_memory(n, ranks, frame_cache_gb, lora=options.get("lora", 0))
     parts = ", ".join(f"{size / 1e9:.0f} {item}" for item, size in host.items())
@@ -322,8 +322,8 @@ def main():
     add("--frame-cache-gb", type=float, default=4.0, help="as in grpo.py: GiB per rank")
     args = parser.parse_args()
     args.replicas = args.replicas or args.gpus  # 0: every rank holds the whole
-    whole = min(args.gpus, args.context, args.pack_tokens, args.replicas) >= 1
-    if (not whole or args.gpus % args.replicas or not args.gpu_gb > 0
+    positive = min(args.gpus, args.context, args.pack_tokens, args.replicas) >= 1
+    if (not positive or args.gpus % args.replicas or not args.gpu_gb > 0
             or not 0 <= args.engine_share < 1):
         raise launch.UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be "
                               "above 0, --gpus a multiple of --replicas, --engine-share below 1")

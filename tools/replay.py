@@ -100,8 +100,8 @@ def main():
     if folder:
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
-    seen = [(e.task["video"], e.film) for e in episodes]
-    if moved := results.of_other_films(seen, source.root):
+    films = [(e.task["video"], e.film) for e in episodes]
+    if moved := results.of_other_films(films, source.root):
         launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
                    f" for example {moved[0]}")
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
@@ -116,11 +116,11 @@ def main():
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
-    there = [group for group in groups if still_there(group, policy.features)]
-    lost = len(there) < len(groups)  # one film has gone, or the disk with all of them
-    if launch.any_rank(lost and source.cache.away()) or not launch.any_rank(there):
+    readable = [group for group in groups if still_there(group, policy.features)]
+    lost = len(readable) < len(groups)  # one film has gone, or the disk with all of them
+    if launch.any_rank(lost and source.cache.away()) or not launch.any_rank(readable):
         raise launch.RunError("videos of these rollouts cannot be read; is the disk there?")
-    groups = there
+    groups = readable
     if judge:
         async def score_all():
             await asyncio.gather(*(rollout.score_episode(e, pay, judge) for e in episodes))

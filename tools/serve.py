@@ -86,7 +86,7 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
         items = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if role not in ("system", "developer", "user") or not isinstance(items, list):
             continue  # answers of earlier questions: every question is asked anew
-        said, second = [], None
+        texts, second = [], None
         count += len(items)
         if count > MAX_ITEMS:
             raise Refused(400, f"a request has {MAX_ITEMS:,} texts, films and frames at most")
@@ -105,8 +105,8 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
             elif stamp := STAMP.fullmatch(value):
                 second = float(stamp[1])
             else:
-                said.append(value)
-        text = "\n".join(said).strip()
+                texts.append(value)
+        text = "\n".join(texts).strip()
         if role == "user":
             question = text or question
         elif text:
@@ -151,9 +151,9 @@ class Films:
     """Films below --video-root, and films of clients: files in a folder of this server, under a
     digest of their bytes, so that a film that is sent again is decoded once."""
 
-    def __init__(self, root: str, most: int):
-        """most: bytes of clients' films that are kept; the longest unused go first."""
-        self.root, self.most = root, most
+    def __init__(self, root: str, max_bytes: int):
+        """max_bytes: bytes of clients' films that are kept; the longest unused go first."""
+        self.root, self.most = root, max_bytes
         self.sent = tempfile.mkdtemp(prefix="films-")
         self.lock = threading.Lock()  # uploads come from several threads
         self.used = collections.Counter()  # name -> questions that look at the film now
@@ -230,9 +230,9 @@ class Films:
             inner = os.listdir(path) if os.path.isdir(path) else [""]
             return sum(os.path.getsize(os.path.join(path, name).rstrip("/")) for name in inner)
 
-        kept = sorted(os.scandir(self.sent), key=lambda entry: entry.stat().st_mtime)
-        total = sum(size(entry.path) for entry in kept)
-        for entry in kept:
+        entries = sorted(os.scandir(self.sent), key=lambda entry: entry.stat().st_mtime)
+        total = sum(size(entry.path) for entry in entries)
+        for entry in entries:
             if total > self.most and entry.name != newest and not self.used[entry.name]:
                 total -= size(entry.path)
                 shutil.rmtree(entry.path) if entry.is_dir() else os.remove(entry.path)
@@ -263,11 +263,11 @@ class Question:
         if agents.taken >= agents.args.waiting:
             raise Refused(429, f"{agents.taken} questions are under way; ask again later")
         agents.taken += 1
-        self.news, here = asyncio.Queue(), asyncio.get_running_loop()
+        self.news, loop = asyncio.Queue(), asyncio.get_running_loop()
 
         def tell(event):
             with contextlib.suppress(RuntimeError):  # the loop of HTTP has ended
-                here.call_soon_threadsafe(self.news.put_nowait, event)
+                loop.call_soon_threadsafe(self.news.put_nowait, event)
 
         self.job = asyncio.run_coroutine_threadsafe(agents.limited(work, tell), agents.loop)
         self.job.add_done_callback(lambda _: tell(None))
@@ -374,8 +374,8 @@ def said_so_far(event: dict) -> str:
     return ""
 
 
-def bounded(codec, event: dict, most: int | None) -> tuple[str, str]:
-    """The answer event -> (content, finish_reason). most: tokens of the content. Raises Refused if
+def bounded(codec, event: dict, limit: int | None) -> tuple[str, str]:
+    """The answer event -> (content, finish_reason). limit: tokens of the content. Raises Refused if
     the episode failed."""
     if event["status"] != "ok":
         cure = "; ask with fewer frames" if event["status"] == "context" else ""
@@ -383,8 +383,8 @@ def bounded(codec, event: dict, most: int | None) -> tuple[str, str]:
                       f"{event['status']}: {event['error']}{cure}")
     text = event["text"] or ""
     ids = chat.encode(codec, text)
-    if most and len(ids) > most:
-        return chat.decode(codec, ids[:most]).rstrip("\N{REPLACEMENT CHARACTER}"), "length"
+    if limit and len(ids) > limit:
+        return chat.decode(codec, ids[:limit]).rstrip("\N{REPLACEMENT CHARACTER}"), "length"
     return text, "length" if event["cut"] else "stop"
 
 
@@ -417,9 +417,9 @@ class Guard:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         scope.update(body=bytearray(), size=0)
         try:
-            if wrong := self.fault(scope, headers) or await self.read(scope, receive):
+            if problem := self.fault(scope, headers) or await self.read(scope, receive):
                 # The rest of a body may still come: the connection cannot be used again.
-                return await failed(*wrong, Connection="close")(scope, receive, send)
+                return await failed(*problem, Connection="close")(scope, receive, send)
             await self.app(scope, receive, send)
         finally:
             self.free(scope)
@@ -430,10 +430,10 @@ class Guard:
 
     async def read(self, scope, receive):
         """Reads the body -> None, or (status, why). A framework would first keep all of it."""
-        body, more = scope["body"], True
+        body, unread = scope["body"], True
         try:
             async with asyncio.timeout(self.seconds):
-                while more:
+                while unread:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return 400, "the client has left"
@@ -444,7 +444,7 @@ class Guard:
                         return 413, f"a request has {self.most} bytes at most"
                     if self.in_flight > 2 * self.most:
                         return 429, "other requests fill the memory; ask again later"
-                    more = message.get("more_body", False)
+                    unread = message.get("more_body", False)
         except TimeoutError:
             return 408, f"the request has not come within {self.seconds:g} seconds"
         if scope["method"] == "POST" and sum(map(body.count, (b"[", b"{", b","))) > MAX_MARKS:
@@ -457,9 +457,9 @@ class Guard:
         # A page of another site could reach this server under a name that leads here.
         if self.local and host not in ("127.0.0.1", "localhost", "[::1]"):
             return 403, "this server answers to 127.0.0.1 and localhost alone"
-        given = headers.get(b"authorization", "").removeprefix("Bearer ").encode("latin-1")
+        secret = headers.get(b"authorization", "").removeprefix("Bearer ").encode("latin-1")
         if (self.key and scope["path"] not in ("/", "/health")
-                and not secrets.compare_digest(given, self.key)):
+                and not secrets.compare_digest(secret, self.key)):
             return 401, "wrong key or none: send Authorization: Bearer KEY"
         # A page of another site may send a form or plain text unasked, but no JSON.
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
@@ -523,8 +523,8 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
     @app.exception_handler(ValidationError)
     async def invalid(request, error):
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        return failed(400, launch.printable(f"{where}: {first['msg']}".lstrip(": ")))
+        field = ".".join(map(str, first["loc"]))
+        return failed(400, launch.printable(f"{field}: {first['msg']}".lstrip(": ")))
 
     text, policy = page_text()
 
@@ -580,17 +580,17 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
 
     @app.post("/v1/chat/completions")
     async def completions(request: Request):
-        asked = Asked.model_validate_json(request.scope.pop("body"))
-        if asked.model not in (None, "", args.name):
+        body = Asked.model_validate_json(request.scope.pop("body"))
+        if body.model not in (None, "", args.name):
             raise Refused(404, f"no such model; there is {args.name}")
-        film, frames, question = parts_of(asked.messages)
-        given = {"temperature": asked.temperature, "seed": asked.seed}
-        agent = replace(agents.sampler.agent, **{k: v for k, v in given.items() if v is not None})
-        root, path = await asyncio.to_thread(films.find, film, frames, asked.fps)
+        film, frames, question = parts_of(body.messages)
+        values = {"temperature": body.temperature, "seed": body.seed}
+        agent = replace(agents.sampler.agent, **{k: v for k, v in values.items() if v is not None})
+        root, path = await asyncio.to_thread(films.find, film, frames, body.fps)
         # Films and frames are files now, and a question may wait for long.
         film = None if film and film.startswith("data:") else film
-        fps = None if frames else asked.fps
-        asked.messages.clear()
+        fps = None if frames else body.fps
+        body.messages.clear()
         frames.clear()
         guard.free(request.scope)
         head = {"id": "chatcmpl-" + secrets.token_hex(12), "created": int(time.time()),
@@ -600,8 +600,8 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
             info = await asyncio.to_thread(check_film, agents.sampler.source, root, path)
             default = min(max(round(fps * info.duration), 1), 1024) if fps else args.frames
             task = {"id": head["id"], "video": path,
-                    **question_task(question, asked.options, asked.answer_type)}
-            work = partial(agents.play, task=task, num_frames=asked.frames or default, agent=agent,
+                    **question_task(question, body.options, body.answer_type)}
+            work = partial(agents.play, task=task, num_frames=body.frames or default, agent=agent,
                            root=root)
             under_way = Question(agents, work, ended)
         except Refused:
@@ -618,17 +618,17 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
             while len(episodes) > 100:
                 episodes.popitem(last=False)
 
-        most = asked.max_completion_tokens or asked.max_tokens
-        if asked.stream:
-            return Stream(streamed(head, told(), agents.sampler.codec, most), under_way.close)
-        answer = asyncio.create_task(whole(head, told(), agents.sampler.codec, most))
-        left = asyncio.create_task(gone(request))
+        limit = body.max_completion_tokens or body.max_tokens
+        if body.stream:
+            return Stream(streamed(head, told(), agents.sampler.codec, limit), under_way.close)
+        answer = asyncio.create_task(whole(head, told(), agents.sampler.codec, limit))
+        watcher = asyncio.create_task(gone(request))
         try:
-            await asyncio.wait([answer, left], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([answer, watcher], return_when=asyncio.FIRST_COMPLETED)
             return answer.result() if answer.done() else Response(status_code=499)
         finally:
             under_way.close()
-            left.cancel()
+            watcher.cancel()
             answer.cancel()
 
     guard = Guard(app, args, key)
@@ -656,8 +656,8 @@ def check_film(source, root, path):
     try:
         return video.probe(video.resolve(path, root), source.cache)
     except video.VideoError as error:  # not str(error): that holds a path of this machine
-        why = error.why.replace(root, "")[:200]
-        raise Refused(400, f"the film cannot be read: {why}") from None
+        reason = error.why.replace(root, "")[:200]
+        raise Refused(400, f"the film cannot be read: {reason}") from None
 
 
 def http_server(app, agents, **config):
@@ -677,10 +677,10 @@ async def gone(request):
         pass
 
 
-async def whole(head, events, codec, most) -> dict:
+async def whole(head, events, codec, limit) -> dict:
     """All events -> one answer."""
     trace = [event async for event in events]
-    content, finish = bounded(codec, trace[-1], most)
+    content, finish = bounded(codec, trace[-1], limit)
     message = {"role": "assistant", "content": content,
                "reasoning_content": "".join(map(said_so_far, trace))}
     choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
@@ -688,18 +688,18 @@ async def whole(head, events, codec, most) -> dict:
             "usage": trace[-1]["usage"], "trace": trace}
 
 
-async def streamed(head, events, codec, most):
+async def streamed(head, events, codec, limit):
     """Events -> lines of a stream."""
-    def line(delta, finish=None, **more):
+    def line(delta, finish=None, **fields):
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-        chunk = {**head, "object": "chat.completion.chunk", "choices": [choice], **more}
+        chunk = {**head, "object": "chat.completion.chunk", "choices": [choice], **fields}
         return f"data: {json.dumps(chunk)}\n\n"
 
     try:
         yield line({"role": "assistant", "content": ""})
         async for event in events:
             yield line({"reasoning_content": said_so_far(event)}, trace=[event])
-        content, finish = bounded(codec, event, most)
+        content, finish = bounded(codec, event, limit)
         yield line({"content": content}, finish, usage=event["usage"])
     except Refused as error:  # the status has gone out, so the error is a line of its own
         yield f"data: {json.dumps(error_body(error.status, error))}\n\n"

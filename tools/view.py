@@ -56,7 +56,7 @@ def read_objects(path, troubles):
 
 def find(path):
     """Path -> list of the folders, at it and below it, that hold something to show; top down."""
-    found = []
+    paths = []
     for folder, below, files in os.walk(path):  # follows no links: they may lead in a circle
         # Leave out checkpoints and a run's rollouts. os.walk goes on from this list, so it is
         # changed in place.
@@ -64,8 +64,8 @@ def find(path):
                     if name != "rollouts" and not name.startswith((".", "step_"))]
         # A run, a comparison or a finished evaluation, an evaluation under way.
         if any(name.startswith(("log.jsonl", "summary.json", "records.")) for name in files):
-            found.append(folder)
-    return found
+            paths.append(folder)
+    return paths
 
 
 def record_files(path):
@@ -102,16 +102,16 @@ def load_sources(paths, names, troubles):
     for n, path in enumerate(paths):
         if not os.path.exists(path):
             raise launch.UserError(f"{path}: no such file or folder")
-        found = [path] if os.path.isfile(path) else find(path)
-        if not found:
+        members = [path] if os.path.isfile(path) else find(path)
+        if not members:
             raise launch.UserError(
                 f"{path}: neither log.jsonl nor records nor summary.json is in it or below it")
-        given = names[n] if names else os.path.basename(os.path.normpath(path))
-        prefix = f"{given}/" if names or len(paths) > 1 else ""  # the only folder's says nothing
-        for place in found:
-            below = os.path.relpath(place, path)
-            name = given if below == "." else prefix + below
-            sources.append(load_source(place, name, troubles))
+        label = names[n] if names else os.path.basename(os.path.normpath(path))
+        prefix = f"{label}/" if names or len(paths) > 1 else ""  # the only folder's says nothing
+        for folder in members:
+            below = os.path.relpath(folder, path)
+            name = label if below == "." else prefix + below
+            sources.append(load_source(folder, name, troubles))
     # Runs come first, and those with episodes come before SFT.
     return sorted(sources, key=lambda source: (not source["log"], not source["rows"]))
 
@@ -128,18 +128,18 @@ def mode_of(row):
     return row.get("tools") if show == "real" else f"{row.get('tools')} {show}"
 
 
-def thinned(rows, most):
-    """At most `most` episodes: whole groups, evenly spread over the steps. If a run grows, groups
+def thinned(rows, limit):
+    """At most `limit` episodes: whole groups, evenly spread over the steps. If a run grows, groups
     leave one by one: the choice is by the place's bits read backwards (van der Corput)."""
     by_prompt = defaultdict(list)
     for row in rows:  # an evaluation asks a prompt at several K, with tools and without
         by_prompt[str(row.get("group")), str(row.get("K")), str(mode_of(row))].append(row)
     groups = list(by_prompt.values())  # in the order of the files: by step
-    few = max(1, round(most * len(groups) / len(rows))) if rows else 0
+    few = max(1, round(limit * len(groups) / len(rows))) if rows else 0
     places = sorted(range(len(groups)), key=lambda n: f"{n:032b}"[::-1])[:few]
     chosen = []
     for group in (groups[n] for n in sorted(places)):
-        chosen += group if len(chosen) + len(group) <= most else []  # groups differ in size
+        chosen += group if len(chosen) + len(group) <= limit else []  # groups differ in size
     return chosen
 
 
@@ -147,8 +147,8 @@ def thinned(rows, most):
 
 def number(value, digits=4):
     """A finite number -> rounded; all else -> None: the page's JSON has no NaN and no infinity."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return round(value, digits) if known and abs(value) < 1e300 else None  # NaN < x is False
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return round(value, digits) if numeric and abs(value) < 1e300 else None  # NaN < x is False
 
 
 def segments(pieces, ended, format_credit, advantage):
@@ -173,7 +173,7 @@ def segments(pieces, ended, format_credit, advantage):
 def shown_turns(row, calls, format_credit):
     """A record -> its turns, each a list of segments: "i" was inserted before or after."""
     finish = row.get("finish") or []
-    shown = []
+    turns = []
     for n, text in enumerate(row["turns"]):
         ended = finish[n : n + 1] == ["stop"]
         # An endpoint returns no tokens: then take characters, and "" for the end of a turn.
@@ -187,8 +187,8 @@ def shown_turns(row, calls, format_credit):
                 text = call["summary"] or f"[{call['frames']} frames]"  # --crop-response frames
                 response = f"\n<tool_response>\n{text}\n</tool_response>"
                 parts.append(["i", response, None])
-        shown.append(parts)
-    return shown
+        turns.append(parts)
+    return turns
 
 
 def shown_call(call):
@@ -203,7 +203,7 @@ def shown_call(call):
     }
 
 
-def shown_episode(row, source, place):
+def shown_episode(row, source, source_index):
     """A record of a source -> the page's episode. Other objects raise: see episodes_of."""
     task = row["task"]
     reward = row.get("reward") or {}
@@ -222,7 +222,7 @@ def shown_episode(row, source, place):
         *([] if tools is None else [f"tools-{tools}"]), str(int(row["sample"]))])  # fmt: skip
     # Types are forced and texts are cut, so that a damaged record neither stops nor fills the page.
     return {
-        "source": place, "group": str(row["group"]), "sample": int(row["sample"]),
+        "source": source_index, "group": str(row["group"]), "sample": int(row["sample"]),
         "step": step, "K": budget, "tools": tools,
         "link": quote(link, errors="replace"),
         "id": str(task["id"]), "video": str(task["video"]), "gold": str(task["answer"]),
@@ -240,18 +240,18 @@ def shown_episode(row, source, place):
     }
 
 
-def episodes_of(sources, most, troubles):
-    """Sources -> the page's episodes; each source that has any gets an equal share of `most`."""
-    share = most // max(1, sum(bool(source["rows"]) for source in sources))
+def episodes_of(sources, limit, troubles):
+    """Sources -> the page's episodes; each source that has any gets an equal share of `limit`."""
+    share = limit // max(1, sum(bool(source["rows"]) for source in sources))
     episodes = []
-    for place, source in enumerate(sources):
+    for index, source in enumerate(sources):
         for row in thinned(source["rows"], max(1, share)):
             try:
-                episodes.append(shown_episode(row, source, place))
+                episodes.append(shown_episode(row, source, index))
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
                     RecursionError) as error:  # int() of an infinity, str() of a deep list
-                why = f"records that are not episodes ({type(error).__name__})"
-                troubles[f"{source['name']}: {why}"] += 1
+                reason = f"records that are not episodes ({type(error).__name__})"
+                troubles[f"{source['name']}: {reason}"] += 1
     # Groups stay together; a step's K are sorted by size, and "gated" comes after the numbers.
     episodes.sort(key=lambda e: (e["source"], e["step"] or 0, e["group"], len(e["K"]), e["K"],
                                  str(e["tools"]), e["sample"]))
@@ -260,17 +260,17 @@ def episodes_of(sources, most, troubles):
 
 # ---- thumbnails --------------------------------------------------------------------------------
 
-def wanted_frames(episode, most=8):
-    """-> [(second, list it goes into)]: `most` of the overview, half as many of every window that
+def wanted_frames(episode, limit=8):
+    """-> [(second, list it goes into)]: `limit` of the overview, half as many of every window that
     was read."""
     times = episode["times"]
-    shares = centres(min(most, len(times)))
+    shares = centres(min(limit, len(times)))
     wants = [(times[int(share * len(times))], episode["thumbs"]) for share in shares]
     for call in episode["calls"]:
         start, end = call["start"], call["end"]
         if call["status"] == "ok" and start is not None and end is not None:
             # No more than it saw.
-            for share in centres(min(max(1, most // 2), int(call["frames"] or 4))):
+            for share in centres(min(max(1, limit // 2), int(call["frames"] or 4))):
                 wants.append((start + share * (end - start), call["thumbs"]))
     return wants
 
@@ -303,7 +303,7 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     pictures = []  # in base64
     stored = {}  # key of a frame -> its place in pictures: a frame is stored once
     for (folder, name), wants in tqdm(by_video.items(), desc="thumbnails", disable=None):
-        known = {}  # second -> (key of its frame, JPEG)
+        decoded = {}  # second -> (key of its frame, JPEG)
         missing = sorted({round(second, 2) for second, _ in wants})
         try:
             if missing and budget > 0:  # a page that is full opens no more videos
@@ -312,17 +312,17 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
                 for second in missing:
                     # The frame on display then; 0.02 s forgive the rounding of seconds.
                     at = max(0, bisect.bisect(frames.seconds, second + 0.02) - 1)
-                    known[second] = frames.frame_keys[at], jpeg(frames.images[at])
+                    decoded[second] = frames.frame_keys[at], jpeg(frames.images[at])
         except (video.VideoError, ValueError) as error:  # ValueError: no second lies within it
             troubles[str(error)] += 1
         for second, thumbs in wants:
-            key, picture = known.get(round(second, 2), (None, ""))
+            key, picture = decoded.get(round(second, 2), (None, ""))
             if key and key not in stored and budget > 0:  # the last one may go beyond
                 stored[key] = len(pictures)
                 pictures.append(picture)
                 budget -= len(picture)
-            place = stored.get(key, None if budget > 0 and not key else "full")
-            thumbs.append([round(second, 2), place])
+            request = stored.get(key, None if budget > 0 and not key else "full")
+            thumbs.append([round(second, 2), request])
     cache.close()
     return pictures
 
@@ -351,8 +351,8 @@ def lines_in(log, path):
     if "*" not in keys:
         return [("", keys)]
     star = keys.index("*")
-    found = [value_at(row, keys[:star]) for row in log]
-    names = set().union(*(value for value in found if isinstance(value, dict)))
+    values = [value_at(row, keys[:star]) for row in log]
+    names = set().union(*(value for value in values if isinstance(value, dict)))
     # The star is replaced after the split: a name is any text, with dots too. JSON's keys are
     # texts: by length "4" stands before "16".
     return [(name, [*keys[:star], name, *keys[star + 1 :]])
@@ -395,8 +395,8 @@ def lines_of(rows):
     for each folder, benchmark and mode whose answers' tokens are known."""
     lines = defaultdict(list)
     for row in rows:
-        spent = row["cost"] if isinstance(row.get("cost"), dict) else row  # of one folder, of many
-        point = [number(spent.get("tokens")), number(row.get("headline"))]
+        cost = row["cost"] if isinstance(row.get("cost"), dict) else row  # of one folder, of many
+        point = [number(cost.get("tokens")), number(row.get("headline"))]
         if None not in point:
             name = " ".join(str(row[key]) for key in ("name", "bench") if row.get(key))
             lines[name, str(mode_of(row))].append([*point, str(row.get("K"))])
@@ -406,21 +406,21 @@ def lines_of(rows):
 
 def tables_of(sources, tables):
     """-> [{"title", "head", "rows", "lines"}] of evaluations."""
-    shown = []
+    listed = []
     for source in sources:
         for key, (words, columns) in tables.items():  # {head of a column: template of its cells}
             sign = "+" if key == "differences" else ""  # "+0.020" is a gain
-            rows, found = [], source["tables"].get(key, [])
-            for row in found:
+            rows, specs = [], source["tables"].get(key, [])
+            for row in specs:
                 texts = {name: cell(value, sign) for name, value in row.items()}
                 texts = defaultdict(lambda: "-", texts)  # for what the row lacks
                 # The templates are ours; texts of the data are only put into them.
                 rows.append([template.format_map(texts) for template in columns.values()])
             if rows:
                 title = source["name"] + words
-                shown.append({"title": title, "head": list(columns), "rows": rows,
-                              "lines": lines_of(found)})
-    return shown
+                listed.append({"title": title, "head": list(columns), "rows": rows,
+                              "lines": lines_of(specs)})
+    return listed
 
 
 # ---- the page ----------------------------------------------------------------------------------
