@@ -395,7 +395,7 @@ def bases() -> dict:
         # an error of bf16 in it grows with the length of the sequence. mtp: heads that guess
         # further tokens, which neither transformers nor a plain engine loads.
         "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "qwen3_5", "dense Qwen3.5", True,
-                        "bfloat16", (".A_log",), ("mtp.",)),
+                               "bfloat16", (".A_log",), ("mtp.",)),
     }
 
 

@@ -329,7 +329,7 @@ def with_user(protocol, text, name):
     own, given = (getattr(protocol.opening, name, None) for name in ("func", "keywords"))
     if own not in (opening, paravt_opening) or callable(given.get("user")):  # several texts
         raise launch.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
-                              "own; see --protocols")
+                               "own; see --protocols")
     return replace(protocol, opening=partial(protocol.opening, user=text))
 
 
@@ -564,7 +564,7 @@ def videozoomer_protocol(texts, args):
     first = partial(opening, system=texts[0], stamp="frame")
     # A turn ends with the call: text after the call would be about frames not yet seen.
     return Protocol(opening=first, parse=parse_zoom, answer=videozoomer_answer,
-                            schema=None, stop=("</video_zoom>",))
+                    schema=None, stop=("</video_zoom>",))
 
 
 def last_block(text, tag):
@@ -604,7 +604,7 @@ def zoom_spec(call, task, agent):
 async def videozoomer_answer(records, calls, episode, sampler, turn):
     """One user message: the frames inside tool response tags, or the error."""
     ((spec, frames),) = await rollout.load_windows(records, calls, episode, sampler, turn,
-                                                  zoom_spec)
+                                                   zoom_spec)
     reply, record = Reply([]), records[0]
     if frames is None:
         wrong = {"type": "text", "text": "\nThink about what went wrong, then go on."}

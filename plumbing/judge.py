@@ -39,7 +39,7 @@ def read_verdict(text):
     """A judge's reply -> True, False, or None if it is neither yes nor no, or both."""
     # The second word of "yes and no" counts if a sentence ends with it: "Yes, no doubt" is a yes.
     match = re.match(r"\W*(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?",
-                    (text or "").lower())
+                     (text or "").lower())
     return match[1] == "yes" if match and match[2] in (None, match[1]) else None
 
 

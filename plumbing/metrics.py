@@ -119,7 +119,7 @@ def summarise(rows):
     # type among several shows per type only.
     def cell(group):
         out = {"n": len(group), **{name: mean(row[name] for row in group)
-                                  for name in ("acc", "f_tau", "well_formed")},
+                                   for name in ("acc", "f_tau", "well_formed")},
                "kappa": mean(row["executed"] for row in group),
                "call_minus_skip": call_minus_skip(group)}
         # Means over rollouts that looked and whose tasks have evidence.
@@ -253,13 +253,13 @@ def number(value, form=".2f"):
 def step_line(m, steps, eta):
     """The numbers to watch, on one line of the terminal. log.jsonl has all. eta: seconds."""
     # Only if some failed: a column of zeros would hide the one that matters.
-    failures = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
+    details = f"not ok {m['not_ok']} | " if m["not_ok"] else ""
     if "window_recall" in m:
-        failures += f"window recall {number(m['window_recall'])} IoU {number(m['window_iou'])} | "
+        details += f"window recall {number(m['window_recall'])} IoU {number(m['window_iou'])} | "
     if "judged" in m:
-        failures += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
+        details += f"judged {m['judged']} failed {m['judge_failed']} cached {m['judge_cached']} | "
     return (f"step {m['step']:04d}/{steps:04d} | R {number(m['total'])} acc {number(m['acc'])} "
-            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {failures}"
+            f"f_tau {number(m['f_tau'])} kappa {number(m['kappa'])} | {details}"
             f"gap {number(m['gap'], '.0e')} gn {number(m['grad_norm'])} "
             f"zero {m['zero_variance']}/{m['groups']} | "
             f"roll {m['rollout_s']:.1f}s train {m['train_s']:.1f}s | eta {eta / 60:.1f}m")

@@ -22,7 +22,7 @@ def check_tracker(args):
     # A folder wandb/ of earlier runs is found too, as a package without an origin.
     if args.track and not getattr(importlib.util.find_spec(args.track), "origin", None):
         raise launch.UserError(f"--track {args.track}: the package is not installed: "
-                        f"pip install {args.track}")
+                               f"pip install {args.track}")
 
 
 def start_tracker(out, start, args):
@@ -38,7 +38,7 @@ def start_tracker(out, start, args):
     # trackio knows a run by its name, so the name must be its own.
     name = f"{os.path.basename(os.path.abspath(out))}-{identity[:6]}"
     backends = {"trackio": {}, "wandb": {"id": identity, "dir": out},
-             "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
+                "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
     try:
         tracker = importlib.import_module(args.track)
         tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it

@@ -246,8 +246,8 @@ def parse_args():
         parser.set_defaults(**rollout.toy_lengths(), type="list")
     args = parser.parse_args()
     for invalid, reason in [(args.options and not args.question, "--options belong to --question"),
-                       (args.protocols, "--protocols is of eval.py"),
-                       *evaluation.run_faults(args)]:
+                            (args.protocols, "--protocols is of eval.py"),
+                            *evaluation.run_faults(args)]:
         if invalid:
             raise launch.UserError(reason)
     args.subtitles = "aligned"

@@ -177,7 +177,7 @@ def check_machine(table, device, args):
                   f"{len(taken)} GPUs", "nvidia-smi shows who: end that process")
     headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     missing = [name for name, present in (("gcc", shutil.which("gcc") or os.environ.get("CC")),
-                                       ("Python.h", os.path.exists(headers))) if not present]
+                                          ("Python.h", os.path.exists(headers))) if not present]
     table.add("machine: missing for Triton's compiler", len(missing), 0 if gpu else None,
               ", ".join(missing), "install gcc and python3-dev")
     if os.path.isdir("/dev/shm"):
@@ -441,14 +441,14 @@ def delta_results(kernel, device, dtype, rows, length, heads=4, width=128):
         x[-1, real:] = 0
     inputs = {"q": q, "k": k, "v": v, "decay": -0.5 * decay, "beta": beta, "first state": state}
     inputs = {name: x.to(device, torch.float32 if name in ("decay", "first state") else dtype)
-             .requires_grad_() for name, x in inputs.items()}
+              .requires_grad_() for name, x in inputs.items()}
     q, k, v, decay, beta, state = inputs.values()
     out, end = kernel(q, k, v, g=decay, beta=beta, initial_state=state.expand(rows, -1, -1, -1),
                       output_final_state=True, use_qk_l2norm_in_kernel=True)
     weight = weight.to(device)
     ((out * weight).sum() + (end * state.detach()).sum()).backward()
     outputs = {"out": out.detach() * (weight != 0), "state": end.detach(),
-             **{f"gradient of {name}": x.grad for name, x in inputs.items()}}
+               **{f"gradient of {name}": x.grad for name, x in inputs.items()}}
     return {name: x.float().cpu() for name, x in outputs.items()}
 
 
@@ -631,7 +631,7 @@ def main():
         for name in [args.stage] if args.stage else stages():
             report["rows"] += merged(start_stage(name, args))
             report.update(failed=of(report["rows"], "FAIL"), skipped=of(report["rows"], "skipped"),
-                         seconds=round(time.time() - began, 1))
+                          seconds=round(time.time() - began, 1))
             launch.write_atomic(f"{args.out}.json", json.dumps(report, indent=1) + "\n")
     print(f"{len(report['failed'])} failed -> {args.out}.json", flush=True)
     sys.exit(1 if report["failed"] else 0)

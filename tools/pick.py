@@ -140,7 +140,7 @@ def read_evaluation(path: str) -> list[dict]:
                                "train on")
     # Fields of rollout.Agent.
     windows = {name: settings[name] for name in ("sub_fps", "sub_frames", "sub_question",
-                                             "crop_response") if name in settings}
+                                                 "crop_response") if name in settings}
     return [{**blank, **row, "windows": windows} for row in rows
             if row.get("show") == "real" and row["K"]]  # without frames nothing can be learned
 
@@ -162,7 +162,7 @@ def groups(paths: list[str]) -> list[list]:
                                    "give the tasks ids of their own")
         by_task.setdefault(name, []).append(rollout.from_json(row))
         by_task[name][-1].notes.update(tools=row.get("tools", "on") == "on",
-                                     settings=row.get("windows"))
+                                       settings=row.get("windows"))
     for group in by_task.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
@@ -283,7 +283,7 @@ def main():
                 picked.append(one)
                 taken[one.task["video"]] += 1
         counts = collections.Counter(fault(e, args.least, args.recall) or "good"
-                                   for group in prompts.values() for e in group)
+                                     for group in prompts.values() for e in group)
         rows = [row for episode in picked
                 for row in chats(episode, args.tools, args.sub_question, args.crop_response)]
         write(args.best, rows)

@@ -326,7 +326,7 @@ def main():
     if (not positive or args.gpus % args.replicas or not args.gpu_gb > 0
             or not 0 <= args.engine_share < 1):
         raise launch.UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be "
-                              "above 0, --gpus a multiple of --replicas, --engine-share below 1")
+                               "above 0, --gpus a multiple of --replicas, --engine-share below 1")
     config = read_config(args.size)
     with chat.as_user_error(args.size, "config.json"):  # a text where a number belongs
         text, fits = plan_text(

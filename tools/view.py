@@ -486,7 +486,7 @@ def main():
             f"--names: {len(options['names'])} for {len(options['paths'])} paths")
     if options["episodes"] < 0 or not options["max_mb"] > 0 or options["pixels"] < 1024:
         raise launch.UserError("--episodes may not be negative, --max-mb must be above 0, "
-                              "--thumb-pixels at least 1024")
+                               "--thumb-pixels at least 1024")
     if os.path.exists(options["out"]):
         with open(options["out"], "rb") as file:
             if not file.read(15).lower().startswith(b"<!doctype html"):
