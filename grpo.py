@@ -328,6 +328,12 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
         episodes = list(rollout.run(sampler, rank_tasks, args.frames, args.group, step, pump=pump))
     finally:
         pump.quiet.set()  # else the threads of `decoders` would outlive an error
+    # Again what the machine spoilt: a short outage may have passed, and without the windows that it
+    # cost, the rest would teach the policy to make no calls.
+    done = {(e.group, e.sample) for e in episodes if e.status not in runs.MACHINE_FAULTS}
+    if len(done) < len(episodes):
+        episodes = [e for e in episodes if (e.group, e.sample) in done]
+        episodes += rollout.run(sampler, rank_tasks, args.frames, args.group, step, done=done)
     for e in episodes:
         # One line per task, not one per sample of its group.
         if e.status in ("video_error", "label_error") and e.sample == 0:

@@ -398,7 +398,7 @@ def main():
         loss, tokens = backward(policy, packs)
         norm = model.clip_gradients(policy, args.clip)
         # On one rank is enough, and chats of text alone must not hide it.
-        blind = launch.any_rank(away)
+        blind = launch.any_rank(away) or not tokens
         # The norm covers the gradients of all ranks, so all of them step or none does. A skipped
         # step costs a batch. A step with NaN in it would cost the run.
         bad = 0 if math.isfinite(norm) and not blind else bad + 1

@@ -445,6 +445,8 @@ def _stream(path):
             streams = [s for s in container.streams.video if not s.disposition & kinds.attached_pic]
             stream = max(streams, default=None, key=lambda s: s.codec_context and (
                 s.width * s.height + 5_000_000 * bool(s.disposition & kinds.default)) or 0)
+            if any(s.disposition & kinds.dependent for s in streams):  # a phone's HEIC, AVIF
+                raise VideoError(path, "one picture in several tiles: convert it to JPEG")
             if stream is None or stream.codec_context is None:
                 raise VideoError(path, f"no {'decoder for its ' * bool(stream)}video stream")
             if stream.width * stream.height > MAX_PIXELS:
@@ -456,9 +458,9 @@ def _stream(path):
             container.flags &= ~av.container.Flags.gen_pts.value
             yield container, stream
     except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: cut MPEG-TS
-        reason = getattr(error, "strerror", None) or error
-        if isinstance(error, av.ArgumentError):  # the error of av.open for other formats too
-            reason = "damaged, or in no format that is read here"
+        # av.open's error for other formats too
+        other = isinstance(error, av.ArgumentError) and "damaged, or in no format that is read here"
+        reason = other or getattr(error, "strerror", None) or error
         raise VideoError(path, f"PyAV: {reason}") from error
 
 
@@ -469,7 +471,8 @@ def _open(path):
     unit and clock. key_ticks are those of the key frames at which decoding can begin. They include
     key frames that an edit list hides; starts do not. Raises VideoError.
     """
-    early, packets, changed, sound = [], [], set(), None  # changed: kinds; sound: its end, seconds
+    # changed: kinds. sound: its end in seconds, on a clock that may begin below 0; NaN: no sound
+    early, packets, changed, sound = [], [], set(), math.nan
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         codec = stream.codec_context
@@ -482,8 +485,8 @@ def _open(path):
             if packet.stream.index != stream.index:
                 end = float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
                 # A clock that jumps ahead, by ffmpeg's 10 s, tells no length.
-                if not packet.is_discard and (sound is None or end <= sound + 10):
-                    sound = max(sound or 0.0, end)
+                if packet.size and not packet.is_discard and not end > sound + 10:
+                    sound = max(end, sound)  # in this order: sound may be NaN
                 continue
             if len(early) < (8 if reorders else 1):
                 early += packet.decode()
@@ -532,12 +535,12 @@ def _open(path):
         ticks, key_ticks = len(times) - 1 - back, key_ticks[:0]
     else:
         starts, end = ticks, ticks[-1] + lengths[displayed][pts[displayed].argmax()]
-    end, sound = (end - starts[0]) * unit, round(float((sound or 0) - starts[0] * unit), 1)
+    end, sound = (end - starts[0]) * unit, round(float(sound - starts[0] * unit), 1)
     starts = np.round((starts - starts[0]) * unit, 4)
     duration = _duration(starts, end)
     height, width = _upright(path, early[0]).shape[:2]  # the header may lie
     # The last picture stays while the sound goes on, whose end containers round differently.
-    return starts, max(duration, sound * (sound > duration + 0.1)), height, width, ticks, key_ticks
+    return starts, (duration, sound)[sound > duration + 0.1], height, width, ticks, key_ticks
 
 
 def _parameter_sets(codec, packet):
@@ -890,29 +893,29 @@ class FrameCache:
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
         self.memory, self.folder = Memory(max_bytes), folder and DiskCache(folder, folder_bytes)
-        self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
+        # timeout: seconds, see ChildDecoder. witnesses: disk -> its videos that were opened last;
+        # if these have gone, the disk has.
+        self.decoders, self.witnesses = Decoders(timeout, workers), {}
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
-        self.witnesses = ()  # the videos that were opened last; if all have gone, the disk has
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
-        table = self.table(path)
-        return table.starts, table.info
+        return (table := self.table(path)).starts, table.info
 
     def key_frames(self, path):
         """Path -> indices of the key frames, at which a decoder can begin."""
-        table = self.table(path)
-        return np.flatnonzero(np.isin(table.ticks, table.key_ticks))
+        return np.flatnonzero(np.isin((table := self.table(path)).ticks, table.key_ticks))
 
     def away(self):
-        """Whether the disk with the videos has gone: of none of the four videos that were opened
-        last does the first frame decode any more. Ask after a video could not be read."""
-        for path in self.witnesses:
+        """Whether a disk with videos has gone: of none of its four videos that were opened last
+        does the first frame decode any more. Ask after a video could not be read."""
+        def decodes(path):
             with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
                 table = self.table(path)
-                self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32)
-                return False
-        return True
+                return len(self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32))
+
+        disks = list(self.witnesses.values()) or [()]  # a copy: other threads open videos
+        return not all(any(map(decodes, paths)) for paths in disks)
 
     def close(self):
         """Ends the decoders. The cache stays usable."""
@@ -942,7 +945,9 @@ class FrameCache:
             return table, 3 * starts.nbytes  # at most
 
         table = self.memory.once(state, read, last=False)  # a look that needs the table comes next
-        self.witnesses = (state[0], *(w for w in self.witnesses if w != state[0]))[:4]
+        with contextlib.suppress(OSError):  # if it has gone meanwhile
+            disk = os.stat(state[0]).st_dev
+            self.witnesses[disk] = [*dict.fromkeys((state[0], *self.witnesses.get(disk, ())))][:4]
         return table
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):

@@ -323,9 +323,10 @@ def adapter_config(ckpt: str) -> dict | None:
     if not os.path.isfile(path):
         return None
     config = chat.read_object(path)
-    if "base_digest" not in config:
-        raise launch.UserError(f"checkpoint {ckpt}: its adapters were not saved by sft.py or "
-                               "grpo.py; merge them with the tool that made them")
+    if "base_digest" not in config or config.get("lora_alpha") != 2 * config.get("r", 0):
+        raise launch.UserError(f"checkpoint {ckpt}: its adapters, or their lora_alpha, were not "
+                               "saved by sft.py or grpo.py; merge them with the tool that made "
+                               "them")
     return config
 
 
@@ -374,15 +375,15 @@ def read_adapters(ckpt: str) -> dict:
     except (SafetensorError, OSError) as e:
         raise launch.UserError(f"{path} cannot be read ({e}); copy it again") from None
     adapters = {}
-    for key, a in tensors.items():
-        if ".lora_A." in key:
-            b = tensors.get(key.replace(".lora_A.", ".lora_B."))
-            name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            if (b is None or not config["r"] == len(a) == b.shape[1]
-                    or not (a.isfinite().all() and b.isfinite().all())):
-                raise launch.UserError(f"{path}: {name} has no A and B of rank {config['r']} and "
-                                       "of numbers; copy the folder again")
-            adapters[name] = a.float(), b.float()
+    for key in sorted({key.replace(".lora_B.", ".lora_A.") for key in tensors}):
+        a, b = tensors.get(key), tensors.get(key.replace(".lora_A.", ".lora_B."))
+        name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
+        # a is b: a weight that is no part of an adapter, as modules_to_save of peft
+        if (a is None or b is None or a is b or not config["r"] == len(a) == b.shape[1]
+                or not (a.isfinite().all() and b.isfinite().all())):
+            raise launch.UserError(f"{path}: {name} has no A and B of rank {config['r']} and of "
+                                   "numbers; copy the folder again")
+        adapters[name] = a.float(), b.float()
     return adapters
 
 

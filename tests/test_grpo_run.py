@@ -56,7 +56,7 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
     ends so is not done."""
     given = rollout.run
 
-    def broken(sampler, batch, frames, group, step, pump):
+    def broken(sampler, batch, frames, group, step, pump=None, done=()):
         if step != at:
             yield from given(sampler, batch, frames, group, step, pump)
             return
@@ -184,6 +184,22 @@ def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it_and_no_step_
     asked.clear()
     outage({1}, "--steps", 3)
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
+
+
+def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy, monkeypatch):
+    """The same ones, by their seeds: else the rest would be those that looked at no window."""
+    flags = "--data", toy / "rl.jsonl", "--steps", 1, *LIVE
+    good, real = read_rollouts(run_grpo(*flags, out="good")[2]), rollout.run
+
+    def spoilt(*given, done=(), **named):
+        for e in real(*given, done=done, **named):
+            if e.sample and not done:
+                e.fail("video_error", "a call: Input/output error")
+            yield e
+
+    monkeypatch.setattr(rollout, "run", spoilt)
+    rows = read_rollouts(run_grpo(*flags, out="spoilt")[2])
+    assert [(e["status"], e["ids"]) for e in rows] == [("ok", e["ids"]) for e in good]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -395,16 +395,27 @@ def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, c
     assert capsys.readouterr().out.count("skipped") == 4  # each once
 
 
-def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path):
-    films = [shutil.copy(path, tmp_path) for path in sorted((toy / "videos").iterdir())[:2]]
-    cache = video.FrameCache()
+def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path, monkeypatch):
+    films = [shutil.copy(path, tmp_path) for path in sorted((toy / "videos").iterdir())[:3]]
+    cache, real = video.FrameCache(), os.stat
     assert cache.away()  # nothing was ever read
+    # The last one, of the held-out rows, is on another disk.
+    monkeypatch.setattr(os, "stat", lambda path, **more: (
+        SimpleNamespace(st_dev=-1) if path == films[2]
+        and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
     for film in films:
         cache.index(film)
-    os.remove(films[1])  # the one that was opened last
+    os.remove(films[1])
     assert not cache.away()
     os.remove(films[0])
     assert cache.away()
+
+
+def test_a_batch_without_any_token_is_a_bad_step(outage, monkeypatch):
+    """Whatever the reason: the videos that were opened last may be on another disk."""
+    monkeypatch.setattr(video.FrameCache, "away", lambda self: False)
+    code, _, err, _ = outage(range(1, 6), "--steps", 6)
+    assert code == 1 and "step 4: no video could be read for 3 steps" in err
 
 
 def test_a_held_out_film_that_goes_for_good_freezes_no_best(outage, tmp_path, monkeypatch):

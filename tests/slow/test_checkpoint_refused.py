@@ -107,6 +107,18 @@ def other_adapters(folder):
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.parametrize("alpha, more, why", [(2, ("lora_A", "lora_B"), "lora_alpha"),
+                                              (4, ("lora_A", "lora_B", "head"), "head"),
+                                              (4, ("lora_B",), "no A and B")])
+def test_adapters_that_another_tool_has_changed_are_refused(tmp_path, alpha, more, why):
+    config = {"r": 2, "lora_alpha": alpha, "base_digest": "0"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({f"q.{name}.weight": torch.ones(2, 2) for name in more},
+              tmp_path / "adapter_model.safetensors")
+    with pytest.raises(launch.UserError, match=why):
+        checkpoint.read_adapters(str(tmp_path))
+
+
 def quantized(**config):
     return lambda folder: change(folder, "config.json", **config)
 

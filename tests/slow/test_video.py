@@ -2,12 +2,14 @@
 Rare files and the corners of the caches of video.py:
 python -m pytest tests/slow/test_video.py -q
 """
+import base64
 import os
 import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from fractions import Fraction
 from pathlib import Path
 
@@ -443,3 +445,24 @@ def test_sound_whose_clock_jumps_by_an_hour_lengthens_no_film(tmp_path, ffmpeg, 
            "setts=ts='if(gt(TS*TB,3.8),TS+3600/TB,TS)'", path)
     seconds, _ = shown_by(ffmpeg, path)
     assert len(seconds) == 40 and video.probe(path).duration == pytest.approx(4, abs=0.15)
+
+
+def test_a_clock_that_begins_below_zero_lengthens_no_film(tmp_path, ffmpeg):
+    """A clip of MPEG-TS that ends just before its clock of 33 bits begins anew."""
+    path, late = tmp_path / "late.ts", ("-itsoffset", 95435, "-f", "lavfi", "-i")
+    ffmpeg(*late, "testsrc2=size=96x64:rate=10:duration=2", *late, "sine=d=2", "-c:v", "libx264",
+           "-pix_fmt", "yuv420p", "-c:a", "mp2", path)
+    assert video.probe(path).duration == pytest.approx(2, abs=0.15)
+
+
+def test_a_picture_in_tiles_is_refused(tmp_path):
+    """Phones write HEIC so. Each tile is a stream: the first would stand for the whole picture."""
+    path = tmp_path / "tiles.avif"
+    path.write_bytes(zlib.decompress(base64.b85decode(
+        b"c-nPQ%}T>S5T5LAB$ZUGKOn7#9tAI^Pf)E_uU=)%PaViMYYd^DjDmNsK8Xh}-h2*y55dW11E$!4;oEP%`C}FU#"
+        b"z}FnWr+!p)u=ED6w2h{G&lorzEoUDXzb`FN^|=LjbQ<QEXC`#&6dVOnV>^{iD?$r<Q%{?5pvce^nh75ARGbjFw"
+        b"tRdhXK4GF3d2a42i_dPMqf$&9XEztG0?$&ywXy@Q=dRDq^kTt|(*7<HVj~FG4jp)r@)zv*9c1ToYcQ4zoH3?{s"
+        b"YQE9=`Dmskh5=XnIXVV35LFkMowK5SGgWmD_EEQ8r2_;qZ8TD9Lr$L0>>z=UAW9C!nw0k;8wV--pINXMZSsvX$"
+        b"u9qd2+Jh5TloA{&Y;q9k@x54-O$1h?hRtW")))
+    with pytest.raises(video.VideoError, match="one picture in several tiles"):
+        video.probe(path)
