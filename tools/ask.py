@@ -32,7 +32,7 @@ import launch
 import rewards
 import rollout
 from evaluation import endpoint, protocol_loop, systems
-from plumbing import data
+from plumbing import arguments, data
 
 # ------------------------------------------------------------------------------------------------
 # An episode as events
@@ -216,7 +216,7 @@ def videos_below(path):
 
 
 def parse_args():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     parser.conflict_handler = "resolve"  # --subtitles is a file here
     add = parser.add_argument_group("what to ask").add_argument
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
@@ -234,19 +234,18 @@ def parse_args():
     add("--tools", nargs=1, choices=["on", "off"], default=["on"], help="offer crop_video")
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
-    rollout.add_agent_arguments(parser, tools=False, extra=systems.rare_settings())
+    rollout.add_agent_arguments(parser, tools=False)
     add("--subtitles", dest="subtitle_file", metavar="FILE",
         help="of the film, SRT or WebVTT: lines spoken while a frame is shown")
     # One answer, the same each time.
-    parser.set_defaults(temperature=0.0, engine_share=0.9)
+    parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9)
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
-    early = launch.peek(parser)
+    early = arguments.parse_early(parser)
     parser.set_defaults(**systems.protocols()[early.protocol].native)
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths(), type="list")
     args = parser.parse_args()
     for invalid, reason in [(args.options and not args.question, "--options belong to --question"),
-                            (args.protocols, "--protocols is of eval.py"),
                             *evaluation.run_faults(args)]:
         if invalid:
             raise launch.UserError(reason)
@@ -278,7 +277,7 @@ def set_up(args):
     if args.out:
         launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     launch.say(f"{args.ckpt or args.model}: loading")
-    codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
     return protocol_loop.player(sampler, protocol, args.frames[0])

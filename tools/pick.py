@@ -35,7 +35,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rollout
 from evaluation import results
-from plumbing import data, runs
+from plumbing import arguments, data, runs
 
 # ------------------------------------------------------------------------------------------------
 # Rollout JSONL that somebody may have edited, merged or written by another program
@@ -238,7 +238,7 @@ def write(path: str, rows: list[dict]) -> None:
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("rollouts", nargs="+", metavar="JSONL", help="rollouts")
     add("--best", metavar="CHATS", help="SFT chats to write; default: none are written")
