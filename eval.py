@@ -255,7 +255,7 @@ def evaluate(args):
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
-    runs.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
+    launch.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
     for suite in suites:
@@ -373,7 +373,7 @@ def main():
     elif args.rescore:
         results.rescore(args.rescore, args)
     elif args.compare:
-        runs.keep_inputs([args.out], args.compare)
+        launch.keep_inputs([args.out], args.compare)
         results.compare(args.compare, args.out)
     else:
         evaluate(args)

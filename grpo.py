@@ -477,6 +477,7 @@ def setup(args):
     if args.check:
         if os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone looks
             codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
+            rollout.check_positions(codec, agent)
             faults += data.preflight(
                 tasks + val_tasks, source, rollout.most_frames(args.frames), agent.max_model_len,
                 partial(rollout.prompt_tokens, codec, agent))

@@ -361,6 +361,14 @@ def make_out(path):
         raise UserError(f"output folder {path}: {e.strerror}") from None
 
 
+def keep_inputs(outputs, inputs):
+    """Raises UserError if a file that will be written is one that is read, also through a link."""
+    read = {os.path.realpath(path) for path in inputs if path}
+    for path in outputs:
+        if os.path.realpath(path) in read:
+            raise UserError(f"{path} would be replaced, but it is an input; change --out")
+
+
 def lock(out, name=".lock"):
     """Keeps the folder `out` for this run, until unlock() or the end of the process. Raises
     UserError that names the run which holds it. Rank 0 holds it for all ranks. The file stays, and

@@ -689,14 +689,8 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
                          snap=args.snap == "keyframe", own_labels=bool(data_path))
 
 
-def check_context(codec, tasks, agent, source, frames) -> None:
-    """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
-    if none of the first videos can be read, or if a file of subtitles cannot be. Called before any
-    weights are loaded."""
-    if source.subtitles:
-        check_subtitles(tasks, source.root)
-    # Overview prompts differ little in length, but for subtitles, so the first readable task stands
-    # for all. --check looks at all.
+def check_positions(codec, agent) -> None:
+    """Raises UserError if a context may be longer than the checkpoint's positions."""
     text = json.loads(codec.files["config.json"])["text_config"]
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     places = text.get("max_position_embeddings", agent.max_model_len)
@@ -704,6 +698,17 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     if rope.get("rope_type", "default") == "default" and agent.max_model_len > places:
         raise launch.UserError(f"--max-model-len {agent.max_model_len}: the checkpoint has "
                                f"{places} positions; lower it (for one of toy.py: --preset toy)")
+
+
+def check_context(codec, tasks, agent, source, frames) -> None:
+    """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
+    if none of the first videos can be read, or if a file of subtitles cannot be. Called before any
+    weights are loaded."""
+    if source.subtitles:
+        check_subtitles(tasks, source.root)
+    check_positions(codec, agent)
+    # Overview prompts differ little in length, but for subtitles, so the first readable task stands
+    # for all. --check looks at all.
     first = None  # error of the first video
     for task in tasks[:8]:
         spec = source.overview_spec(task, most_frames(frames))
@@ -782,7 +787,7 @@ def check_rollout_file(out: str, read: str) -> None:
     """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
     if os.path.isdir(out) or not out.endswith(".jsonl"):  # a file of a checkpoint, say
         raise launch.UserError(f"--out {out}: give the name of a file in .jsonl, not a folder")
-    runs.keep_inputs([out], [read, verdicts_beside(out)])
+    launch.keep_inputs([out], [read, verdicts_beside(out)])
 
 
 # ------------------------------------------------------------------------------------------------

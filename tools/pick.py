@@ -270,7 +270,7 @@ def main():
         if not 0 <= low <= high <= 1:
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
-    runs.keep_inputs(outputs, args.rollouts)
+    launch.keep_inputs(outputs, args.rollouts)
     grouped = groups(args.rollouts)
     if args.best:
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes
