@@ -164,27 +164,14 @@ def line_of(event, took, options=None) -> str:
 
 def questions(args):
     """-> iterator of tasks about --video: --question alone, or the lines of the terminal or a
-    pipe."""
+    pipe, each a question with its options after |."""
     if args.question:
         yield film_task(args, 1, args.question, args.options)
         return
-    number = 0
-    while line := typed_question():
-        number += 1
-        yield film_task(args, number, line[0], line[1:])
-
-
-def typed_question() -> list[str] | None:
-    """The next line of standard input that is not empty -> [question, option, ..]; None at the end:
-    Ctrl-D or Ctrl-C at a terminal, the end of a pipe."""
-    line = ""
-    while not line:
-        try:
-            line = input("question (| before each option; Ctrl-D ends): " * sys.stdin.isatty())
-            line = line.strip()
-        except (EOFError, KeyboardInterrupt):
-            return None
-    return [part.strip() for part in line.split("|")]
+    launch.say("a question a line, | before each option; Ctrl-D ends")
+    for number, line in enumerate(filter(str.strip, sys.stdin), 1):
+        question, *options = map(str.strip, line.split("|"))
+        yield film_task(args, number, question, options)
 
 
 def film_task(args, number=0, question="", options=None) -> dict:
