@@ -44,7 +44,7 @@ import launch
 import rollout
 from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, reordered, run
-from plumbing import data, runs
+from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ from plumbing.judge import add_judge_arguments, open_judge
 
 
 def build_parser():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
 
     add = parser.add_argument_group("what to run").add_argument
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
@@ -76,6 +76,7 @@ def build_parser():
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--allow-errors", action="store_true", help="print a headline with over 1%% failed items")
 
+    add("--protocols", action="store_true", help="print prompts and texts of each, and end")
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
     add_judge_arguments(parser, "if the rule says wrong",
@@ -89,13 +90,13 @@ def build_parser():
 
     # No flag of this group changes an answer, so settings_digest leaves them out.
     add = parser.add_argument_group("speed").add_argument
-    add("--live", type=int, default=0, help="episodes at once; 0 = twice --max-seqs")
+    add("--live", type=int, default=0, help="episodes at once; 0 = twice max_num_seqs")
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
-    add("--decode-timeout", type=float, default=60.0, help="seconds that 64 frames may take")
 
-    rollout.add_agent_arguments(parser, tools=False, extra=systems.rare_settings())
+    rollout.add_agent_arguments(parser, tools=False)
     # Training samples at 0.7, and its engine shares the card with the trainer.
-    parser.set_defaults(temperature=0.0, engine_share=0.9, subtitles=None)  # None: see --bench
+    # subtitles: as the benchmark asks.
+    parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9, subtitles=None)
     return parser
 
 
@@ -108,7 +109,7 @@ def parse_args(protocol: str | None = None):
     """The flags, checked. protocol: replaces --protocol. Raises UserError."""
     parser = build_parser()
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
-    early = launch.peek(parser)
+    early = arguments.parse_early(parser)
     name = protocol or early.protocol
     parser.set_defaults(**systems.protocols()[name].native)
     if early.preset == "toy":
@@ -157,8 +158,8 @@ def run_faults(args):
     return systems.faults(args) + endpoint.faults(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
-        (args.template_args and args.engine == "openai",
-         "--template-args: an endpoint has a template of its own, set them there"),
+        (args.chat_template_kwargs and args.engine == "openai",
+         "chat_template_kwargs: an endpoint has a template of its own, set them there"),
         (0 in args.frames and "off" not in args.tools,
          "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
     ]
@@ -254,7 +255,7 @@ def evaluate(args):
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
-    runs.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
+    launch.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
     for suite in suites:
@@ -278,7 +279,7 @@ def evaluate(args):
         if sys.stdout.isatty():  # a script that reads stdout gets the table alone
             launch.say(f"{args.ckpt or args.engine} -> {args.out}: loading")
         # Without a checkpoint there are no ids: prompts stay messages, and answers stay text.
-        codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
+        codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
@@ -372,7 +373,7 @@ def main():
     elif args.rescore:
         results.rescore(args.rescore, args)
     elif args.compare:
-        runs.keep_inputs([args.out], args.compare)
+        launch.keep_inputs([args.out], args.compare)
         results.compare(args.compare, args.out)
     else:
         evaluate(args)

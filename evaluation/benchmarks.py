@@ -45,7 +45,7 @@ class Split:
     videos: tuple  # folders that may hold videos; "" is the root
     subtitles: tuple = ()  # folders that may hold subtitles; () = the benchmark has none
     folder: str = ""  # in a folder of all benchmarks; "" = its name
-    shown: str = "none"  # --subtitles, unless the flag is given
+    shown: str = "none"  # of --set, unless it is given
     metric: str = "accuracy"  # name of the headline
     part: callable = lambda record: ""  # -> part of the headline; None = the item is in no part
     marked: str = ""  # a file without this column in any row is another task: left out, counted

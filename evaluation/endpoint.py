@@ -8,7 +8,6 @@ A failure becomes the outcome of its episode, never a text that would be graded.
 Asks endpoints; writes the verdicts of a judge. Used by eval.py and evaluation/results.py.
 """
 
-import argparse
 import asyncio
 import base64
 import contextlib
@@ -35,36 +34,30 @@ NO_TEXT = "the answer was cut off before its first word: give more --max-new-tok
 
 def add_arguments(parser):
     """Flags of endpoints and of sampling."""
-    yes_no = argparse.BooleanOptionalAction
-
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
     add("--base-url", nargs="+", metavar="URL", type=address,
         help="for example http://127.0.0.1:8000/v1; several: the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
-    add("--image-cap", type=int, default=0, help="most images of a request; 0 = no cap")
-    add("--video-item", action=yes_no, default=False,
-        help="the overview as one video (vLLM; docs/evaluation.md), not as images")
-    add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
-        help="name of the limit at this endpoint")
-    add("--send-temperature", action=yes_no, default=True, help="off: sends no temperature or seed")
-    add("--request-timeout", type=float, default=300.0,
-        help="seconds of a whole request")
-    add("--retries", type=int, default=3,
-        help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later")
-    add("--workers", type=int, default=8,
-        help="parallel requests to each endpoint")
-    add("--give-up", type=int, default=3, metavar="N",
-        help="failed tries in a row, over all endpoints, after which the run waits for a server; "
-        "0 = never")
-    add("--server-wait", type=float, default=120.0,
-        help="seconds of that wait, and of a server's Retry-After, at most; then the run ends")
+    parser.add_setting("image_cap", "images of a request at most; 0 = no cap", 0)
+    parser.add_setting("video_item", "the overview as one video (vLLM; docs/evaluation.md), not as "
+                       "images", False)
+    parser.add_setting("tokens_field", "name of the limit at this endpoint", "max_tokens",
+                       choices=["max_tokens", "max_completion_tokens"])
+    parser.add_setting("send_temperature", "false: sends no temperature or seed", True)
+    parser.add_setting("request_timeout", "seconds of a whole request", 300.0)
+    parser.add_setting("retries", "after 429, 5xx or a timeout, 1, 2, 4, .. seconds later", 3)
+    parser.add_setting("workers", "parallel requests to each endpoint", 8)
+    parser.add_setting("give_up", "failed tries in a row, over all endpoints, after which the run "
+                       "waits for a server; 0 = never", 3)
+    parser.add_setting("server_wait", "seconds of that wait, and of a server's Retry-After, at "
+                       "most; then the run ends", 120.0)
 
     # These are for the engine in this process too.
-    add = parser.add_argument_group("sampling; endpoints get the fields that are set").add_argument
-    add("--top-p", type=float, help="tokens of this much probability; 1 = all")
-    add("--top-k", type=int, help="the k likeliest tokens; 0 = all; endpoints: vLLM and SGLang")
-    add("--presence-penalty", type=float, help="taken off the logit of tokens said before; 0 = off")
+    add = parser.add_setting  # an endpoint gets the fields that are set
+    add("top_p", "tokens of this much probability; 1 = all", type=float)
+    add("top_k", "the k likeliest tokens; 0 = all; endpoints: vLLM and SGLang", type=int)
+    add("presence_penalty", "taken off the logit of tokens said before; 0 = off", type=float)
 
 
 def sampling_settings(args):
@@ -79,17 +72,17 @@ def faults(args):
     """-> [(whether the flags of an endpoint or of sampling contradict each other, why)]."""
     return [
         # Chained comparisons, because they refuse NaN too.
-        (args.top_p is not None and not 0 < args.top_p <= 1, "--top-p must be above 0, at most 1"),
-        (args.top_k is not None and args.top_k < 0, "--top-k may not be negative; 0 = all tokens"),
+        (args.top_p is not None and not 0 < args.top_p <= 1, "top_p must be above 0, at most 1"),
+        (args.top_k is not None and args.top_k < 0, "top_k may not be negative; 0 = all tokens"),
         (args.presence_penalty is not None and not -2 <= args.presence_penalty <= 2,
-         "--presence-penalty must lie between -2 and 2"),
-        (args.image_cap < 0, "--image-cap may not be negative"),
+         "presence_penalty must lie between -2 and 2"),
+        (args.image_cap < 0, "image_cap may not be negative"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
         (args.workers < 1 or args.retries < 0 or not 0 < args.request_timeout < 1e6,
-         "--workers and --request-timeout must be above 0, --retries may not be negative"),
+         "workers and request_timeout must be above 0, retries may not be negative"),
         (args.give_up < 0 or not 0 <= args.server_wait < 1e6,
-         "--give-up and --server-wait may not be negative"),
+         "give_up and server_wait may not be negative"),
     ]
 
 

@@ -42,7 +42,7 @@ def settings(one_turn: bool) -> dict:
     """Flags of the driver's scripts. max_pixels: of the processor of a video, for a film."""
     calls = {"max_turns": 0, "tools": ["off"]} if one_turn else {"max_turns": TURNS}
     return {"frames": [64], "max_pixels": 25165824, "temperature": 0.0, "max_new_tokens": 2048,
-            "context": 65536, "think_prefix": False, "max_parallel": 5, "sub_fps": 1.0,
+            "max_model_len": 65536, "think_prefix": False, "max_parallel": 5, "sub_fps": 1.0,
             "sub_frames": 16, "stamps": False, **calls}
 
 

@@ -135,10 +135,10 @@ async def play(episode, sampler, protocol):
     for turn in range(tool_turns + 1):  # the last turn must answer
         last = turn == tool_turns
         prefix = forced_ids(codec, context.ids, prefill)
-        room = agent.context - len(context.ids) - len(prefix)
+        room = agent.max_model_len - len(context.ids) - len(prefix)
         if room < 1:
             episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
-                         f"{agent.context}")
+                         f"{agent.max_model_len}")
             break
         context.insert(prefix)
         limit = agent.max_new_tokens
@@ -180,9 +180,9 @@ async def play(episode, sampler, protocol):
             items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
             compact = chat.tool_response_ids(codec, reply.messages, said.ended, items)
             glue = chat.expand(codec, compact, items)
-            if len(context.ids) + len(glue) + len(prefix) >= agent.context:
+            if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
                 episode.fail("context", "the responses do not fit into a context of "
-                             f"{agent.context}")
+                             f"{agent.max_model_len}")
                 break
             context.insert(glue, compact)
             context.items += items
@@ -287,7 +287,7 @@ def check_prompts(protocol, tasks, agent, num_frames):
             if text not in said:
                 raise launch.UserError(f"the first prompt of task {task['id']} does not hold "
                                        f"{text[:60]!r}; --protocols lists the places that are "
-                                       "filled in a text of --prompt-file or --user-file")
+                                       "filled in a text of --prompt-file or user_file")
         for text in [*wanted, *options]:  # a task's own text may hold braces
             said = said.replace(text, "")
         # \boxed{answer} is no place, {} after a key is JSON. The last two forms are publishers'.

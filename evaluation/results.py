@@ -40,11 +40,9 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     free += "limit frames tools show samples subtitles video question options "
     # Speed, addresses, and the treatment of finished records.
     free += ("live workers retries request_timeout api_key_env base_url give_up server_wait "
-             "max_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb engine_share patience "
-             "decode_timeout quiet cpu judge_url judge_model judge_key_env allow_errors")
-    # Two flags that have gone; records were made with them.
-    flags = {**vars(args), "verify": None, "open_thought": "run"}
-    kept = {name: value for name, value in sorted(flags.items())
+             "max_num_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb decode_timeout quiet "
+             "gpu_memory_utilization patience cpu judge_url judge_model judge_key_env allow_errors")
+    kept = {name: value for name, value in sorted(vars(args).items())
             if name not in free.split()}
     settings = json.dumps([kept, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]

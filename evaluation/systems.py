@@ -90,14 +90,14 @@ def protocols():
             "total_pixels": 3584 * 784}
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
-    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512), "min_pixels": 784,
-              "max_pixels": 50176, "max_new_tokens": 49152, "context": 131072, "stamps": False}
+    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512), "min_pixels": 784, "max_pixels": 50176,
+              "max_new_tokens": 49152, "max_model_len": 131072, "stamps": False}
     zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "max_new_tokens": 4096,
               "temperature": 1.0, "min_pixels": 25088, "max_pixels": 100352}
     qwen3 = {**single, **paced(2.0, 512), "min_pixels": 3584,
              "max_pixels": 401408, "total_pixels": 19267584, "max_new_tokens": 32768,
              "temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5,
-             "context": 98304}
+             "max_model_len": 98304}
     stamps = "each frame is an image after its time, theirs are one video"
     replies = "the answers to calls are in our words"
     greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
@@ -196,28 +196,19 @@ def add_arguments(parser):
     add = parser.add_argument_group("protocol of the system").add_argument
     add("--protocol", choices=list(protocols()), default="paravt",
         help="the system's own frames, lengths and rounds become the defaults")
-    add("--protocols", action="store_true",
-        help="print the prompts of each protocol and the texts that it takes, and end")
     add("--texts-of", metavar="CHECKOUT",
         help="paper*: take the authors' own prompt texts from this checkout of their code, which "
         "is run in a child process; default: our wording")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
         help="the publisher's own texts from files, which are not run (places: --protocols)")
-    add("--user-file", metavar="FILE[.py:NAME]",
-        help="the user turn, if --prompt-file is the system text (places: --protocols)")
-
-
-def rare_settings():
-    """Settings of protocols for --set, see rollout.settings."""
-    return {
-        # Whether a frame follows its time. Protocols with other stamps keep theirs.
-        "stamps": (True, False),
-        "overview_fps": 0.0,  # frames per second of video, at most --frames; 0 = always --frames
-        # Pixels of a frame at least; of the overview's frames together, each within its own
-        # bounds, 0 = no bound.
-        "min_pixels": rollout.Source.min_pixels, "total_pixels": 0,
-        "dispatch": ("parallel", "turns"),  # turns: a turn is cut after one call
-    }
+    add = parser.add_setting
+    add("user_file", "FILE[.py:NAME]: the user turn, if --prompt-file is the system text", type=str)
+    add("stamps", "a frame follows its time; protocols with other stamps keep theirs", True)
+    add("overview_fps", "frames per second of video, at most --frames; 0 = always --frames", 0.0)
+    add("min_pixels", "of a frame after resizing", rollout.Source.min_pixels)
+    add("total_pixels", "of the overview's frames together, each within its bounds; 0 = any", 0)
+    add("dispatch", "turns: a turn is cut after one call", "parallel",
+        choices=["parallel", "turns"])
 
 
 def describe_all(flags):
@@ -270,9 +261,9 @@ def faults(args):
         (not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
          "--set: overview_fps and total_pixels must be numbers of at least 0"),
         (args.texts_of and (args.prompt_file or args.user_file),
-         "--texts-of takes all texts: leave --prompt-file and --user-file out"),
+         "--texts-of takes all texts: leave --prompt-file and user_file out"),
         (args.protocol.startswith("paper") and args.channel != "image",
-         f"--protocol {args.protocol} chooses the channel of each task: leave --channel out"),
+         f"--protocol {args.protocol} chooses the channel of each task: leave channel out"),
         (args.protocol.startswith("paper")
          and args.tools != protocols()[args.protocol].native.get("tools", ["on"]),
          f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
@@ -328,7 +319,7 @@ def with_user(protocol, text, name):
     """A protocol with another user turn."""
     own, given = (getattr(protocol.opening, name, None) for name in ("func", "keywords"))
     if own not in (opening, paravt_opening) or callable(given.get("user")):  # several texts
-        raise launch.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
+        raise launch.UserError(f"user_file: the user turn of --protocol {name} has parts of its "
                                "own; see --protocols")
     return replace(protocol, opening=partial(protocol.opening, user=text))
 

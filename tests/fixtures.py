@@ -198,14 +198,15 @@ def run_grpo(monkeypatch, toy, tmp_path):
     from tools import replay
 
     monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, args, *_,
-                        **__: ReferenceEngine(ckpt, codec, args.max_seqs))
+                        **__: ReferenceEngine(ckpt, codec, args.max_num_seqs))
 
     def run(*flags, out="run"):
         folder = tmp_path / out
         script = replay if "--rollouts" in flags else grpo
         words = [f"{script.__name__}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
                  folder, "--video-root", toy, *flags]
-        words += () if script is replay else ("--show-every", 0) * ("--show-every" not in flags)
+        words += () if script is replay else ("--set",
+                                              "show_every=0") * ("show_every" not in str(flags))
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
         script.main()
         weights = load_file(folder / "last" / "model.safetensors")

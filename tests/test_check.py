@@ -38,6 +38,8 @@ def test_sound_data_has_no_fault(check, toy, tmp_path):
     assert code == 0
     assert re.search(r"\d+ chats, the longest has \d+ tokens, of --max-len 2048; \d+ trained", said)
     assert not out.exists(), "--check writes nothing"
+    code, _, err = check(grpo, toy / "rl.jsonl", "--max-model-len", 10**6)
+    assert code == 2 and "positions" in err
 
 
 def test_each_fault_is_a_line(check, toy, tmp_path):

@@ -173,9 +173,9 @@ def run(monkeypatch, toy, tmp_path, open_tasks, codec):
                  *more]
         if script != "replay":
             words += ["--data", open_tasks, "--frames", 4]
-            words += () if "--group" in more else ["--group", 4]
+            words += () if "--num-generations" in more else ["--num-generations", 4]
         if script == "grpo":
-            words += ["--prompts", 2, "--show-every", 0]
+            words += ["--prompts", 2, "--set", "show_every=0"]
         monkeypatch.setattr(sys, "argv", [str(word) for word in words])
         {"grpo": grpo, "rollout": rollout, "replay": replay}[script].main()
 

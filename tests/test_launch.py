@@ -129,7 +129,7 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
 
 
 def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
-    """A caller of main(), as a notebook is, may go on for longer than --patience."""
+    """A caller of main(), as a notebook is, may go on for longer than `patience`."""
     import faulthandler
 
     stopped = []

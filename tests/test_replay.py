@@ -54,14 +54,15 @@ def same_update(a, b, base, tolerance=2e-3):
 
 
 @pytest.mark.parametrize("flag", [
-    ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"),
+    ("--lr", 1e-4), ("--set", "max_grad_norm=1e-3"), ("--temperature", 0.5),
+    ("--format-credit", "sequence"),
     ("--format-credit", "none"),
-    ("--set", "minibatches=2"), ("--kl", 5.0, "--set", "minibatches=2", "--lr", 1e-2),
-    ("--clip-eps", 1e-4, "--set", "minibatches=2")],
+    ("--set", "minibatches=2"), ("--beta", 5.0, "--set", "minibatches=2", "--lr", 1e-2),
+    ("--set", "clip_eps=1e-4", "--set", "minibatches=2")],
                          ids=lambda f: " ".join(map(str, f)))
 def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
     """A knob that does nothing, quietly, is the worst kind; one run with it against one without."""
-    loose = ("--rollouts", recorded, "--clip", 0)
+    loose = ("--rollouts", recorded, "--set", "max_grad_norm=0")
     # the flag alone makes the difference, not what it needs to act
     without = () if len(flag) < 4 else flag[2:]
     a, _, _ = run_grpo(*loose, *without, out="a")
@@ -116,7 +117,8 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
                                                          capsys):
     """The JSONL is enough to train on: engine, frames and rewards are not needed again."""
     live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4,
-                               "--prompts", 2, "--group", 3, "--max-new-tokens", 10, out="live")
+                               "--prompts", 2, "--num-generations", 3, "--max-new-tokens", 10,
+                               out="live")
     assert m["skipped_update"] == 0 and m["gap"] < 1e-4 and m["grad_norm"] > 0
     files = sorted((folder / "rollouts").iterdir())
     capsys.readouterr()
@@ -155,7 +157,8 @@ def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
         out = tmp_path / f"ranks{ranks}"
         done = run_script("tools/replay.py", "--preset", "toy", "--ckpt", toy / "init",
                           "--rollouts", recorded, "--video-root", toy, "--out", out,
-                          "--pack-tokens", 600, "--clip", 0, "--kl", 0.01, ranks=ranks)
+                          "--pack-tokens", 600, "--set", "max_grad_norm=0", "--beta", 0.01,
+                          ranks=ranks)
         assert done.returncode == 0, done.stderr
         logs.append(json.loads((out / "log.jsonl").read_text()))
         found.append(load_file(out / "last" / "model.safetensors"))

@@ -197,7 +197,7 @@ def trained(toy, tmp_path_factory):
             out = folder / f"out{len(kept)}"
             argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out",
                     out, "--steps", 2, "--batch-size", 3,
-                    "--lr", 1e-3, "--warmup", 0.5, "--recompute", "none", *flags]
+                    "--lr", 1e-3, "--warmup", 0.5, "--set", "gradient_checkpointing=false", *flags]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", list(map(str, argv)))
                 sft.main()
@@ -214,7 +214,9 @@ def distance(a, b, part=""):
     return max((a.weights[n] - b.weights[n]).abs().max().item() for n in a.weights if part in n)
 
 
-@pytest.mark.parametrize("flags", [("--optimizer", "muon"), ("--beta2", 0.5), ("--clip", 1e-7)],
+@pytest.mark.parametrize("flags",
+                         [("--optimizer", "muon"), ("--beta2", 0.5),
+                          ("--set", "max_grad_norm=1e-7")],
                          ids=lambda f: f[-2].lstrip("-"))
 def test_optimisation_flags_change_the_weights(trained, flags):
     assert distance(trained(), trained(*flags)) > 1e-5
@@ -242,7 +244,7 @@ def training(toy, tmp_path_factory):
     held = write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
     arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held,
                  "--steps", STEPS, "--batch-size", 10, "--optimizer", "adamw", "--lr", 4e-3,
-                 "--replicas", 1, "--eval-every", 0, "--save-every", STEPS // 2]
+                 "--set", "dp_replicate=1", "--eval-every", 0, "--save-every", STEPS // 2]
     done = run_script("sft.py", *arguments, "--out", folder / "out", ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
     return folder / "out", done, arguments
@@ -349,7 +351,8 @@ def outage(toy, tmp_path, start, monkeypatch):
         monkeypatch.setattr(sft, "held_out_loss", lambda *given: absent(
             f"val {next(evaluations)}", lambda: real["held_out_loss"](*given)))
         ended = start(sft, "--ckpt", toy / "init", "--data", data, "--val", held, "--out",
-                      tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--recompute", "none",
+                      tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--set",
+                      "gradient_checkpointing=false",
                       "--eval-every", 0, *flags)
         log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
         return *ended, log

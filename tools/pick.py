@@ -35,7 +35,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rollout
 from evaluation import results
-from plumbing import data, runs
+from plumbing import arguments, data, runs
 
 # ------------------------------------------------------------------------------------------------
 # Rollout JSONL that somebody may have edited, merged or written by another program
@@ -238,7 +238,7 @@ def write(path: str, rows: list[dict]) -> None:
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("rollouts", nargs="+", metavar="JSONL", help="rollouts")
     add("--best", metavar="CHATS", help="SFT chats to write; default: none are written")
@@ -270,7 +270,7 @@ def main():
         if not 0 <= low <= high <= 1:
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
-    runs.keep_inputs(outputs, args.rollouts)
+    launch.keep_inputs(outputs, args.rollouts)
     grouped = groups(args.rollouts)
     if args.best:
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes

@@ -370,7 +370,7 @@ def compared(args, some, sent, bodies, episode):
         both[1].append(f"our own episode failed: {episode.error}")
     if "server" in sent:
         both[0] += server_lines(sent["server"])
-        both[1] += server_lines(SERVER.format(context=args.context).split())
+        both[1] += server_lines(SERVER.format(context=args.max_model_len).split())
     return both
 
 
