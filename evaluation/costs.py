@@ -141,5 +141,5 @@ def deal(places, parts):
             cost = len(some) / len(places) + weight[path] / total
             chunks.append((cost, path, some))
     chunks.sort(key=lambda chunk: chunk[1:])  # the order of equal work
-    return [[index for *_, some in data.deal(chunks, lambda chunk: chunk[0], part, parts)
+    return [[index for *_, some in data.balance_over_ranks(chunks, lambda chunk: chunk[0], part, parts)
              for index in some] for part in range(parts)]

@@ -148,7 +148,7 @@ class Source(rollout.Source):
             order = np.arange(len(frames.seconds))
             images = np.broadcast_to(np.uint8(127), frames.images.shape)
         elif self.show == "shuffled" and "frames" in spec:
-            draws = [launch.stable_number("show", spec["video"], len(frames.seconds), i)
+            draws = [launch.stable_hash("show", spec["video"], len(frames.seconds), i)
                      for i in range(len(frames.seconds))]
             order = np.argsort(draws)
             images = frames.images[order]
