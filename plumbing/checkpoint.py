@@ -514,6 +514,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                 launch.sync(os.path.join(out, name))
         folder = opened.enter_context(runs.atomic_folder(path))
         write(codec.files, folder, weights)
+        hub.write_card(folder, out, state)
         return folder
 
     try:
