@@ -327,7 +327,8 @@ def make_engine(suites, args, ckpt, codec, protocol):
     if args.engine == "openai":
         return engine
     # Windows that one context holds beside the overview, in the protocols of other systems.
-    windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
+    system = systems.protocols()[args.protocol]
+    windows = system.crop_frames_in_context(args) if "on" in args.tools else (0, 0)
     # rollout's --frames is one K, ours is a list of them.
     flags = argparse.Namespace(**{**vars(args), "frames": largest})
     engine = rollout.make_engine(ckpt, codec, flags, windows=windows)
@@ -362,8 +363,7 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
 def main():
     args = parse_args()
     if args.protocols:
-        own_prompts = args.prompt_file or args.texts_of
-        names = [args.protocol] if own_prompts else systems.protocols()
+        names = [args.protocol] if args.prompt_file or args.texts_of else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
         results.prepare(args.bench[0], args.root[0], args.prepare)
