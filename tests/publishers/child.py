@@ -380,7 +380,7 @@ class Reader:
 
 def readers():
     if "readers" not in now:
-        now["readers"] = ours("readers")
+        now["readers"] = ours("qwen_vl_sampling")
     return now["readers"]
 
 
