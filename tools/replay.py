@@ -101,7 +101,7 @@ def main():
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
     films = [(e.task["video"], e.film) for e in episodes]
-    if moved := results.of_other_films(films, source.root):
+    if moved := results.changed_videos(films, source.root):
         launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
                    f" for example {moved[0]}")
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
