@@ -21,7 +21,7 @@ CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end
 LIVE = ("--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--set",
         "sub_max_new_tokens=4",
         "--temperature", 1.0, "--frames", 4, "--set", "show_every=0")
-AGENT = rollout.Agent(max_model_len=4096, max_new_tokens=512, sub_max_new_tokens=64)
+AGENT = rollout.AgentConfig(max_model_len=4096, max_new_tokens=512, sub_max_new_tokens=64)
 
 
 def call(start, end, **more):
@@ -111,8 +111,8 @@ class Scripted:
         ids = spoken + [self.codec.eos]
         ids = ids[: request.max_tokens]
         return Completion(request.id, ids, [-(n + 1) / 7 for n in range(len(ids))],
-                                  chat.decode(self.codec, ids),
-                                  ids[-1] == self.codec.eos)
+                          chat.decode(self.codec, ids),
+                          ids[-1] == self.codec.eos)
 
     def mains(self):
         return [r for r in self.requests if not is_sub(r)]
@@ -181,9 +181,9 @@ class Server:
 
 def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
     """All episodes, in the order of tasks and samples; of an endpoint, which has no codec, by the
-    loop of the other systems. more: of the Sampler."""
+    loop of the other systems. more: of the RolloutWorker."""
     order = {task["id"]: n for n, task in enumerate(tasks)}
-    sampler = rollout.Sampler(engine, engine.codec, source, agent, **more)
+    sampler = rollout.RolloutWorker(engine, engine.codec, source, agent, **more)
     if engine.codec:
         done = list(rollout.run(sampler, tasks, frames, group, step))
     else:

@@ -38,7 +38,8 @@ def play(toy, source, codec, monkeypatch):
         protocol, digest = systems.make_protocol(args)
         engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10",
                           at_once=True)
-        sampler = rollout.Sampler(engine, engine.codec, systems.source_of(source, args), agent)
+        sampler = rollout.RolloutWorker(engine, engine.codec, systems.source_of(source, args),
+                                        agent)
         (episode,) = protocol_loop.run(sampler, [task], protocol, args.frames[0])
         record = results.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.requests, record
@@ -88,7 +89,7 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
         agent.tools = args.tools == ["on"]
         protocol, _ = systems.make_protocol(args)
         engine = endpoint.make_engine(args, bool(protocol.prefill))
-        sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
+        sampler = rollout.RolloutWorker(engine, None, systems.source_of(source, args), agent)
         (episode,) = protocol_loop.run(sampler, [TASK], protocol, 2)
         engine.close()
         sent = [readable(body) for body in server.asked]
@@ -108,7 +109,7 @@ def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, 
     plays = []
     monkeypatch.setattr(rollout, "run",
                         lambda *given, play: plays.append(play is rollout.run_episode))
-    sampler = rollout.Sampler(None, codec, source, rollout.Agent())
+    sampler = rollout.RolloutWorker(None, codec, source, rollout.AgentConfig())
     for some, protocol in ((sampler, protocol_loop.Protocol()),
                            (sampler, protocol_loop.Protocol(one_call=True)),
                            (replace(sampler, codec=None), protocol_loop.Protocol()),

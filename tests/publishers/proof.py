@@ -320,7 +320,7 @@ def ours(args, protocol, some, task, root):
                                  sampling=endpoint.sampling_settings(args),
                                  prefill=args.think_prefix or bool(protocol.prefill))
     engine = Listener(wire, some.said)
-    sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
+    sampler = rollout.RolloutWorker(engine, None, systems.source_of(source, args), agent)
     (episode,) = protocol_loop.run(sampler, [task], protocol, some.frames or args.frames[0])
     wire.close()
     return engine.bodies, episode
@@ -334,7 +334,7 @@ def theirs(protocol, checkout, some, tasks, films):
                                               subtitles(one.spoken)} if one.spoken else {}}
              for one, task in zip(some, tasks)]
     return paper_texts.run_driver(checkout, protocol, items, os.path.join(HERE, "child.py"),
-                           [EVALUATION])
+                                  [EVALUATION])
 
 
 def made_protocol(args, checkout, films):
