@@ -524,8 +524,8 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
 
     frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
     task. step: enters every seed and every draw of K, and is the version of the weights in a
-    record. play: coroutine function (Episode, RolloutWorker) -> Episode. pump: a new EngineLoop, for a caller
-    that watches it. done: (group, sample) of episodes to leave out.
+    record. play: coroutine function (Episode, RolloutWorker) -> Episode. pump: a new EngineLoop,
+    for a caller that watches it. done: (group, sample) of episodes to leave out.
     """
     sampler = replace(sampler, pump=pump or EngineLoop(sampler.engine, sampler.threads))
 
@@ -639,7 +639,7 @@ def from_json(row: dict) -> Episode:
 
 def add_agent_arguments(parser, tools: bool = True) -> None:
     """Flags and settings of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields
-    of Agent and Source. tools=False leaves --tools to the caller (eval.py runs both modes)."""
+    of AgentConfig, Source. tools=False leaves --tools to the caller (eval.py runs both modes)."""
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     for f in fields(AgentConfig):
         if f.metadata["is_setting"]:
@@ -662,8 +662,8 @@ def add_agent_arguments(parser, tools: bool = True) -> None:
 
 
 def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, Source]:
-    """Parsed flags -> (Agent, Source). data_path: of the task file, None for a benchmark. Raises
-    UserError naming the flag."""
+    """Parsed flags -> (AgentConfig, Source). data_path: of the task file, None for a benchmark.
+    Raises UserError naming the flag."""
     agent = AgentConfig(**{f.name: getattr(args, f.name) for f in fields(AgentConfig)})
     arguments.require_min(1, args, "max_new_tokens", "max_model_len", "max_parallel",
                           "max_num_seqs")
