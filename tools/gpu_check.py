@@ -52,11 +52,12 @@ from importlib import metadata
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # for the oracle of the forwards
+# Without the environment the first import says so.
+import chat  # isort:skip
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import chat
 import grpo
 import launch
 import model
