@@ -113,8 +113,8 @@ def load_sources(paths, names, troubles):
             below = os.path.relpath(folder, path)
             name = label if below == "." else prefix + below
             sources.append(load_source(folder, name, troubles))
-    # Runs come first, and those with episodes come before SFT.
-    return sorted(sources, key=lambda source: (not source["log"], not source["rows"]))
+    # Runs come first, SFT before GRPO, which alone has episodes.
+    return sorted(sources, key=lambda source: (not source["log"], bool(source["rows"])))
 
 
 def centres(count):
@@ -419,7 +419,7 @@ def tables_of(sources, tables):
                 rows.append([template.format_map(texts) for template in columns.values()])
             if rows:
                 title = source["name"] + words
-                listed.append({"title": title, "head": list(columns), "rows": rows,
+                listed.append({"key": key, "title": title, "head": list(columns), "rows": rows,
                               "lines": lines_of(specs)})
     return listed
 
@@ -447,7 +447,8 @@ def build(paths, names, out, episodes, max_mb, root, pixels):
     sources = load_sources(paths, names, troubles)
     chosen = episodes_of(sources, episodes, troubles)
     data = {
-        "sources": [{"name": source["name"], "kind": source["kind"]} for source in sources],
+        "sources": [{key: source[key] for key in ("name", "kind", "stage", "args")}
+                    for source in sources],
         "curves": curves_of(sources, contents["plots"]),
         "tables": tables_of(sources, contents["tables"]),
         "episodes": chosen,
