@@ -220,7 +220,7 @@ class Episode:
     group: str  # "step/task id": the rollouts of one prompt
     sample: int  # number within the group
     num_frames: int  # K, "K" in the record
-    version: int  # of the weights: the step
+    policy_step: int  # after which the weights were taken
     status: str = "ok"  # ok | video_error | label_error | context | engine_error
     error: str = None
     context: Context = None
@@ -235,8 +235,8 @@ class Episode:
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)  # seconds
     duration: float = None  # seconds of the video
-    film: list = None  # video.identity; in the record, if the video could be read
-    spoken: str = ""  # text of the subtitles in the prompt; "subtitles" in the record, if any
+    fingerprint: list = None  # video.identity; in the record, if the video could be read
+    subtitles: str = ""  # their text in the prompt; in the record, if there is any
     notes: dict = field(default_factory=dict)  # for evaluation/: first messages, memory; not saved
 
     def fail(self, status, error):
@@ -249,15 +249,15 @@ class Episode:
 
     def to_json(self) -> dict:
         c = self.context or Context()  # a broken video has none
-        optional = {"subtitles": self.spoken} if self.spoken else {}
-        optional |= {"film": self.film} if self.film else {}
+        optional = {name: value for name in ("subtitles", "fingerprint")
+                    if (value := getattr(self, name))}
         return {**{name: getattr(self, name) for name in RECORD_FIELDS}, **optional,
                 "K": self.num_frames, "ids": c.ids, "mask": c.mask, "logps": c.logps,
                 "vision": [vars(item) for item in c.items]}  # fmt: skip
 
 
 # Fields of an Episode that a record holds under their own names.
-RECORD_FIELDS = ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
+RECORD_FIELDS = ("task", "group", "sample", "policy_step", "status", "error", "think_open", "turns",
                  "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")
 
 
@@ -357,14 +357,14 @@ async def load_overview(episode, sampler):
     spec = source.overview_spec(episode.task, episode.num_frames)
     try:
         # In a thread of the pump: decoding takes seconds, and other episodes go on meanwhile.
-        frames, episode.duration, subtitles, episode.film = await sampler.pump.load(
+        frames, episode.duration, subtitles, episode.fingerprint = await sampler.pump.load(
             source.load_overview, spec, episode.task)
     except (video.VideoError, ValueError) as error:  # ValueError: unreadable subtitles
         episode.fail("video_error", str(error))
         return None
     finally:
         episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
-    episode.timing["video_s"], episode.spoken = episode.duration, subtitles
+    episode.timing["video_s"], episode.subtitles = episode.duration, subtitles
     # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
     if source.own_labels and (fault := data.label_fault(episode.task, episode.duration)):
         episode.fail("label_error", fault)
@@ -375,7 +375,7 @@ async def load_overview(episode, sampler):
 def turn_seed(episode, agent, *turn):
     """31-bit seed of a main turn (one number), or of a sub-agent (turn, number of the call)."""
     # The seed depends on the request alone: the order in which episodes finish changes no sample.
-    parts = agent.seed, episode.version, episode.task["id"], episode.sample, *turn
+    parts = agent.seed, episode.policy_step, episode.task["id"], episode.sample, *turn
     return launch.stable_hash(*parts) >> 32 & 0x7FFFFFFF
 
 
@@ -429,7 +429,8 @@ async def load_window(spec, episode, sampler):
     """-> (what the record of a call says of its window, spec clamped to the video, Frames or None).
     spec: as video.load reads it."""
     try:
-        spec, frames = await sampler.pump.load(sampler.source.load_window, spec, episode.film)
+        spec, frames = await sampler.pump.load(sampler.source.load_window, spec,
+                                               episode.fingerprint)
     except (video.VideoError, ValueError) as error:
         return load_error(error), spec, None
     return {"start": spec["start"], "end": spec["end"]}, spec, frames
@@ -633,7 +634,7 @@ def from_json(row: dict) -> Episode:
     # No compact ids: no engine is asked to go on from a record.
     context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
     return Episode(num_frames=row["K"], context=context if row["ids"] else None,
-                   spoken=row.get("subtitles", ""), film=row.get("film"),
+                   subtitles=row.get("subtitles", ""), fingerprint=row.get("fingerprint"),
                    **{name: row[name] for name in RECORD_FIELDS})
 
 

@@ -119,7 +119,7 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     ids. k: as in --frames. mode: see scores.mode_of. taken: tokens of the requests, see
     costs.Meter."""
     # Only training needs these fields, and they are most of an episode's bytes.
-    dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
+    dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "policy_step"}
     record = {name: value for name, value in episode.to_json().items() if name not in dropped}
     # "sub" holds the ids of a sub-agent, left out too.
     calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
@@ -136,9 +136,9 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
 
 
 def grade(record, protocol="paravt"):
-    """One record -> {"said", "extracted", "score"}, the score in [0, 1]."""
+    """One record -> {"final_answer", "extracted", "score"}, the score in [0, 1]."""
     if record["status"] != "ok":  # text from before the failure is no answer
-        return {"said": None, "extracted": None, "score": 0.0}
+        return {"final_answer": None, "extracted": None, "score": 0.0}
     task = record["task"]
     kind, options = task["type"], task.get("options")
     final_answer = systems.protocols()[protocol].final(record["turns"], record["think_open"])
@@ -151,7 +151,7 @@ def grade(record, protocol="paravt"):
     else:
         score = rewards.accuracy(final_answer, kind, task["answer"], options)
         score = float(score == 1.0) if kind == "list" else score  # the whole list too
-    return {"said": final_answer, "extracted": extracted, "score": score}
+    return {"final_answer": final_answer, "extracted": extracted, "score": score}
 
 
 def grade_folder(folder, judge):

@@ -493,7 +493,7 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
                         pay=rewards.RewardConfig(format_weight=0.3)):
         row = episode.to_json()
         again = rollout.from_json(json.loads(json.dumps(row, allow_nan=False)))
-        assert again.to_json() == row and row["version"] == 7 and row["K"] == 4
+        assert again.to_json() == row and row["policy_step"] == 7 and row["K"] == 4
         assert (again.context.ids, again.context.mask, again.context.logps) == (
             episode.context.ids, episode.context.mask, episode.context.logps)
         assert again.context.items == episode.context.items and again.executed() == 1

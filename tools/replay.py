@@ -100,7 +100,7 @@ def main():
     if folder:
         launch.print0(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
-    films = [(e.task["video"], e.film) for e in episodes]
+    films = [(e.task["video"], e.fingerprint) for e in episodes]
     if moved := results.changed_videos(films, source.root):
         launch.print0(f"{len(moved)} of {len(episodes)} rollouts are of films that have "
                       f"changed since, for example {moved[0]}")

@@ -214,7 +214,7 @@ def shown_episode(row, source, source_index):
     times = row.get("frame_times") or looked["seconds"]  # of an evaluation, of a rollout
     times = [round(float(second), 2) for second in times if number(second) is not None]
     last = max([*times, *(call["end"] or 0.0 for call in calls), 1.0])
-    step = int(row["version"]) + 1 if "version" in row else None  # version 0 made step 1
+    step = int(row["policy_step"]) + 1 if "policy_step" in row else None  # from 0
     budget = str(row.get("budget", row["K"]))  # "gated" has one K for each item
     tools = None if row.get("tools") is None else str(mode_of(row))  # of an evaluation
     # The link names the episode instead of its place, so the next page has the same link.

@@ -184,5 +184,5 @@ def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, cod
     (record,) = episode.calls
     assert record["status"] == "video_error" and "changed" in record["summary"]
     assert str(films) not in record["summary"] and not engine.subs()
-    assert episode.to_json()["film"] == episode.film == before
+    assert episode.to_json()["fingerprint"] == episode.fingerprint == before
     assert before != list(video.identity(str(films / "rl-0000.mp4")))

@@ -93,7 +93,7 @@ def episode(task="t0", sample=0, step=0, turns=TURNS, **more):
     return {
         "task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None,
                  "answer": "red", "type": "open"},
-        "group": f"{step}/{task}", "sample": sample, "K": 4, "version": step, "status": "ok",
+        "group": f"{step}/{task}", "sample": sample, "K": 4, "policy_step": step, "status": "ok",
         "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "think_open": True,
         "turns": list(turns), "pieces": [[*turn, ""] for turn in turns],
         "finish": ["stop"] * len(turns),
