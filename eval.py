@@ -204,7 +204,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         source = systems.source_of(source, args)
         # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
-        out = results.leaf_of(args.out, bench)
+        out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
         files = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]

@@ -369,8 +369,8 @@ def _pictures(folder):
     names = glob.glob("*", root_dir=folder)  # no hidden files
     parts = [re.fullmatch(r"(?i)(.*?)([0-9]*)[.](?:jpe?g|png|webp)", name) for name in names]
     numbered = sorted((part[1], int(part[2] or -1), part[0]) for part in parts if part)
-    texts, numbers, names = zip(*numbered) if numbered else ((), (), ())
-    if len(set(texts)) > 1 or len(set(numbers)) < len(numbers):
+    prefixes, numbers, names = zip(*numbered) if numbered else ((), (), ())
+    if len(set(prefixes)) > 1 or len(set(numbers)) < len(numbers):
         raise VideoError(folder, f"its images, {names[0]} to {names[-1]}, are not named alike: "
                          "each needs a number of its own, after the same text")
     return numbers, names
