@@ -413,7 +413,7 @@ def tables_of(sources, tables):
             sign = "+" if key == "differences" else ""  # "+0.020" is a gain
             rows, specs = [], source["tables"].get(key, [])
             for row in specs:
-                texts = {name: cell(value, sign) for name, value in row.items()}
+                texts = {name: cell(value, sign * (name[0] != "p")) for name, value in row.items()}
                 texts = defaultdict(lambda: "-", texts)  # for what the row lacks
                 # The templates are ours; texts of the data are only put into them.
                 rows.append([template.format_map(texts) for template in columns.values()])
