@@ -211,10 +211,6 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         texts = runs.digest_of(files) if files and mode != "none" else None
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         records = results.read_records(out, digest)
-        films = [(r["task"]["video"], r.get("fingerprint")) for r in records.values()]
-        if moved := results.changed_videos(films, source.root):
-            launch.print0(f"{out}: {len(moved)} of {len(records)} records are of films that have "
-                          f"changed since, for example {moved[0]}; delete their lines to ask again")
         done = {item: r["timing"].get("total_s") for item, r in records.items()
                 if not runs.is_retried(r)}
         tasks = tasks[: args.limit or None]

@@ -12,7 +12,6 @@ Used by eval.py: --rescore, --compare, --table, --prepare.
 
 import argparse
 import collections
-import contextlib
 import glob
 import hashlib
 import itertools
@@ -22,7 +21,6 @@ import time
 
 import launch
 import rewards
-import video
 from evaluation import answers, benchmarks, costs, endpoint, scores, systems
 from plumbing import runs
 
@@ -77,17 +75,6 @@ def read_records(out, digest=None):
             if not (item in done and runs.is_retried(record)):
                 done[item] = record
     return done
-
-
-def changed_videos(recorded, root):
-    """[(video, its fingerprint when a record was made, or None)] -> the videos that have another
-    fingerprint now. A video that is missing now has none."""
-    current = {}
-    for name in {name for name, fingerprint in recorded if fingerprint}:
-        with contextlib.suppress(video.VideoError):
-            current[name] = video.identity(video.resolve(name, root))
-    return [name for name, fingerprint in recorded
-            if fingerprint and current.get(name, fingerprint) != fingerprint]
 
 
 def run_grid(flags):

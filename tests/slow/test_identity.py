@@ -77,13 +77,6 @@ def lines(name, change):
     return write
 
 
-def film(world):
-    """Each film is replaced by another one."""
-    whole = (world / "videos" / "base-0000.mp4").read_bytes()
-    for path in (world / "videos").glob("*.mp4"):
-        path.write_bytes(whole)
-
-
 def text(name, content):
     return lambda world: (world / name).write_text(content)
 
@@ -116,7 +109,6 @@ CHANGES = {  # (stage, change) -> (function of the world, exit code, words of th
         "data": lines("rl.jsonl", label), "checkpoint behind --ckpt": newer, "template": template,
         "subtitles": text("said.srt", SRT.replace("Red", "Blue")),
         "prompt file": text("prompt.txt", "Answer between <answer> and </answer>.")}.items()},
-    ("eval", "films"): (film, 0, "4 of 4 records are of films that have changed"),
 }
 
 
