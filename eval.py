@@ -146,7 +146,7 @@ def faults(args):
     if args.prepare:
         return checks  # nothing is sampled
     return checks + run_faults(args) + [
-        (not results.cells(vars(args)), "--frames 0 has no frames for --show to change"),
+        (not results.run_grid(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live) < 0, "--limit and --live may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
          "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
@@ -194,7 +194,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             tasks, notes = benchmarks.read_split(bench, root)
             results.print_notes(bench, notes)
             flags.video_root = args.video_root or root
-            mode = args.subtitles or benchmarks.splits()[bench].shown
+            mode = args.subtitles or benchmarks.splits()[bench].default_subtitles
         else:
             tasks = data.read_tasks(args.data)
             named = any(task.get("subtitles") for task in tasks)
@@ -204,17 +204,13 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         source = systems.source_of(source, args)
         # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
-        out = results.leaf_of(args.out, bench)
+        out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
         files = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
         texts = runs.digest_of(files) if files and mode != "none" else None
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         records = results.read_records(out, digest)
-        films = [(r["task"]["video"], r.get("film")) for r in records.values()]
-        if moved := results.of_other_films(films, source.root):
-            launch.print0(f"{out}: {len(moved)} of {len(records)} records are of films that have "
-                       f"changed since, for example {moved[0]}; delete their lines to ask again")
         done = {item: r["timing"].get("total_s") for item, r in records.items()
                 if not runs.is_retried(r)}
         tasks = tasks[: args.limit or None]
@@ -239,7 +235,7 @@ def unfinished(suites: list[Suite], args) -> list[tuple]:
     samples again, because they are drawn as one group."""
     jobs = []
     for suite in suites:
-        for k, mode in results.cells(vars(args)):
+        for k, mode in results.run_grid(vars(args)):
             todo = [task for task in suite.tasks if not suite.done.keys() >= {
                 (task["id"], str(k), mode, sample) for sample in range(args.samples)}]
             jobs.append((suite, k, mode, todo))
@@ -262,10 +258,12 @@ def evaluate(args):
         check_prompts(protocol, suite.tasks, suite.agent, 1)
         launch.lock(suite.out)
     if world > 1:
-        # No deadline for collectives, as ranks end hours apart. launch.reset_watchdog ends a rank that hangs.
+        # No deadline for collectives, as ranks end hours apart. A rank that hangs is ended
+        # by launch.reset_watchdog.
         launch.start_process_group(0, args.cpu or args.engine == "openai")
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
-    launch.reset_watchdog(args.patience)  # reading benchmarks and hashing weights may have taken minutes
+    # Reading benchmarks and hashing weights may have taken minutes.
+    launch.reset_watchdog(args.patience)
     jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
     # shares: for each rank and job the places of the tasks that the rank asks
@@ -303,7 +301,7 @@ def evaluate(args):
                 results.write_json(meta | {"served": sorted(engine.served)}, suite.out, "args.json")
     if rank == 0:
         results.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
-               {s.out: s.tasks for s in suites if s.part})
+                       {s.out: s.tasks for s in suites if s.part})
     if world > 1 or args.engine == "vllm":  # the other ranks wait here for the summary of rank 0
         launch.end_process_group(engine)
     elif engine:
@@ -328,7 +326,8 @@ def make_engine(suites, args, ckpt, codec, protocol):
     if args.engine == "openai":
         return engine
     # Windows that one context holds beside the overview, in the protocols of other systems.
-    windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
+    system = systems.protocols()[args.protocol]
+    windows = system.crop_frames_in_context(args) if "on" in args.tools else (0, 0)
     # rollout's --frames is one K, ours is a list of them.
     flags = argparse.Namespace(**{**vars(args), "frames": largest})
     engine = rollout.make_engine(ckpt, codec, flags, windows=windows)
@@ -363,8 +362,7 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
 def main():
     args = parse_args()
     if args.protocols:
-        own_prompts = args.prompt_file or args.texts_of
-        names = [args.protocol] if own_prompts else systems.protocols()
+        names = [args.protocol] if args.prompt_file or args.texts_of else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
         results.prepare(args.bench[0], args.root[0], args.prepare)

@@ -58,7 +58,8 @@ def plain_tree(ids, items, answer):
 
 
 def branched_tree(ids, items, answers):
-    return Tree(TokenSpan(ids, [0] * len(ids)), items, [TokenSpan(a, [1] * len(a)) for a in answers])
+    return Tree(TokenSpan(ids, [0] * len(ids)), items,
+                [TokenSpan(a, [1] * len(a)) for a in answers])
 
 
 def logprobs(policy, codec, vision, trees, **options):

@@ -133,7 +133,7 @@ def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, argv, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     (("--out", "elsewhere/tasks.jsonl"), "have to lie below"), (("--out", "x.json"), ".jsonl"),
-    (("--seconds", "0"), "--seconds")])
+    (("--seconds", "0"), "seconds must")])
 def test_bad_flags_are_one_line(films, argv, capsys, flags, says):
     run(films, "http://127.0.0.1:9/v1", *flags, code=2)
     assert says in capsys.readouterr().err

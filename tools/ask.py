@@ -267,7 +267,7 @@ def set_up(args):
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.RolloutWorker(engine, codec, suite.source, agent)
-    return protocol_loop.player(sampler, protocol, args.frames[0])
+    return protocol_loop.choose_loop(sampler, protocol, args.frames[0])
 
 
 def main():

@@ -169,7 +169,7 @@ def main():
     if any(row["settings"] != settings for row in rows):
         raise launch.UserError(f"{drafts} holds drafts of other settings; choose another --out")
     engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, workers=args.workers)
-    engine.knock()
+    engine.check_servers()
     source = video.Source(root, video.FrameCache(2**28, 60.0, args.workers), 1024, args.max_pixels)
     done, failed = {row["id"] for row in rows}, []
 

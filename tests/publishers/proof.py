@@ -25,7 +25,7 @@ import numpy as np
 import rollout
 from engine import Completion
 from evaluation import benchmarks, endpoint, paper_texts, protocol_loop, systems
-from evaluation.protocol_loop import QUESTION, filled
+from evaluation.protocol_loop import QUESTION, fill_template
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 EVALUATION = os.path.join(os.path.dirname(os.path.dirname(HERE)), "evaluation")
@@ -329,12 +329,12 @@ def ours(args, protocol, some, task, root):
 def theirs(protocol, checkout, some, tasks, films):
     """Cases and their tasks -> what the publisher's code sends for each."""
     items = [{"bench": one.split, "row": one.row, "said": one.said, "video": films.path(one.film),
-              "shape": FILMS[one.film], "task": task, "asked": filled(QUESTION, task),
+              "shape": FILMS[one.film], "task": task, "asked": fill_template(QUESTION, task),
               "frames": one.frames, "files": {"videomme/subtitle/made-up.srt":
                                               subtitles(one.spoken)} if one.spoken else {}}
              for one, task in zip(some, tasks)]
-    return paper_texts.run(checkout, protocol, items, os.path.join(HERE, "child.py"),
-                           [EVALUATION])
+    return paper_texts.run_driver(checkout, protocol, items, os.path.join(HERE, "child.py"),
+                                  [EVALUATION])
 
 
 def made_protocol(args, checkout, films):

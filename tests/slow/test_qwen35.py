@@ -60,7 +60,8 @@ def random_trees(codec, seed, sizes):
         return [rng.randrange(300, 500) for _ in range(n)]
 
     return [model.Tree(model.TokenSpan(ids(p), [0] * p), [],
-                       [model.TokenSpan(ids(n), [1] * n) for n in branches]) for p, branches in sizes]
+                       [model.TokenSpan(ids(n), [1] * n) for n in branches]) for p,
+            branches in sizes]
 
 
 def alone(hf, codec, trees, temperature=1.0):
