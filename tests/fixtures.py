@@ -23,11 +23,6 @@ def codecs(toy, codec):
 
 
 @pytest.fixture
-def video_codec(codecs):
-    return codecs["video"]
-
-
-@pytest.fixture
 def each_codec(request, codecs):
     """The codec of both channels, one after the other."""
     return codecs[request.param]
@@ -173,7 +168,8 @@ def start(monkeypatch, capsys):
     """start(script, *words) -> (exit code, stdout, stderr) of the main() of a script in this
     process, given as its module."""
     def start(script, *words):
-        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, words)])
+        name = script.__name__.rpartition(".")[2]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
         capsys.readouterr()
         try:
             launch.run_main(script.main)

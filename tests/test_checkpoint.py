@@ -257,22 +257,6 @@ def test_a_name_that_is_nowhere_is_one_line(cache, name, says):
 # Folders as they lie about
 
 
-@pytest.fixture
-def ckpt(toy, tmp_path):
-    """A checkpoint to damage."""
-    return shutil.copytree(toy / "init", tmp_path / "ckpt")
-
-
-def text(name, content):
-    def write(folder):
-        (folder / name).write_bytes(content)
-    return write
-
-
-def gone(name):
-    return lambda folder: (folder / name).unlink()
-
-
 def test_code_of_a_checkpoint_is_never_run(toy, tmp_path):
     folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
     config = json.loads((folder / "config.json").read_text())

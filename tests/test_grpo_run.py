@@ -4,11 +4,8 @@ Tests of grpo.py as a script: flags, loop, resuming, ranks: python -m pytest tes
 """
 import importlib.util
 import json
-import os
-import shutil
 import statistics
 import sys
-import threading
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from handmade import colourful
 import grpo
 import launch
 import rollout
-from plumbing import checkpoint, runs
+from plumbing import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -150,42 +147,6 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     assert n["grad_norm"] == pytest.approx(m["grad_norm"], rel=1e-3)
 
 
-@pytest.fixture
-def outage(monkeypatch, run_grpo, toy, tmp_path):
-    """train(away, *flags): grpo.py, whose videos are away during the steps in `away`."""
-    shutil.copytree(toy / "videos", tmp_path / "videos")
-    real = grpo.sample_batch
-
-    def train(away, *flags):
-        def sample_batch(sampler, tasks, step, *more):
-            if step in away:
-                os.rename(tmp_path / "videos", tmp_path / "elsewhere")
-            try:
-                return real(sampler, tasks, step, *more)
-            finally:
-                if step in away:
-                    os.rename(tmp_path / "elsewhere", tmp_path / "videos")
-
-        monkeypatch.setattr(grpo, "sample_batch", sample_batch)
-        return run_grpo("--data", toy / "rl.jsonl", "--video-root", tmp_path, *LIVE, "--frames", 4,
-                        *flags)
-
-    return train
-
-
-def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it_and_no_step_0(
-        outage, monkeypatch, tmp_path):
-    asked, real = threading.Event(), launch.stop_on_signal
-    monkeypatch.setattr(launch, "stop_on_signal", lambda: real() and asked)
-    monkeypatch.setattr(runs, "check_run", lambda step, bad, *_: bad and asked.set())
-    with pytest.raises(FileNotFoundError):  # of `last`
-        outage({0}, "--steps", 3)
-    assert not list((tmp_path / "run").glob("step_*"))
-    asked.clear()
-    outage({1}, "--steps", 3)
-    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
-
-
 # ------------------------------------------------------------------------------------------------
 # Flags
 
@@ -230,18 +191,15 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--rollouts", "none.jsonl"), "--rollouts"), (("--preset", "huge"), "--preset")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
-def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp_path, flags, word):
+def test_bad_values_and_missing_files_are_one_line(monkeypatch, start, toy, tmp_path, flags, word):
     """Told before any model is loaded, with exit code 2, naming the flag or the file."""
     monkeypatch.chdir(tmp_path)
-    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "o",
-             *flags]
-    monkeypatch.setattr(sys, "argv", [str(w) for w in words])
     monkeypatch.setattr(checkpoint, "load_sharded",
                         lambda *_: pytest.fail("a model was loaded before the flags were checked"))
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(grpo.main)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and word in lines[-1]
+    code, _, err = start(grpo, "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out",
+                         tmp_path / "o", *flags)
+    lines = err.strip().splitlines()
+    assert code == 2 and word in lines[-1]
     assert len(lines) == 1 or lines[0].startswith("usage:")
 
 

@@ -8,7 +8,6 @@ while they are read, records that no rollout.py wrote, and weights that are no n
 import json
 import os
 import shutil
-import signal
 import sys
 from types import SimpleNamespace
 
@@ -44,8 +43,8 @@ def rows_of(path):
 
 
 @pytest.fixture
-def start(monkeypatch, capsys, codec):
-    """start(script, *flags) -> (exit code, what it printed). vLLM is the reference engine, or the
+def start(start, monkeypatch, codec):
+    """start(name, *flags) -> (exit code, what it printed). vLLM is the reference engine, or the
     scripted one in eval.py."""
     def engine(ckpt, codec_, args, *more, **named):
         if sys.argv[0].startswith("eval"):
@@ -53,23 +52,12 @@ def start(monkeypatch, capsys, codec):
         return make_engine(ckpt, codec_, args)
 
     monkeypatch.setattr(rollout, "make_engine", engine)
-    before = signal.getsignal(signal.SIGTERM)
-
-    def start(script, *flags):
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, flags)])
-        capsys.readouterr()
-        try:
-            launch.run_main(SCRIPTS[script].main)
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        launch.unlock()
-        out, err = capsys.readouterr()
+    def by_name(name, *flags):
+        code, out, err = start(SCRIPTS[name], *flags)
         assert code == 0 or len(err.splitlines()) == 1, err
         return code, out + err
 
-    yield start
-    signal.signal(signal.SIGTERM, before)
+    return by_name
 
 
 # ------------------------------------------------------------------------------------------------

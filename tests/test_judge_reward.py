@@ -9,16 +9,13 @@ import argparse
 import asyncio
 import json
 import re
-import sys
 
 import pytest
 from scripted import Scripted, Server
 
-import grpo
 import rewards
 import rollout
 from plumbing import judge as client
-from tools import replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,29 +154,17 @@ def say(request):
 
 
 @pytest.fixture
-def run(monkeypatch, toy, tmp_path, open_tasks, codec):
-    """run(script, *flags) -> main() of a script on tasks with scripted answers."""
+def run(monkeypatch, run_grpo, open_tasks, codec, any_gap):
+    """run(name of a folder, *flags): grpo.py with scripted answers."""
     class Engine(Scripted):
         def close(self, *_):
             pass
 
         sleep = wake = sync = close
 
-    monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, *_, **__: Engine(codec, say))
-    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 99)
-
-    def run(script, *more):
-        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy,
-                 *more]
-        if script != "replay":
-            words += ["--data", open_tasks, "--frames", 4]
-            words += () if "--group" in more else ["--group", 4]
-        if script == "grpo":
-            words += ["--prompts", 2, "--show-every", 0]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        {"grpo": grpo, "rollout": rollout, "replay": replay}[script].main()
-
-    return run
+    monkeypatch.setattr(rollout, "make_engine", lambda *_, **__: Engine(codec, say))
+    return lambda out, *flags: run_grpo("--data", open_tasks, "--frames", 4, "--group", 4,
+                                        "--prompts", 2, *flags, out=out)
 
 
 def judged_by(server):
@@ -193,21 +178,20 @@ def rows_of(path):
 def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys):
     """What is logged is what the advantages are made of. A run that goes on asks nothing again,
     even if the judge has moved."""
-    out = tmp_path / "out"
     with Server(table({"crimson": "yes", "blue": "hm"})) as server:
-        run("grpo", "--out", out, "--steps", 1, *judged_by(server))
+        run("out", "--steps", 1, *judged_by(server))
         asked = sorted(map(given, server.asked))
     # Both tasks have the same question and label. Only failures may be asked about again.
     assert asked.count("crimson") == asked.count("deep red") == 1 and 1 <= asked.count("blue") <= 2
     with Server("no") as server:
-        run("grpo", "--out", out, "--steps", 2, *judged_by(server))
+        run("out", "--steps", 2, *judged_by(server))
         assert set(map(given, server.asked)) == {"blue"}
     assert "judged 6 failed 2 cached 2" in capsys.readouterr().out
-    first, second = rows_of(out / "log.jsonl")
+    first, second = rows_of(tmp_path / "out" / "log.jsonl")
     assert (first["judged"], first["judge_failed"], first["judge_cached"]) == (6, 2, 2)
     assert (second["judged"], second["judge_failed"], second["judge_cached"]) == (6, 0, 5)
     assert first["acc"] == second["acc"] == 0.25
-    run("grpo", "--out", tmp_path / "plain", "--steps", 1)
+    run("plain", "--steps", 1)
     (plain,) = rows_of(tmp_path / "plain" / "log.jsonl")
     assert plain["acc"] == 0.25 and "judged" not in plain
     with_judge, without = (rows_of(tmp_path / name / "rollouts" / "step_000000.rank0.jsonl")

@@ -162,3 +162,20 @@ def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks,
     run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 2, "--group", 4)
     printed = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert printed == ["WARNING step 2: fell"]
+
+
+def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
+    assert metrics.is_best(-2.0, -3.0, [], []) and not metrics.is_best(-3.0, -3.0, [], [])
+    assert metrics.is_best(-9.0, -float("inf"), [7], None) and metrics.is_best(-2.0, -3.0, [7], [7])
+    assert not metrics.is_best(float("nan"), -float("inf"), [], None)
+    assert not capsys.readouterr().out
+    # As many rows that are others cannot be compared either.
+    for unread, before in (([7], []), ([7], [8]), ([7, 8], [7])):
+        assert not metrics.is_best(-0.1, -3.0, unread, before)
+        assert "no `best`" in capsys.readouterr().out
+    assert metrics.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
+    # Twice the same: these have gone for good. A value of no row at all is no best even then.
+    assert not metrics.is_best(-9.0, -3.0, [7], [], [8])
+    assert not metrics.is_best(-9.0, -3.0, [7], [], [])
+    assert metrics.is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
+    assert not metrics.is_best(float("nan"), -3.0, [7], [], [7])

@@ -4,13 +4,10 @@ Tests of tools/plan.py: python -m pytest tests/test_plan.py -q
 Counted against what is really allocated, at small sizes: bytes of parameters, gradients and
 moments, and what autograd keeps for backward.
 """
-import sys
-
 import pytest
 import torch
 from fixtures import hf_config
 
-import launch
 from plumbing import checkpoint
 from tools import plan
 
@@ -48,13 +45,9 @@ def test_the_largest_pack_is_the_largest_that_fits():
     (("--replicas", 0), "does not fit while"), (("--engine-share", 0), "fits"),
     (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit"),
     (("--gpus", 1), "does not fit"), (("--gpus", 1, "--lora", 64), "fits (limit 75.2")])
-def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
-    monkeypatch.setattr(sys, "argv", ["plan.py", "8B", *map(str, flags)])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(plan.main)
-    out = capsys.readouterr().out
-    assert says in out
-    assert stop.value.code == (0 if says.startswith("fits") else 1)
+def test_command_line_says_what_fits_and_each_flag_counts(start, flags, says):
+    code, out, _ = start(plan, "8B", *flags)
+    assert says in out and code == (0 if says.startswith("fits") else 1)
     assert ("vLLM" in out) == (flags != ("--engine-share", 0))
 
 
@@ -62,8 +55,6 @@ def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, f
                                         (("8B", "--gpus", "0"), "--gpus"),
                                         (("8B", "--replicas", "3"), "--gpus"),
                                         (("8B", "--engine-share", "1"), "--engine-share")])
-def test_bad_input_is_one_line(monkeypatch, capsys, flags, why):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *flags])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(plan.main)
-    assert stop.value.code == 2 and why in capsys.readouterr().err
+def test_bad_input_is_one_line(start, flags, why):
+    code, _, err = start(plan, *flags)
+    assert code == 2 and why in err

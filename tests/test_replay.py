@@ -5,7 +5,6 @@ tests/test_replay.py -q
 import json
 import os
 import shutil
-import sys
 
 import pytest
 import torch
@@ -132,18 +131,14 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
 @pytest.mark.parametrize("damage,word", [
     (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"),
     (lambda r: r.pop("vision"), "vision")])
-def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, tmp_path, damage,
-                                            word):
+def test_a_damaged_rollout_file_is_one_line(start, toy, recorded, tmp_path, damage, word):
     rows = [json.loads(line) for line in recorded.read_text().splitlines()]
     damage(rows[2])
     path = tmp_path / "damaged.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(sys, "argv", ["replay.py", "--ckpt", str(toy / "init"), "--rollouts",
-                                      str(path), "--out", str(tmp_path / "o")])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(replay.main)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.strip() == f"replay.py: {path}:3: missing '{word}'"
+    code, _, err = start(replay, "--ckpt", toy / "init", "--rollouts", path, "--out",
+                         tmp_path / "o")
+    assert code == 2 and err == f"replay.py: {path}:3: missing '{word}'\n"
 
 
 @pytest.mark.process

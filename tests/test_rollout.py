@@ -32,7 +32,6 @@ from scripted import (
 
 import chat
 import grpo
-import launch
 import rewards
 import rollout
 import video
@@ -549,7 +548,7 @@ GOOD = {"id": "a", "video": "videos/rl-0000.mp4", "question": "Which?", "answer"
 
 
 @pytest.fixture
-def command(toy, tmp_path, monkeypatch, capsys):
+def command(toy, tmp_path, monkeypatch, start):
     """The script's own main, in this process -> (exit code, stderr). Rows: a task file of these,
     else the world's own."""
     def call_main(*flags, rows=None):
@@ -560,16 +559,10 @@ def command(toy, tmp_path, monkeypatch, capsys):
                                     for row in rows))
         given = {"--ckpt": toy / "init", "--data": data, "--out": tmp_path / "out.jsonl",
                  "--preset": "toy"}
-        flags = list(map(str, flags))
         monkeypatch.setattr(rollout, "make_engine", make_engine)
-        kept = [str(x) for k, v in given.items() if k not in flags for x in (k, v)]
-        monkeypatch.setattr(sys, "argv", ["rollout.py", *kept, *flags])
-        try:
-            launch.run_main(rollout.main)
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, capsys.readouterr().err
+        kept = [x for k, v in given.items() if k not in flags for x in (k, v)]
+        code, _, err = start(rollout, *kept, *flags)
+        return code, err
 
     yield call_main
     (toy / "tasks-of-a-test.jsonl").unlink(missing_ok=True)

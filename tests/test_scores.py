@@ -5,30 +5,19 @@ tests/test_scores.py -q
 The folders are made up, so that every number can be worked out by hand. scipy, if it is installed,
 is the oracle of the p-values.
 """
+import functools
 import json
-import sys
 
 import pytest
 
 import eval as evaluation
-import launch
 from evaluation import benchmarks, scores
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(start):
     """command(*words) -> (exit code, stdout, stderr) of eval.py in this process."""
-    def command(*words):
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, words)])
-        code = 0
-        try:
-            launch.run_main(evaluation.main)
-        except SystemExit as stop:
-            code = stop.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return command
+    return functools.partial(start, evaluation)
 
 
 @pytest.fixture

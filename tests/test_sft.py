@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,20 +19,16 @@ from reference import forward
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import chat
 import launch
 import model
 import sft
 import video
-from plumbing import checkpoint, data, metrics, runs
+from plumbing import data, runs
 
 
-def settings_for_chats(**changed):
-    return SimpleNamespace(**{"video_root": None, "max_pixels": 50176, "max_len": 2048, **changed})
-
-
-def chats_of(path, codec, **changed):
-    return sft.Chats(str(path), codec, settings_for_chats(**changed), video.FrameCache())
+def chats_of(path, codec, video_root=None, max_len=2048):
+    args = SimpleNamespace(video_root=video_root, max_pixels=50176, max_len=max_len)
+    return sft.Chats(str(path), codec, args, video.FrameCache())
 
 
 def write_rows(path, rows):
@@ -274,17 +269,6 @@ def test_a_broken_video_is_a_counted_named_skip(training):
     assert done.stdout.count("skipped broken-one: ") in (7, 8) and "broken.mp4" in done.stdout
 
 
-def test_the_last_checkpoint_loads_in_transformers(training):
-    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
-
-    out, _, _ = training
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(out / "last"), dtype=torch.float32)
-    saved = load_file(out / "last" / "model.safetensors")
-    assert torch.equal(hf.lm_head.weight, saved["model.language_model.embed_tokens.weight"])
-    assert AutoProcessor.from_pretrained(str(out / "last")).chat_template
-    assert checkpoint.resolve_checkpoint(str(out)) == os.path.realpath(out / "last")
-
-
 @pytest.mark.process
 def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of
@@ -315,75 +299,6 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------
-# The folder of videos goes away and comes back
-
-
-@pytest.fixture
-def outage(toy, tmp_path, start, monkeypatch):
-    """train(away, *flags) -> (exit code, stdout, stderr, rows of log.jsonl), of 9 chats in batches
-    of 3. The videos are away while the batches, and the evaluations, in `away` are read; a batch is
-    named by its number, an evaluation by "val" and its number."""
-    shutil.copytree(toy / "videos", tmp_path / "videos")
-    data = write_rows(tmp_path / "d.jsonl", small_rows(toy, count=9))
-    held = write_rows(tmp_path / "val.jsonl", small_rows(toy, "sft_val", 6))
-    real = {name: getattr(sft, name) for name in ("batch_packs", "held_out_loss")}
-    gone = set()
-
-    def absent(name, read):
-        if name in gone:
-            os.rename(tmp_path / "videos", tmp_path / "elsewhere")
-        try:
-            return read()
-        finally:
-            if name in gone:
-                os.rename(tmp_path / "elsewhere", tmp_path / "videos")
-
-    monkeypatch.setattr(sft, "batch_packs", lambda chats, step, *more: absent(
-        step, lambda: real["batch_packs"](chats, step, *more)))
-
-    def train(away, *flags):
-        gone.clear()
-        gone.update(away)
-        evaluations = iter(range(99))
-        monkeypatch.setattr(sft, "held_out_loss", lambda *given: absent(
-            f"val {next(evaluations)}", lambda: real["held_out_loss"](*given)))
-        ended = start(sft, "--ckpt", toy / "init", "--data", data, "--val", held, "--out",
-                      tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--recompute", "none",
-                      "--eval-every", 0, *flags)
-        log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
-        return *ended, log
-
-    return train
-
-
-def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(outage, tmp_path):
-    """A disk that is away burns no more than three steps, and none of them moves a weight."""
-    flags = ("--steps", 6, "--save-every", 2)
-    code, _, err, log = outage(range(2, 6), *flags)
-    assert code == 1 and len(err.splitlines()) == 1, err
-    assert "step 5: no video could be read for 3 steps; is the disk there?" in err
-    # Nothing was saved at step 4: the weights there were those of step 2.
-    assert err.rstrip().endswith("step_000002")
-    code, out, err, log = outage((), *flags)  # it is back
-    assert code == 0 and "done" in out, err
-    assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
-
-
-def test_an_outage_that_has_passed_makes_no_best(outage, tmp_path, monkeypatch):
-    """Of the only evaluation; and SIGTERM in a step without videos saves the steps before it."""
-    code, _, err, log = outage(("val 0",), "--steps", 2)
-    assert code == 0 and log[-1]["val_loss"] is None, err
-    assert not (tmp_path / "out" / "best").exists()
-    asked = threading.Event()
-    real = sft.launch.stop_on_signal
-    monkeypatch.setattr(sft.launch, "stop_on_signal", lambda: real() and asked)
-    monkeypatch.setattr(runs, "check_run", lambda step, bad, *_: bad and asked.set())
-    code, _, err, _ = outage((3,), "--steps", 6, "--resume")
-    assert code == 0, err
-    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000003")
-
-
 def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, codec, monkeypatch,
                                                                capsys):
     away, back = shutil.copytree(toy / "videos", tmp_path / "elsewhere"), tmp_path / "videos"
@@ -393,56 +308,3 @@ def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, c
     packs, _, missed, broken = sft.batch_packs(chats, 0, codec, args, 0, 1)
     assert sum(len(pack.layout) for pack in packs) == 4 and not missed and not broken
     assert capsys.readouterr().out.count("skipped") == 4  # each once
-
-
-def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path):
-    films = [shutil.copy(path, tmp_path) for path in sorted((toy / "videos").iterdir())[:2]]
-    cache = video.FrameCache()
-    assert cache.away()  # nothing was ever read
-    for film in films:
-        cache.index(film)
-    os.remove(films[1])  # the one that was opened last
-    assert not cache.away()
-    os.remove(films[0])
-    assert cache.away()
-
-
-def test_a_held_out_film_that_goes_for_good_freezes_no_best(outage, tmp_path, monkeypatch):
-    """The first evaluation without the film is no `best`, the second one begins anew."""
-    real, evaluations = metrics.is_best, []
-
-    def is_best(value, *more):
-        evaluations.append(value)
-        if len(evaluations) == 1:
-            os.remove(tmp_path / "videos" / "other.mp4")
-        return real(value, *more)
-
-    rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
-    (item,) = chat.videos_in(rows[0]["messages"])
-    shutil.copy(tmp_path / item["video"], tmp_path / "videos" / "other.mp4")
-    item["video"] = "videos/other.mp4"
-    write_rows(tmp_path / "val.jsonl", rows)
-    monkeypatch.setattr(metrics, "is_best", is_best)
-    code, out, err, _ = outage((), "--steps", 6, "--eval-every", 2)
-    assert code == 0, err
-    assert out.count("so this is no `best`") == 1 and out.count("so `best` begins anew") == 1
-    state = json.loads((tmp_path / "out" / "best" / "state.json").read_text())
-    assert state["best_step"] == 6 and state["best_unread"] == [0]
-    assert state["last_unread"] == state["best_unread"] and state["best"] == -evaluations[-1]
-
-
-def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
-    assert metrics.is_best(-2.0, -3.0, [], []) and not metrics.is_best(-3.0, -3.0, [], [])
-    assert metrics.is_best(-9.0, -float("inf"), [7], None) and metrics.is_best(-2.0, -3.0, [7], [7])
-    assert not metrics.is_best(float("nan"), -float("inf"), [], None)
-    assert not capsys.readouterr().out
-    # As many rows that are others cannot be compared either.
-    for unread, before in (([7], []), ([7], [8]), ([7, 8], [7])):
-        assert not metrics.is_best(-0.1, -3.0, unread, before)
-        assert "no `best`" in capsys.readouterr().out
-    assert metrics.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
-    # Twice the same: these have gone for good. A value of no row at all is no best even then.
-    assert not metrics.is_best(-9.0, -3.0, [7], [], [8])
-    assert not metrics.is_best(-9.0, -3.0, [7], [], [])
-    assert metrics.is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
-    assert not metrics.is_best(float("nan"), -3.0, [7], [], [7])

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from conftest import TOY
 
-import launch
 import rewards
 import rollout
 import toy as toy_world
@@ -50,12 +49,9 @@ def test_one_seed_gives_one_world_to_the_byte(toy_as_made, tmp_path):
 @pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "--sft-videos"),
                                         (("--eval-videos", -1), "--eval-videos"),
                                         (("--out", "/proc/nothing"), "output folder")])
-def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path / "w"), *map(str, flags)])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(toy_world.main)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and why in err and err.count("\n") == 1
+def test_bad_flags_are_one_line_and_exit_code_2(flags, why, start, tmp_path):
+    code, _, err = start(toy_world, "--out", tmp_path / "w", *flags)
+    assert code == 2 and why in err and err.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -118,24 +114,12 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
 # The SFT mixture
 
 
-def kind_of(row):
-    return re.fullmatch(r"(\w+-\d{4})-(direct|call|plain|sub)-(\d+)", row["id"]).groups()
-
-
-def told_scenes(text):
-    """First thought -> ([(start, border)], [marked window])."""
-    told = text.partition("I saw ")[2].split(".")[0]
-    marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
-    starts = re.findall(r"(\d+) (red|green|blue|white)", told)
-    return [(int(t), border) for t, border in starts], marked
-
-
 def test_the_data_speaks_the_protocol(toy):
     """Its calls parse and name the windows that the thought marks; its turns earn the whole format
     reward."""
     flashes = "|".join(set(toy_world.colours()) - BORDERS)
     for row in rows_of(toy, "sft.jsonl"):
-        name, kind, n = kind_of(row)
+        (kind,) = re.fullmatch(r"\w+-\d{4}-(direct|call|plain|sub)-\d+", row["id"]).groups()
         texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         if kind == "sub":
             start = re.search(r"Window: (\d+)", row["messages"][1]["content"][1]["text"])[1]
@@ -147,14 +131,6 @@ def test_the_data_speaks_the_protocol(toy):
         assert rewards.format_reward(turns)["total"] == 1.0
         calls = [(c.start, c.end) for c in rewards.parse_tool_calls(turns[0], think_open=True)
                  if c.error is None]
-        assert calls == (told_scenes(turns[0])[1] if kind == "call" else [])
-
-
-# ------------------------------------------------------------------------------------------------
-# The checkpoint
-
-
-TEXTS = ["Which colours flash while the border is red?",
-         "<think>\nI saw 16 red look 16 to 40.\n</think>\n<answer>yellow, black</answer>",
-         "<12.0 seconds>é 日本 🙂 \x00",
-         toy_world.call_text(16, 24), "0 1 9 10 63 64 100", "  two  spaces\n\ttab"]
+        told = turns[0].partition("I saw ")[2].split(".")[0]
+        marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
+        assert calls == (marked if kind == "call" else [])
