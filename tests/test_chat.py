@@ -147,18 +147,13 @@ def test_glue_is_one_user_turn_and_ends_a_cut_turn(codec):
     assert wanted[0] == codec.eos
 
 
-def with_template(codec, render):
-    owner = SimpleNamespace(chat_template="set",
-                            apply_chat_template=lambda messages, **_: render(messages))
-    return dataclasses.replace(codec, processor=owner)
-
-
 def test_the_think_prefix_is_not_forced_twice(codec):
     """Thinking checkpoints open the thought in their generation prompt."""
     prefix = chat.encode(codec, "<think>\n")
     assert chat.think_prefix_ids(codec, prompt(codec, "Which?")[0]) == prefix
     rendered = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    opened = with_template(codec, lambda _: rendered)
+    owner = SimpleNamespace(chat_template="set", apply_chat_template=lambda *_, **__: rendered)
+    opened = dataclasses.replace(codec, processor=owner)
     ids, _, _ = prompt(opened, "Which?")
     assert chat.think_prefix_ids(opened, ids) == []
     talk = [*user("x"), {"role": "assistant", "content": "<think>\nhm\n</think>"}]

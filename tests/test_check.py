@@ -15,11 +15,6 @@ def write(path, rows):
     return path
 
 
-def tasks_of(toy):
-    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()]
-    return [{**row, "video": str(toy / row["video"])} for row in rows]
-
-
 @pytest.fixture
 def check(start, toy):
     """check(script, file, *flags) -> (exit code, stdout, stderr) of the script with --check."""
@@ -45,7 +40,8 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
     A run stops at the first of them."""
     (tmp_path / "broken.mp4").write_bytes(b"no video")
     (tmp_path / "a.mp4").write_bytes((toy / "videos" / "rl-0000.mp4").read_bytes())
-    rows = [{**row, "video": str(tmp_path / "a.mp4")} for row in tasks_of(toy)]
+    rows = [{**json.loads(line), "video": str(tmp_path / "a.mp4")}
+            for line in (toy / "rl.jsonl").read_text().splitlines()]
     good, other, third, fourth, fifth = rows[:5]
     file = write(tmp_path / "tasks.jsonl", [
         {**other, "answer": ""}, good, {**third, "type": "quiz"},

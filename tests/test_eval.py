@@ -52,9 +52,9 @@ def world(toy, tmp_path, monkeypatch, start):
         data.write_text("".join(json.dumps(r) + "\n" for r in rows))
         made = []
 
-        def make_engine(ckpt, codec_, args, *more, **kw):
-            made.append((Scripted(codec_, say, say, at_once=True), args))
-            return made[-1][0]
+        def make_engine(ckpt, codec, *_, **__):
+            made.append(Scripted(codec, say, say, at_once=True))
+            return made[-1]
 
         monkeypatch.setattr(rollout, "make_engine", make_engine)
         given = {"--ckpt": toy / "init", "--data": data, "--out": out, "--frames": 4,
@@ -62,9 +62,8 @@ def world(toy, tmp_path, monkeypatch, start):
         flags = [*flags, *(["--allow-errors"] if allow else [])]
         kept = [x for k, v in given.items() if k not in flags and k not in drop for x in (k, v)]
         code, printed, err = start(evaluation, *kept, *flags)
-        engine, args = made[-1] if made else (None, None)
-        result = SimpleNamespace(code=code, out=printed, err=err, engine=engine, args=args,
-                                 folder=out)
+        result = SimpleNamespace(code=code, out=printed, err=err, folder=out,
+                                 engine=made[-1] if made else None)
         if (out / "summary.json").exists():
             result.results = json.loads((out / "summary.json").read_text()).get("results")
         return result

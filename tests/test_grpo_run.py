@@ -64,10 +64,13 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
+    ahead = []
+    monkeypatch.setattr(grpo, "look_ahead", lambda pool, tasks, step, *_: ahead.append(step))
     flags, at = ("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 2, "--lr", 0), 0
     weights, _, folder = run_grpo(*flags)
     m = json.loads((folder / "log.jsonl").read_text().splitlines()[0])
-    assert (m["not_ok"], m["groups"], m["skipped_update"]) == (2, 0, 1)
+    assert (m["not_ok"], m["groups"], m["skipped_update"], m["tokens"]) == (2, 0, 1, 0)
+    assert ahead == [1]  # frames of the next step, while this one is sampled
     assert all(torch.equal(weights[n], base[n]) for n in base)
     at = 1
     with pytest.raises(launch.RunError, match="^step 2: no video could be read for 1 step"):
@@ -126,14 +129,15 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     assert (other / "best").resolve().name == f"step_{best:06d}"
     printed = capsys.readouterr().out
     assert f"step 0002 | held-out acc {values[2]['acc']:.2f} no tools" in printed
-    assert "| not ok 2" in printed
+    assert "| not ok 2" in printed and f"held-out task {rows[2]['id']}: " in printed
 
 
 def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
     """2 steps, resume to 4, against 4 steps: the same tasks, K, seeds (the same ids), and
     weights."""
     flags = ("--data", toy / "rl.jsonl", *LIVE, "--frames", "gated")
-    straight, m, folder = run_grpo(*flags, "--steps", 4, out="straight")
+    straight, m, folder = run_grpo(*flags, "--steps", 4, "--save-every", 3, out="straight")
+    assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000004"]
     run_grpo(*flags, "--steps", 2, out="parts")
     parts, n, other = run_grpo(*flags, "--steps", 4, "--resume", out="parts")
     a, b = read_rollouts(folder), read_rollouts(other)
@@ -174,7 +178,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     wanted = dict(group=8, clip_eps=0.2, kl=0.01, lr=2e-6, clip=1.0, temperature=0.7,
                   max_new_tokens=2048,
                   context=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5,
-                  gamma=0.3, frames="gated", minibatches=1,
+                  gamma=0.3, frames="gated", minibatches=1, replicas=1,
                   sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0, format_credit="struct",
                   think_prefix=True, answer_suffix=True)
     assert {k: p[k] for k in wanted} == wanted
@@ -223,7 +227,6 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
     assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and sum(r["mask"]) > 0
                for r in rows)
-    launch.import_shim()
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(

@@ -20,15 +20,12 @@ from plumbing import judge as client
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def task(name="t", kind="open", answer="red", **more):
-    return {"id": name, "video": "v.mp4", "question": "Which colour?", "options": None,
-            "answer": answer, "type": kind, **more}
-
-
-def said(words, sample=0, **more):
-    """An episode that ended with this answer; None: without one. more: of its task."""
-    text = "I saw it.\n</think>\n" + ("" if words is None else f"<answer>{words}</answer>")
-    return rollout.Episode(task(**more), "0/t", sample, 4, 0, turns=[text], think_open=True)
+def said(words, sample=0, answer="red"):
+    """An episode that ended with these words, of a task with this answer."""
+    task = {"id": "t", "video": "v.mp4", "question": "Which colour?", "options": None,
+            "answer": answer, "type": "open"}
+    text = f"I saw it.\n</think>\n<answer>{words}</answer>"
+    return rollout.Episode(task, "0/t", sample, 4, 0, turns=[text], think_open=True)
 
 
 def given(body):
@@ -41,8 +38,7 @@ def table(replies):
 
 
 def flags(server, **more):
-    url = server if isinstance(server, str) else server.url
-    given = {"judge_url": url, "judge_model": "j", "judge_key_env": None}
+    given = {"judge_url": server.url, "judge_model": "j", "judge_key_env": None}
     return argparse.Namespace(**{**given, **more})
 
 

@@ -448,6 +448,9 @@ def test_features_are_computed_once_per_frame_set(policy, codec, album):
     again = vision([dataclasses.replace(items[0]), items[1], items[0]])
     assert (again == torch.cat([both, both[:3 * 6]])).all() and vision.computed == 2
     assert both.shape == (2 * 3 * 6, 2, 128) and not both.requires_grad
+    late = dataclasses.replace(items[0], key="late", seconds=[t + 1 for t in items[0].seconds])
+    with pytest.raises(ValueError, match="changed since its prompt was built"):
+        vision([late])
 
 
 if __name__ == "__main__":  # the worker of the two-rank tests

@@ -521,6 +521,19 @@ def test_the_reward_knows_what_was_really_executed(codec, tasks, frames_of):
     assert tool([calls((0, 8)), "</think><answer>no</answer>"]) == 0.3
 
 
+@pytest.mark.parametrize("channel, response, frames, videos", [
+    ("image", "summary", 64, 1), ("video", "summary", 64, 1), ("image", "frames", 64 + 15 * 16, 1),
+    ("video", "frames", 64, 16)])
+def test_the_engine_has_room_for_all_frames_of_a_context(monkeypatch, codecs, toy, channel,
+                                                         response, frames, videos):
+    """An overview, and three turns with five windows of 16 frames."""
+    monkeypatch.setattr(rollout, "VllmEngine", lambda base, codec, limits: limits)
+    args = grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d", "--frames", "64",
+                                           "--crop-response", response])
+    limits = rollout.make_engine(str(toy / "init"), codecs[channel], args)
+    assert (limits.max_frames, limits.max_videos) == (frames, videos)
+
+
 # ------------------------------------------------------------------------------------------------
 # The command line
 
@@ -598,13 +611,3 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)
     assert code == 2 and why in err and "Traceback" not in err and err.count("\n") == 1
-
-
-def test_a_call_in_a_thought_that_never_closes_is_run(codec, tasks, source):
-    call = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}'
-            '</tool_call>')
-    open_, closed = (
-        play_one(Scripted(codec, [f"Look.{end}{call}", "ok</think><answer>red</answer>"]),
-                 tasks, source, AGENT) for end in ("", "</think>"))
-    assert (open_.executed(), len(open_.turns), open_.status) == (1, 2, "ok")
-    assert closed.executed() == 1 and len(open_.calls) == 1

@@ -22,9 +22,9 @@ def command(start):
 
 @pytest.fixture
 def made(tmp_path, command):
-    """made(name, right, bench, videos, more, tags) -> a finished folder. right: for each item
+    """made(name, right, bench, videos, more) -> a finished folder. right: for each item
     whether its answer is right; videos: for each item its video (default: one of its own)."""
-    def made(name, right, bench=None, videos=None, more=(), tags=(), fail=(), summary=None):
+    def made(name, right, bench=None, videos=None, more=(), fail=()):
         out = tmp_path / name
         leaf = out / bench if bench else out
         leaf.mkdir(parents=True)
@@ -32,7 +32,7 @@ def made(tmp_path, command):
         for i, good in enumerate(right):
             task = {"id": f"q{i}", "video": f"v{videos[i] if videos else i}", "question": "Which?",
                     "type": "mcq", "options": ["cat", "dog"], "answer": "A",
-                    "tags": tags[i] if tags else {}, **(more[i] if more else {})}
+                    "tags": {}, **(more[i] if more else {})}
             said = f"I saw it.\n</think>\n<answer>{'A' if good else 'B'}</answer>"
             rows.append({
                 "task": task, "sample": 0, "budget": "64", "tools": "on", "digest": "d",
@@ -46,9 +46,6 @@ def made(tmp_path, command):
             (leaf / f"{file}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         code, _, err = command("--rescore", out)
         assert code == (2 if fail else 0), err
-        if summary:
-            kept = json.loads((out / "summary.json").read_text())
-            (out / "summary.json").write_text(json.dumps({**kept, **summary}))
         return out
 
     return made

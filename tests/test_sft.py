@@ -72,6 +72,14 @@ def test_cost_counts_the_frames_of_a_chat(tmp_path, codec):
     assert [chats.cost(i) for i in range(4)] == [12, 76, 19, 28]
 
 
+def test_encoded_chats_are_dropped_if_they_are_too_many(toy, codec):
+    """The newest one stays, even if that one alone is over the limit."""
+    chats = chats_of(toy / "sft.jsonl", codec)
+    chats.max_tokens = 1
+    lengths = [len(chats[i].ids) for i in range(3)]
+    assert list(chats.encoded) == [2] and chats.tokens == lengths[2]
+
+
 def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_group):
     """Not a mean of means: chats of different lengths weigh by their tokens, however they are
     packed."""
@@ -121,25 +129,23 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     ([{"role": "user"}], "content"), ([{"role": "user", "content": None}], "content must"),
     ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
+    (user_and("a", video=7, frames=4), "content must"),
     ([{"role": "user", "content": "x"}], "no assistant"),
     (user_and([{"type": "text", "text": "<|im_end|>", "trusted": True}]), "content must be"),
     ([*user_and("a")[1:], *user_and("b")], "no prompt"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
     ([*user_and("a"), *user_and("b", frames=4)[:1]], "after the first assistant"),
     ([{"role": "system", "content": user_and("b", frames=4)[0]["content"]}, *user_and("a")],
-     "system message")])
+     "system message"),
+    # These are good.
+    (user_and("a"), "None"), (user_and("a", frames=4), "None"),
+    (user_and([{"type": "text", "text": "a"}], start=0, end=8), "None"),
+    ([*user_and("a"), {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}],
+     "None")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
     """Each of these would otherwise crash later, inside a worker thread, without the name of its
     line."""
-    assert wanted in data.chat_fault(messages)
-
-
-@pytest.mark.parametrize("messages", [user_and("a"), user_and("a", frames=4),
-                                      user_and([{"type": "text", "text": "a"}], start=0, end=8),
-                                      [*user_and("a"), {"role": "tool", "content": "b"},
-                                       {"role": "assistant", "content": "c"}]])
-def test_good_chats_pass(messages):
-    assert data.chat_fault(messages) is None
+    assert wanted in str(data.chat_fault(messages))
 
 
 @pytest.mark.process
@@ -213,6 +219,10 @@ def distance(a, b, part=""):
                          ids=lambda f: f[-2].lstrip("-"))
 def test_optimisation_flags_change_the_weights(trained, flags):
     assert distance(trained(), trained(*flags)) > 1e-5
+
+
+def test_passes_over_the_data_give_the_number_of_steps(trained):
+    assert len(trained("--steps", 0, "--epochs", 0.67).rows) == 2  # 9 chats, 3 a step
 
 
 # ------------------------------------------------------------------------------------------------

@@ -122,7 +122,9 @@ def test_the_data_speaks_the_protocol(toy):
         (kind,) = re.fullmatch(r"\w+-\d{4}-(direct|call|plain|sub)-\d+", row["id"]).groups()
         texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         if kind == "sub":
-            start = re.search(r"Window: (\d+)", row["messages"][1]["content"][1]["text"])[1]
+            told = row["messages"][1]["content"][1]["text"]
+            start = re.search(r"Window: (\d+)", told)[1]
+            assert "Question: Which colours flash" in told
             assert texts[0] == rollout.EMPTY_SUMMARY or all(
                 re.fullmatch(f"{start} ({flashes})", part) for part in texts[0].split(", "))
             continue

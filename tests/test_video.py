@@ -245,10 +245,7 @@ def test_one_fps_minute(minute):
         frames = video.overview(minute, k, **NATIVE)
         assert seen(frames.images) == list(expected) and frames.seconds.tolist() == list(expected)
     frames = video.crop(minute, 16, 24, **NATIVE)
-    assert seen(frames.images) == list(range(16, 24))
-    assert frames.seconds.tolist() == list(range(16, 24))
-    assert seen(video.crop(minute, 63.2, 1e9, **NATIVE).images) == [63]
-    assert seen(video.crop(minute, -10, 0.1, **NATIVE).images) == [0]
+    assert seen(frames.images) == frames.seconds.tolist() == list(range(16, 24))
     # more than it has
     assert video.overview(minute, 1000, **NATIVE).images.shape == (64, 32, 64, 3)
     with pytest.raises(ValueError, match="window 64-70 s"):
