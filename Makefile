@@ -114,7 +114,7 @@ demo: venv
 	@$(WARM) &
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED) --scenes $(SCENES) --calls $(CALLS) --crop-response $(RESPONSE) --eval-videos $(TASKS))
 	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps $(COLD) --muon-lr 3e-3 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
-	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora $(LORA) --seed $(SEED) $(AGENT) --out $(DEMO)/grpo)
+	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora-rank $(LORA) --seed $(SEED) $(AGENT) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
 	$(BIN)/python tools/view.py $(DEMO) --out $(DEMO)/index.html

@@ -499,9 +499,9 @@ def small_files(folder):
     return files
 
 
-def load_codec(ckpt, channel="image", template_args=()):
+def load_codec(ckpt, channel="image", template_kwargs=None):
     """Checkpoint directory -> ChatProcessor. channel: "image" | "video", how frames enter a prompt.
-    template_args: ["NAME=VALUE"], which every rendering of the template shall know."""
+    template_kwargs: {name: value}, which every rendering of the template shall know."""
     find_config(ckpt)
     config = load_config(ckpt)
     from transformers import AutoProcessor
@@ -525,16 +525,13 @@ def load_codec(ckpt, channel="image", template_args=()):
     if not owner.chat_template:
         raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
                                "chat_template.jinja from the checkpoint that it was made from")
-    for name, _, value in (argument.partition("=") for argument in template_args):
+    for name, value in (template_kwargs or {}).items():
         # {% statements %} and {{ expressions }}: a misspelt name would change nothing.
         code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template)
-        if not value or name not in re.findall(r"\w+", " ".join(code)):
-            raise launch.UserError(f"--template-args {name}: give NAME=VALUE, with a name that the "
-                                   f"chat template of {ckpt} reads")
-        # Python's False too: any other text counts as true.
-        plain = re.fullmatch(r"(?i)true|false|none|-?(0|[1-9]\d*)([.]\d+)?", value)
-        value = value.lower() if plain else json.dumps(value)
-        owner.chat_template = f"{{% set {name} = {value} %}}{owner.chat_template}"
+        if name not in re.findall(r"\w+", " ".join(code)):
+            raise launch.UserError(f"--set chat_template_kwargs: the chat template of {ckpt} does "
+                                   f"not read {name}")
+        owner.chat_template = f"{{% set {name} = {value!r} %}}{owner.chat_template}"
     # Patches of another size would have other features, or crash deep inside the tower.
     tower = config.vision_config
     if cut != (wanted := (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)):
@@ -545,7 +542,7 @@ def load_codec(ckpt, channel="image", template_args=()):
     if channel == "video" and norms[0] != norms[1]:
         raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise "
                                "differently, and vLLM applies the image processor's to both; use "
-                               "--channel image")
+                               "--set channel=image")
     # Published checkpoints end on two ids, and vLLM stops at either. A turn here ends in <|im_end|>
     # alone: the other id, if sampled, would stand in the turn as text.
     never = [vocabulary.get(f"<|{name}|>") for name in (*marks, "im_start", "endoftext")]

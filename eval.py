@@ -44,7 +44,7 @@ import launch
 import rollout
 from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, reordered, run
-from plumbing import data, runs
+from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ from plumbing.judge import add_judge_arguments, open_judge
 
 
 def build_parser():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
 
     add = parser.add_argument_group("what to run").add_argument
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
@@ -76,6 +76,7 @@ def build_parser():
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--allow-errors", action="store_true", help="print a headline with over 1%% failed items")
 
+    add("--protocols", action="store_true", help="print prompts and texts of each, and end")
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
     add_judge_arguments(parser, "if the rule says wrong",
@@ -89,13 +90,13 @@ def build_parser():
 
     # No flag of this group changes an answer, so settings_digest leaves them out.
     add = parser.add_argument_group("speed").add_argument
-    add("--live", type=int, default=0, help="episodes at once; 0 = twice --max-seqs")
+    add("--live", type=int, default=0, help="episodes at once; 0 = twice max_num_seqs")
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
-    add("--decode-timeout", type=float, default=60.0, help="seconds that 64 frames may take")
 
-    rollout.add_agent_arguments(parser, tools=False, extra=systems.rare_settings())
+    rollout.add_agent_arguments(parser, tools=False)
     # Training samples at 0.7, and its engine shares the card with the trainer.
-    parser.set_defaults(temperature=0.0, engine_share=0.9, subtitles=None)  # None: see --bench
+    # subtitles: as the benchmark asks.
+    parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9, subtitles=None)
     return parser
 
 
@@ -108,7 +109,7 @@ def parse_args(protocol: str | None = None):
     """The flags, checked. protocol: replaces --protocol. Raises UserError."""
     parser = build_parser()
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
-    early = launch.peek(parser)
+    early = arguments.parse_early(parser)
     name = protocol or early.protocol
     parser.set_defaults(**systems.protocols()[name].native)
     if early.preset == "toy":
@@ -145,7 +146,7 @@ def faults(args):
     if args.prepare:
         return checks  # nothing is sampled
     return checks + run_faults(args) + [
-        (not results.cells(vars(args)), "--frames 0 has no frames for --show to change"),
+        (not results.run_grid(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live) < 0, "--limit and --live may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
          "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
@@ -157,8 +158,8 @@ def run_faults(args):
     return systems.faults(args) + endpoint.faults(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
-        (args.template_args and args.engine == "openai",
-         "--template-args: an endpoint has a template of its own, set them there"),
+        (args.chat_template_kwargs and args.engine == "openai",
+         "chat_template_kwargs: an endpoint has a template of its own, set them there"),
         (0 in args.frames and "off" not in args.tools,
          "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
     ]
@@ -193,7 +194,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             tasks, notes = benchmarks.read_split(bench, root)
             results.print_notes(bench, notes)
             flags.video_root = args.video_root or root
-            mode = args.subtitles or benchmarks.splits()[bench].shown
+            mode = args.subtitles or benchmarks.splits()[bench].default_subtitles
         else:
             tasks = data.read_tasks(args.data)
             named = any(task.get("subtitles") for task in tasks)
@@ -211,7 +212,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         records = results.read_records(out, digest)
         films = [(r["task"]["video"], r.get("film")) for r in records.values()]
-        if moved := results.of_other_films(films, source.root):
+        if moved := results.changed_videos(films, source.root):
             launch.say(f"{out}: {len(moved)} of {len(records)} records are of films that have "
                        f"changed since, for example {moved[0]}; delete their lines to ask again")
         done = {item: r["timing"].get("total_s") for item, r in records.items()
@@ -238,7 +239,7 @@ def unfinished(suites: list[Suite], args) -> list[tuple]:
     samples again, because they are drawn as one group."""
     jobs = []
     for suite in suites:
-        for k, mode in results.cells(vars(args)):
+        for k, mode in results.run_grid(vars(args)):
             todo = [task for task in suite.tasks if not suite.done.keys() >= {
                 (task["id"], str(k), mode, sample) for sample in range(args.samples)}]
             jobs.append((suite, k, mode, todo))
@@ -254,7 +255,7 @@ def evaluate(args):
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
-    runs.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
+    launch.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
     for suite in suites:
@@ -278,7 +279,7 @@ def evaluate(args):
         if sys.stdout.isatty():  # a script that reads stdout gets the table alone
             launch.say(f"{args.ckpt or args.engine} -> {args.out}: loading")
         # Without a checkpoint there are no ids: prompts stay messages, and answers stay text.
-        codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
+        codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
@@ -327,7 +328,8 @@ def make_engine(suites, args, ckpt, codec, protocol):
     if args.engine == "openai":
         return engine
     # Windows that one context holds beside the overview, in the protocols of other systems.
-    windows = systems.protocols()[args.protocol].held(args) if "on" in args.tools else (0, 0)
+    system = systems.protocols()[args.protocol]
+    windows = system.crop_frames_in_context(args) if "on" in args.tools else (0, 0)
     # rollout's --frames is one K, ours is a list of them.
     flags = argparse.Namespace(**{**vars(args), "frames": largest})
     engine = rollout.make_engine(ckpt, codec, flags, windows=windows)
@@ -362,8 +364,7 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
 def main():
     args = parse_args()
     if args.protocols:
-        own_prompts = args.prompt_file or args.texts_of
-        names = [args.protocol] if own_prompts else systems.protocols()
+        names = [args.protocol] if args.prompt_file or args.texts_of else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
         results.prepare(args.bench[0], args.root[0], args.prepare)
@@ -372,7 +373,7 @@ def main():
     elif args.rescore:
         results.rescore(args.rescore, args)
     elif args.compare:
-        runs.keep_inputs([args.out], args.compare)
+        launch.keep_inputs([args.out], args.compare)
         results.compare(args.compare, args.out)
     else:
         evaluate(args)

@@ -3,10 +3,10 @@ grpo.py (tests/test_grpo_run.py): PARA-GRPO on top of an SFT checkpoint, with a 
 inside every rank.
 
   R_task_i = R_acc + w_tool R_tool + w_win IoU - c calls        of rollout i of G: rewards.score
-  R_i      = R_task_i + w_fmt R_fmt_i      --tool-reward, --window-reward, --call-cost
+  R_i      = R_task_i + w_fmt R_fmt_i      --tool-reward, window_weight, call_cost
   sigma    = std of R in the group, at least 1e-3; if it is 0 the group is skipped and counted
   A_task_i = (R_task_i - mean) / sigma
-  A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma                  w_fmt: --format-weight
+  A_fmt_i  = w_fmt (R_fmt_i - mean) / sigma                  w_fmt: format_weight
   A_it     = A_task_i + A_fmt_i [t in struct(o_i)]     struct: tag tokens and the end of each turn
   rho_t    = exp(logp_t - old_t)                       old: this trainer before the step
   w_t      = min(exp(old_t - sampler_t), 5)            sampler: the engine, which rounds otherwise
@@ -37,7 +37,7 @@ on (seed, step) alone.
 CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data toy/rl.jsonl
 1 GPU:    python grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
 8 GPUs:   torchrun --nproc_per_node 8 grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
-Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
+Adapters: with --lora-rank 64 the 8B trains on one GPU of 80 GB
 """
 import argparse
 import contextlib
@@ -58,7 +58,7 @@ import rewards
 import rollout
 import video
 from engine import Pump
-from plumbing import checkpoint, data, metrics, policies, runs, tracker
+from plumbing import arguments, checkpoint, data, metrics, policies, runs, tracker
 from plumbing.judge import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def pack_loss(policy, reference, pack, real, old, args):
         sampler = model.to_device(pack.values["sampler"], logp.device)  # [n]
     else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
         advantage, sampler = torch.zeros_like(old), old
-    loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.kl)
+    loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.beta)
     gap = (old - sampler).abs()  # engine against trainer: only rounding is allowed
     return loss, {"loss": loss.detach(), "tokens": torch.ones_like(gap), "gap": gap,
                   "entropy": entropy, **stats}
@@ -262,7 +262,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             sums = {name: sums[name] + numbers[name].double().sum() for name in names}
             worst_gap = torch.maximum(worst_gap, numbers["gap"].max().double())
 
-        norms.append(model.clip_gradients(policy, args.clip))
+        norms.append(model.clip_gradients(policy, args.max_grad_norm))
         # The norm covers the gradients of all ranks, so all of them step or none does.
         if math.isfinite(norms[-1]):
             optimizer.step()
@@ -325,7 +325,8 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
         following, _ = share(tasks, step + 1, args, *ranks)
         look_ahead(decoders, following, step + 1, args, sampler.source, pump.quiet)
     try:
-        episodes = list(rollout.run(sampler, rank_tasks, args.frames, args.group, step, pump=pump))
+        episodes = list(rollout.run(sampler, rank_tasks, args.frames, args.num_generations, step,
+                                    pump=pump))
     finally:
         pump.quiet.set()  # else the threads of `decoders` would outlive an error
     for e in episodes:
@@ -454,7 +455,7 @@ def main():
 @contextlib.contextmanager
 def phase(name, seconds, args):
     """A phase of a step: notes its seconds under `name`. A rank that hangs in the next phase longer
-    than --patience prints its stacks and exits."""
+    than `patience` prints its stacks and exits."""
     began = time.monotonic()
     yield
     seconds[name] = time.monotonic() - began
@@ -475,9 +476,10 @@ def setup(args):
     agent, source = rollout.agent_settings(args, args.data)
     if args.check:
         if os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone looks
-            codec = chat.load_codec(ckpt, args.channel, args.template_args)
+            codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
+            rollout.check_positions(codec, agent)
             faults += data.preflight(
-                tasks + val_tasks, source, rollout.most_frames(args.frames), agent.context,
+                tasks + val_tasks, source, rollout.most_frames(args.frames), agent.max_model_len,
                 partial(rollout.prompt_tokens, codec, agent))
             data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
         return None
@@ -500,7 +502,7 @@ def setup(args):
         launch.say(f"nothing to do: {args.out} has {start} steps of {args.steps}")
         return launch.end_process_group()
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
-    codec = chat.load_codec(ckpt, args.channel, args.template_args)
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     rollout.check_context(codec, tasks + val_tasks, agent, source, args.frames)
     policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device,
@@ -510,8 +512,8 @@ def setup(args):
     engine_dtype = model.engine_dtype(codec, device)
     if resume_from:  # the engine has read --ckpt, but the resumed weights are newer
         engine.sync(checkpoint.full_weights(policy, engine_dtype))
-    log = metrics.open_log(args, start, f"{args.prompts} prompts x {args.group} rollouts = "
-                           f"{args.prompts * args.group} a step, K {args.frames} | "
+    size = f"{args.prompts} prompts x {args.num_generations} rollouts"
+    log = metrics.open_log(args, start, f"{size} a step, K {args.frames} | "
                            f"{checkpoint.weights_line(policy)} | format credit "
                            f"{args.format_credit}")
     sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
@@ -553,7 +555,7 @@ def evaluate(log, sampler, val_tasks, step, args):
         tester = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
         tasks = [t for t in val_tasks[rank::world] if not rows.get((t["id"], tools), {}).get("ran")]
         for e in rollout.run(tester, tasks, args.frames, 1, 0):
-            # The whole evaluation may take longer than --patience, one episode may not.
+            # The whole evaluation may take longer than `patience`, one episode may not.
             launch.beat(args.patience)
             if e.error and tools and step == 0 and (e.task["id"], tools) not in rows:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
@@ -577,41 +579,41 @@ def add_update_arguments(parser):
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers for toy.py")
     add("--vanilla", action="store_true", help="plain GRPO: no prefix, suffix, anchor, gating")
     add = parser.add_argument_group("reward and credit").add_argument
-    add("--format-weight", type=float, default=1.0, help="w_fmt")
     add("--format-credit", choices=["struct", "sequence", "none"], default="struct", help="A_fmt")
     add("--answer-suffix", action=argparse.BooleanOptionalAction, default=True, help="pay <answer>")
     add("--anchor", type=float, default=0.5, help="lambda: weight of the anchor term; 0 = off")
     add("--tool-reward", dest="tool_weight", type=float, default=1.0, help="w_tool; 0 = off")
-    add("--window-reward", dest="window_weight", type=float, default=0.0, help="w_win; 0 = off")
-    add("--call-cost", type=float, default=0.0, help="c, price of an executed call; 0 = the paper")
-    # The rates differ by stage and by --lora, so None stands for "see parse_flags".
+    parser.add_setting("format_weight", "w_fmt", 1.0)
+    parser.add_setting("window_weight", "w_win; 0 = off", 0.0)
+    parser.add_setting("call_cost", "c, price of an executed call; 0 = the paper", 0.0)
+    parser.add_setting("gamma", "penalty of a thought that never closes: see rewards.py", 0.3)
+    # The rates differ by stage and for adapters, so None stands for "see parse_flags".
     add = parser.add_argument_group("loss and optimiser").add_argument
-    add("--clip-eps", type=float, default=0.2, help="eps of the clipped surrogate")
-    add("--kl", type=float, default=0.01, help="beta; 0 = no reference model is loaded")
-    add("--lr", type=float, default=None, help="AdamW, constant; default 2e-6, with --lora 2e-5")
+    add("--beta", type=float, default=0.01, help="of the KL; 0 = no reference model is loaded")
+    add("--lr", type=float, default=None, help="AdamW, constant; default 2e-6, of adapters 2e-5")
     # Above one context: else a group with a long prompt is split, and each part computes it again.
     add("--pack-tokens", type=int, default=49152, help="tokens per pack (one forward)")
-    checkpoint.add_arguments(add)
-    tracker.add_track_arguments(parser.add_argument_group("tracker").add_argument)
-    rollout.add_agent_arguments(parser, extra={
-        "gamma": 0.3,  # penalty of a thought that never closes, see rewards.format_reward
-        "minibatches": 1})  # optimizer steps per batch; above 1 costs one more forward
+    checkpoint.add_arguments(parser, add)
+    parser.add_setting("minibatches", "optimizer steps per batch; above 1: one more forward", 1)
+    parser.add_setting("clip_eps", "of the surrogate; without effect at minibatches=1", 0.2)
+    tracker.add_track_arguments(parser, parser.add_argument_group("tracker").add_argument)
+    rollout.add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
 
 
 def build_parser():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add_update_arguments(parser)
     add = parser.add_argument_group("tasks and batches").add_argument
     add("--data", required=True, help="task JSONL")
     add("--check", action="store_true", help="only look at the data: labels, videos, tokens")
     add("--steps", type=int, default=300, help="batches of rollouts")
     add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
-    add("--group", type=int, default=8, help="rollouts per prompt (G)")
+    add("--num-generations", type=int, default=8, help="rollouts per prompt (G)")
     add("--frames", type=rollout.frames_argument, default="gated", help="K; gated: U{4,8,16,32,64}")
     add = parser.add_argument_group("looking and saving").add_argument
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
-    add("--show-every", type=int, default=20, help="steps between printed rollouts; 0 = never")
+    parser.add_setting("show_every", "steps between printed rollouts; 0 = never", 20)
     add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
     add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
     return parser
@@ -620,21 +622,23 @@ def build_parser():
 def parse_flags(parser):
     """Parser with the flags of an update -> flags, checked."""
     # Presets change defaults, and flags override defaults. So presets must be known first.
-    early = launch.peek(parser)
+    early = arguments.parse_early(parser)
     if early.preset == "toy":
-        parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, kl=0.0,
-                            recompute="none", replicas=0, temperature=1.0, **rollout.toy_lengths())
+        parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, beta=0.0,
+                            gradient_checkpointing=False, dp_replicate=0, temperature=1.0,
+                            **rollout.toy_lengths())
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, gamma=0.0, frames=64)
     args = parser.parse_args()
     # A folder of adapters goes on training these adapters, with their rank.
-    args.lora = checkpoint.adapter_rank(args.ckpt, args.lora)
+    args.lora_rank = checkpoint.adapter_rank(args.ckpt, args.lora_rank)
     if args.lr is None:  # adapters start at nothing and take larger steps
-        args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora > 0]
-    launch.at_least(1, args, "pack_tokens", "minibatches")
-    launch.at_least(0, args, "lr", "clip", "clip_eps", "kl", "lora", "replicas", "anchor", "gamma",
-                    "format_weight", "tool_weight", "call_cost", "window_weight")
+        args.lr = {"paper": (2e-6, 2e-5), "toy": (2e-4, 2e-3)}[args.preset][args.lora_rank > 0]
+    arguments.require_min(1, args, "pack_tokens", "minibatches")
+    arguments.require_min(0, args, "lr", "max_grad_norm", "clip_eps", "beta", "lora_rank",
+                          "dp_replicate", "anchor", "gamma", "format_weight", "tool_weight",
+                          "call_cost", "window_weight")
     if args.temperature <= 0:
         raise launch.UserError("--temperature must be above 0: greedy samples have no gradient")
     tracker.check_tracker(args)
@@ -643,9 +647,9 @@ def parse_flags(parser):
 
 def parse_args():
     args = parse_flags(build_parser())
-    launch.at_least(1, args, "prompts", "steps")
-    launch.at_least(2, args, "group")  # one alone has no advantage
-    launch.at_least(0, args, "eval_every", "save_every", "show_every")
+    arguments.require_min(1, args, "prompts", "steps")
+    arguments.require_min(2, args, "num_generations")  # one alone has no advantage
+    arguments.require_min(0, args, "eval_every", "save_every", "show_every")
     return args
 
 

@@ -1,17 +1,14 @@
 """
-launch.py (tests/test_launch.py): how all stages start: flags, imports of transformers and vLLM
-beside a CPU build of torch, ranks, signals, errors, data rows and their order, locks. No torch at
-the top, so that a tool that only reads JSONL starts at once.
+launch.py (tests/test_launch.py): how all stages start: imports of transformers and vLLM beside a
+CPU build of torch, ranks, signals, errors, data rows and their order, files and their locks. No
+torch at the top, so that a tool that only reads JSONL starts at once.
 
   batch of step s = rows s B .. (s + 1) B - 1 of an endless stream of shuffled epochs, which is a
   function of (s, seed) alone: a resumed run and every rank draw the same rows
 
 Reads JSONL files; writes small text files, each whole or not at all.
 """
-import argparse
 import contextlib
-import copy
-import difflib
 import errno
 import faulthandler
 import hashlib
@@ -100,45 +97,6 @@ def why(error):
     return getattr(error, "strerror", None) or str(error)
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help with defaults, and the description as it was written."""
-
-    def _get_help_string(self, action):
-        return super()._get_help_string(action) if action.default is not None else action.help
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a flag, without the whole usage."""
-
-    def error(self, message):
-        flag = message.partition("unrecognized arguments: ")[2].split("=")[0].split(" ")[0]
-        near = difflib.get_close_matches(flag, self._option_string_actions, 1)  # none for no flag
-        self.exit(2, f"{self.prog}: error: {message}{'; nearest: ' * len(near)}{''.join(near)}\n")
-
-
-def parser(description):
-    """A stage's ArgumentParser. A flag is spelled out: an abbreviation could mean another one in
-    the next version."""
-    return Parser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-
-
-def peek(parser):
-    """The flags so far, for presets: they change defaults, which --help then shows."""
-    early = copy.deepcopy(parser)
-    for action in early._actions:
-        action.required = False  # a missing flag is told of later, and --help needs none
-    return early.parse_known_args([a for a in sys.argv[1:] if a not in ("-h", "--help")])[0]
-
-
-def add_arguments(add):
-    """Flags of every stage that computes with a checkpoint."""
-    add("--template-args", nargs="+", default=[], metavar="NAME=VALUE",
-        help="for the chat template, of all agents: enable_thinking=false, ..")
-    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
-    add("--patience", type=float, default=1800.0,
-        help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
-
-
 def printable(text):
     """Text of a model or a data file -> the same without characters that steer a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in str(text))
@@ -195,7 +153,7 @@ def cores():
 
 
 def use_gpu(cpu=False):
-    """Whether this process computes on a GPU. cpu: --cpu, no. Raises UserError that says why not,
+    """Whether this process computes on a GPU. cpu: no. Raises UserError that says why not,
     if the machine or the build of torch shows that there should be one: an 8B would train in fp32
     on the CPU."""
     import torch
@@ -207,7 +165,7 @@ def use_gpu(cpu=False):
             torch.cuda.init()
         except (RuntimeError, AssertionError) as e:  # no driver, an old one, a build for CPUs, ..
             raise UserError(f"no GPU can be used ({' '.join(str(e).split())}): see nvidia-smi, "
-                            "or `make venv GPU=1`, or give --cpu") from None
+                            "or `make venv GPU=1`, or give --set cpu=true") from None
     return torch.cuda.is_available()
 
 
@@ -391,7 +349,7 @@ def batch_indices(step, batch_size, rows, seed):
 
 
 # ------------------------------------------------------------------------------------------------
-# Files and flags
+# Files
 
 
 def make_out(path):
@@ -401,6 +359,14 @@ def make_out(path):
         tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
         raise UserError(f"output folder {path}: {e.strerror}") from None
+
+
+def keep_inputs(outputs, inputs):
+    """Raises UserError if a file that will be written is one that is read, also through a link."""
+    read = {os.path.realpath(path) for path in inputs if path}
+    for path in outputs:
+        if os.path.realpath(path) in read:
+            raise UserError(f"{path} would be replaced, but it is an input; change --out")
 
 
 def lock(out, name=".lock"):
@@ -464,13 +430,6 @@ def write_atomic(path, text):
     finally:
         with contextlib.suppress(OSError):  # there is none after a success
             os.remove(temp)
-
-
-def at_least(minimum, args, *names):
-    """Raises UserError naming the first of these flags that is below `minimum` or infinite."""
-    for name in names:
-        if not minimum <= (value := getattr(args, name)) < float("inf"):  # NaN fails this, too
-            raise UserError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -686,9 +686,9 @@ def engine_dtype(codec: chat.ChatProcessor, device: torch.device) -> torch.dtype
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, codec.base.cpu_dtype)
 
 
-def as_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: str) -> Policy:
-    """transformers' model -> Policy with our attention and a frozen tower. recompute: "full" =
-    backward computes the decoder layers again instead of keeping their activations, or "none"."""
+def as_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: bool) -> Policy:
+    """transformers' model -> Policy with our attention and a frozen tower. recompute: backward
+    computes the decoder layers again instead of keeping their activations."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("packed", packed_attention)
@@ -701,7 +701,7 @@ def as_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: st
     # Only to a name that holds "flash" does transformers hand over all frames at once.
     tower.config._attn_implementation = "frames_as_flash"
     tower.patch_embed.proj.__class__ = PatchEmbedding  # names and shapes stay
-    if recompute == "full":
+    if recompute:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(hf, codec).train()
     tower.eval()

@@ -56,7 +56,7 @@ class RewardConfig:
     gamma: float = 0.3  # penalty inside R_anchor of a thought that never closes
     format_weight: float = 1.0  # w_fmt
     tool_weight: float = 1.0  # w_tool, flag --tool-reward
-    window_weight: float = 0.0  # w_win, flag --window-reward
+    window_weight: float = 0.0  # w_win
     call_cost: float = 0.0  # c: price of each executed call, taken from the task part
 
 

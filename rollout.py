@@ -25,9 +25,9 @@ Writes: rollout JSONL, one episode a line, enough to train on without the engine
         settings, r.args.json; with --judge-url the judge's verdicts, judge.jsonl. Episodes that
         have ended are in r.jsonl.part meanwhile, and the same command goes on from there.
 
-CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --group 4 --limit 8 \\
+CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --num-generations 4 \\
             --show 2 --out r.jsonl
-1 GPU:    python rollout.py --ckpt sft_out --data rl.jsonl --group 8 --out r.jsonl
+1 GPU:    python rollout.py --ckpt sft_out --data rl.jsonl --num-generations 8 --out r.jsonl
 8 GPUs:   one process per GPU, each with a part of --data; grpo.py has one engine per rank
 """
 import argparse
@@ -50,7 +50,7 @@ import launch
 import rewards
 import video
 from engine import Limits, Pump, Request, VllmEngine, in_flight
-from plumbing import data, runs
+from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
 from plumbing.subtitles import check_subtitles, task_subtitles
 from video import Source
@@ -144,19 +144,19 @@ def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int)
 # Parts of an episode
 
 
-def flag(default, text, **options):
-    """A field of Agent with a flag of its own. text: its help; options: as for add_argument."""
-    return field(default=default, metadata={"help": text, **options})
+def flag(default, text, choices=None, is_setting=False):
+    """A field of Agent with a flag of its own, or a setting of --set. text: its help."""
+    return field(default=default,
+                 metadata={"help": text, "choices": choices, "is_setting": is_setting})
 
 
 @dataclass
 class Agent:
-    """The rules of an episode. A field is a flag of the command lines, if it has a help, or else a
-    setting of --set."""
+    """The rules of an episode. A field is a flag of the command lines or a setting of --set."""
 
     temperature: float = flag(0.7, "of sampling; 0 = greedy")
     max_new_tokens: int = flag(2048, "tokens per main turn")
-    context: int = flag(32768, "tokens of one context with its answer")
+    max_model_len: int = flag(32768, "tokens of one context with its answer")
     max_turns: int = flag(3, "tool turns before the answer turn")
     max_parallel: int = flag(5, "calls run per turn; a further call is answered with a refusal")
     tools: bool = flag(True, "offer crop_video")
@@ -164,10 +164,10 @@ class Agent:
     seed: int = flag(0, "of sampling, of the draws of K, of the order of tasks")
     crop_response: str = flag("summary", "to a call: a sub-agent's summary, or the window's frames",
                               choices=["summary", "frames"])
-    sub_question: bool = True  # a sub-agent is told the question
-    sub_fps: float = 1.0  # frames per second of a window
-    sub_frames: int = 16  # frames of a window, at most
-    sub_max_new_tokens: int = 512  # per summary
+    sub_question: bool = flag(True, "a sub-agent is told the question", is_setting=True)
+    sub_fps: float = flag(1.0, "frames per second of a window", is_setting=True)
+    sub_frames: int = flag(16, "frames of a window, at most", is_setting=True)
+    sub_max_new_tokens: int = flag(512, "per summary", is_setting=True)
 
 
 @dataclass
@@ -304,10 +304,10 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
         # The forced start is not sampled, so mask 0: neither gradient nor credit. No ids if the
         # template has just opened a thought.
         prefix = chat.think_prefix_ids(codec, context.ids) if agent.think_prefix else []
-        room = agent.context - len(context.ids) - len(prefix)  # tokens left for this turn
+        room = agent.max_model_len - len(context.ids) - len(prefix)  # tokens left for this turn
         if room < 1:
             episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
-                         f"{agent.context}")
+                         f"{agent.max_model_len}")
             break
         context.insert(prefix)
         # The name is unique within a run. evaluation/costs.py finds an episode's requests by name.
@@ -339,8 +339,9 @@ async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
         glue = chat.expand(codec, compact, items)
         # The next turn starts with prefix. If nothing fits after it, the episode fails without the
         # responses: an episode never ends on a tool response.
-        if len(context.ids) + len(glue) + len(prefix) >= agent.context:
-            episode.fail("context", f"the responses do not fit into a context of {agent.context}")
+        if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
+            episode.fail("context", "the responses do not fit into a context of "
+                         f"{agent.max_model_len}")
             break
         context.insert(glue, compact)
         context.items += items
@@ -477,7 +478,7 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
         return result
     messages = sub_messages(task, spec, agent.sub_question)
     context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
-    room = agent.context - len(context.ids)
+    room = agent.max_model_len - len(context.ids)
     if room < 1:
         return {**result, "status": "error",
                 "summary": "error: the window does not fit into the context"}
@@ -636,75 +637,48 @@ def from_json(row: dict) -> Episode:
                    **{name: row[name] for name in RECORD_FIELDS})
 
 
-def settings() -> dict:
-    """Agent fields that few runs change, given by --set: name -> the values that it takes, the
-    default first, or a number, which stands for any number of its kind."""
-    return {f.name: (f.default, not f.default) if f.type is bool else f.default
-            for f in fields(Agent) if "help" not in f.metadata}
-
-
-class Set(argparse.Action):
-    """--set NAME=VALUE ..: sets the attribute NAME of the parsed flags. const: see `settings`."""
-
-    def __call__(self, parser, namespace, texts, option_string=None):
-        for text in texts:
-            name, _, word = text.partition("=")
-            try:
-                values = self.const[name]
-                # Values as a user types them: true, false, parallel, ..
-                choices = {str(v).lower(): v for v in values} if isinstance(values, tuple) else {}
-                setattr(namespace, name, choices[word] if choices else type(values)(word))
-            except (KeyError, ValueError):
-                raise launch.UserError(f"--set {text}: no such setting or value; "
-                                       f"{self.help}") from None
-
-
-def add_agent_arguments(parser, tools: bool = True, extra=()) -> None:
-    """Flags of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields of Agent and
-    Source. tools=False leaves --tools to the caller (eval.py runs both modes). extra: settings that
-    only the caller has, see `settings`."""
-    table = {**settings(), **dict(extra)}
+def add_agent_arguments(parser, tools: bool = True) -> None:
+    """Flags and settings of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields
+    of Agent and Source. tools=False leaves --tools to the caller (eval.py runs both modes)."""
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     for f in fields(Agent):
-        if "help" in f.metadata and (tools or f.name != "tools"):
+        if f.metadata["is_setting"]:
+            parser.add_setting(f.name, f.metadata["help"], f.default)
+        elif tools or f.name != "tools":
             kind = {"action": yes_no} if f.type is bool else {"type": f.type}
-            add(f"--{f.name.replace('_', '-')}", default=f.default, **kind, **f.metadata)
-    add("--subtitles", choices=["aligned", "full", "none"], default="aligned", help="of tasks that "
-        "name a file: lines spoken while a frame of the overview is shown, all lines, or none; "
-        "default of eval.py --bench: as the benchmark asks")
-    # One flag for all settings: a page of help for flags that few runs change would hide the rest.
-    # Their defaults are set here, because a value of --set is only checked if it is given.
-    values = {name: v if isinstance(v, tuple) else (v,) for name, v in table.items()}
-    parser.set_defaults(**{name: v[0] for name, v in values.items()})
-    listing = [f"{name}={'|'.join(map(str, v)).lower()}" for name, v in values.items()]
-    add("--set", action=Set, const=table, nargs="+", default=argparse.SUPPRESS,
-        metavar="NAME=VALUE", help="few runs change these; defaults first: " + ", ".join(listing))
-
-    add = parser.add_argument_group("frames and engine").add_argument
-    video.add_arguments(add)
-    add("--snap", choices=["off", "keyframe"], default="off",
-        help="keyframe: overviews take the key frame nearest to each time; fast in files of hours")
-    launch.add_arguments(add)
-    add("--engine-share", type=float, default=0.5, help="vLLM's part of the GPU while awake")
-    add("--max-seqs", type=int, default=64, help="sequences in the engine's batch")
+            options = {"choices": f.metadata["choices"]} if f.metadata["choices"] else {}
+            add(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"],
+                **kind, **options)
+    parser.add_setting("subtitles", "of tasks that name a file: lines spoken while a frame of the "
+                       "overview is shown, all, or none; default of eval.py --bench: as it asks",
+                       "aligned", choices=["aligned", "full", "none"])
+    video.add_arguments(parser)
+    parser.add_setting("snap", "keyframe: overviews take the key frame nearest to each time; fast "
+                       "in files of hours", "off", choices=["off", "keyframe"])
+    arguments.add_computing(parser)
+    add = parser.add_argument_group("engine").add_argument
+    add("--gpu-memory-utilization", type=float, default=0.5, help="vLLM's part while awake")
+    parser.add_setting("max_num_seqs", "sequences in the engine's batch", 64)
 
 
 def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
     """Parsed flags -> (Agent, Source). data_path: of the task file, None for a benchmark. Raises
     UserError naming the flag."""
     agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
-    launch.at_least(1, args, "max_new_tokens", "context", "max_parallel", "max_seqs")
-    launch.at_least(0, args, "max_turns")
+    arguments.require_min(1, args, "max_new_tokens", "max_model_len", "max_parallel",
+                          "max_num_seqs")
+    arguments.require_min(0, args, "max_turns")
     # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
-    if not (0 <= args.temperature <= 2 and 0 < args.engine_share < 1):
-        raise launch.UserError("--temperature must lie between 0 and 2, --engine-share between 0 "
-                               f"and 1; got {args.temperature} and {args.engine_share}")
+    if not (0 <= args.temperature <= 2 and 0 < args.gpu_memory_utilization < 1):
+        raise launch.UserError("--temperature must lie between 0 and 2, --gpu-memory-utilization "
+                               f"between 0 and 1; got {args.temperature} and "
+                               f"{args.gpu_memory_utilization}")
     # NaN fails this comparison too.
     min_setting = min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens)
     if not min_setting > 0 or agent.sub_fps == float("inf"):
         raise launch.UserError("--set: sub_fps, sub_frames, sub_max_new_tokens must be above 0")
     min_pixels = getattr(args, "min_pixels", Source.min_pixels)  # eval.py alone has the setting
-    launch.at_least(min_pixels, args, "max_pixels")
+    arguments.require_min(min_pixels, args, "max_pixels")
     root = video.root_of(args, data_path)
     # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
@@ -715,21 +689,26 @@ def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
                          snap=args.snap == "keyframe", own_labels=bool(data_path))
 
 
+def check_positions(codec, agent) -> None:
+    """Raises UserError if a context may be longer than the checkpoint's positions."""
+    text = json.loads(codec.files["config.json"])["text_config"]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    places = text.get("max_position_embeddings", agent.max_model_len)
+    # Positions that are stretched (yarn) may be more than max_position_embeddings.
+    if rope.get("rope_type", "default") == "default" and agent.max_model_len > places:
+        raise launch.UserError(f"--max-model-len {agent.max_model_len}: the checkpoint has "
+                               f"{places} positions; lower it (for one of toy.py: --preset toy)")
+
+
 def check_context(codec, tasks, agent, source, frames) -> None:
     """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
     if none of the first videos can be read, or if a file of subtitles cannot be. Called before any
     weights are loaded."""
     if source.subtitles:
         check_subtitles(tasks, source.root)
+    check_positions(codec, agent)
     # Overview prompts differ little in length, but for subtitles, so the first readable task stands
     # for all. --check looks at all.
-    text = json.loads(codec.files["config.json"])["text_config"]
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    places = text.get("max_position_embeddings", agent.context)
-    # Positions that are stretched (yarn) may be more than max_position_embeddings.
-    if rope.get("rope_type", "default") == "default" and agent.context > places:
-        raise launch.UserError(f"--context {agent.context}: the checkpoint has {places} positions; "
-                               "lower --context (for a checkpoint of toy.py: --preset toy)")
     first = None  # error of the first video
     for task in tasks[:8]:
         spec = source.overview_spec(task, most_frames(frames))
@@ -739,10 +718,10 @@ def check_context(codec, tasks, agent, source, frames) -> None:
             first = first or error
             continue  # counted as video_error when the episode of this task comes
         tokens = prompt_tokens(codec, agent, task, spec, overview, overview.seconds, subtitles)
-        if tokens + 32 > agent.context:  # 32: the shortest thought and answer worth sampling
+        if tokens + 32 > agent.max_model_len:  # 32: the shortest thought and answer worth sampling
             reason = f"task {task['id']} with {len(overview.seconds)} frames takes {tokens} tokens"
-            raise launch.UserError(f"--context {agent.context} is too small: {reason}; raise "
-                                   "--context, or lower --frames or --max-pixels")
+            raise launch.UserError(f"--max-model-len {agent.max_model_len} is too small: {reason}; "
+                                   "raise it, or lower --frames or --max-pixels")
         return
     raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; is "
                            f"--video-root right? {first}")
@@ -792,7 +771,8 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
         largest, videos = max(largest, num_frames + crops * window_frames), 1
     base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, Limits(
-        args.context, largest, args.max_pixels, args.max_seqs, args.engine_share, sleeping, videos))
+        args.max_model_len, largest, args.max_pixels, args.max_num_seqs,
+        args.gpu_memory_utilization, sleeping, videos))
     if base != ckpt:  # the engine loads the base; weights with merged adapters replace it
         engine.sync(checkpoint.merged_weights(ckpt))
     return engine
@@ -800,14 +780,14 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
 
 def toy_lengths() -> dict[str, int]:
     """Lengths of the toy world: a context is a few hundred tokens, a window 8 frames."""
-    return dict(context=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
+    return dict(max_model_len=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
 
 
 def check_rollout_file(out: str, read: str) -> None:
     """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
     if os.path.isdir(out) or not out.endswith(".jsonl"):  # a file of a checkpoint, say
         raise launch.UserError(f"--out {out}: give the name of a file in .jsonl, not a folder")
-    runs.keep_inputs([out], [read, verdicts_beside(out)])
+    launch.keep_inputs([out], [read, verdicts_beside(out)])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -815,24 +795,24 @@ def check_rollout_file(out: str, read: str) -> None:
 
 
 def parse_args():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--data", required=True, help="task JSONL")
     add("--out", default="rollouts.jsonl", help="rollout JSONL to write")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
-    add("--group", type=int, default=1, help="rollouts per task")
+    add("--num-generations", type=int, default=1, help="rollouts per task")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
     add("--show", type=int, default=0, help="print so many episodes, «sampled» text in marks")
     add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says")
     # A preset changes defaults, which yield to flags. So the preset must be known first.
-    if launch.peek(parser).preset == "toy":
+    if arguments.parse_early(parser).preset == "toy":
         parser.set_defaults(temperature=1.0, **toy_lengths())  # as grpo.py samples the toy
     args = parser.parse_args()
-    launch.at_least(1, args, "group")
+    arguments.require_min(1, args, "num_generations")
     check_rollout_file(args.out, args.data)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise launch.UserError("rollout.py is one process: start it with python for each GPU")
@@ -878,8 +858,9 @@ def main():
     agent, source = agent_settings(args, args.data)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
                              data.files_of(args, (args.data, tasks))[1])
-    wanted = len(tasks) * args.group
-    names = {(launch.name_of(args.step, t["id"]), n) for t in tasks for n in range(args.group)}
+    wanted = len(tasks) * args.num_generations
+    names = {(launch.name_of(args.step, t["id"]), n)
+             for t in tasks for n in range(args.num_generations)}
     rows = runs.claim_file(args.out, args, inputs, names, {*RECORD_FIELDS, "ids"})
     for path in (args.out, runs.beside(args.out)):
         for leftover in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
@@ -889,14 +870,14 @@ def main():
         write(rows, args.out)  # perhaps a kill came first
         return launch.say(f"nothing to do: {args.out} has all {wanted} rollouts")
     launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
-    codec = chat.load_codec(ckpt, args.channel, args.template_args)
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     check_context(codec, tasks, agent, source, args.frames)
     judge = open_judge(args, verdicts_beside(args.out))
     sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
 
     runs.write_args(runs.beside(args.out), args, inputs=inputs)
     stop_asked, began = launch.stop_on_signal(), time.monotonic()
-    episodes = run(sampler, tasks, args.frames, args.group, args.step, done=done)
+    episodes = run(sampler, tasks, args.frames, args.num_generations, args.step, done=done)
     with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
         if part.tell():
             part.write("\n")  # ends a line that a kill has torn

@@ -18,7 +18,7 @@ Departs from the paper: the vision tower is frozen, so its features are computed
 Reads:  --ckpt, --data (SFT JSONL: {"id", "messages", "tools"?}), videos relative to the JSONL.
         tools/convert.py writes such files from published training data.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links),
-        --out/log.jsonl, --out/args.json; decoded frames in --frame-cache-dir
+        --out/log.jsonl, --out/args.json; decoded frames in frame_cache_dir
 The same command again goes on from the newest whole checkpoint: the order of the data is a function
 of (seed, step).
 
@@ -27,7 +27,7 @@ CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy
 1 GPU:    python sft.py --ckpt Qwen3-VL-2B-Instruct --data sft.jsonl --out sft_out
 8 GPUs:   torchrun --nproc_per_node 8 sft.py --ckpt Qwen3-VL-8B-Instruct --data sft.jsonl \\
             --val val.jsonl --out sft_out
-Adapters: with --lora 64 the 8B trains on one GPU of 80 GB
+Adapters: with --lora-rank 64 the 8B trains on one GPU of 80 GB
 """
 import math
 import os
@@ -41,11 +41,11 @@ import chat
 import launch
 import model
 import video
-from plumbing import checkpoint, data, metrics, muon, runs, tracker
+from plumbing import arguments, checkpoint, data, metrics, muon, runs, tracker
 
 
 def build_parser():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument_group("input and output").add_argument
     add("--ckpt", required=True, help="checkpoint folder to start from")
     add("--data", required=True, help="SFT JSONL")
@@ -53,7 +53,7 @@ def build_parser():
     add("--out", default="sft_out", help="run folder")
     add("--check", action="store_true", help="only look at the data: videos, tokens")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers for toy.py")
-    video.add_arguments(add)
+    video.add_arguments(parser)
     add("--max-len", type=int, default=32768, help="tokens; a longer chat is an error, never cut")
     add("--seed", type=int, default=0, help="order of the data")
     add = parser.add_argument_group("optimisation").add_argument
@@ -63,40 +63,40 @@ def build_parser():
     add("--batch-size", type=int, default=64, help="chats per optimiser step, over all ranks")
     add("--pack-tokens", type=int, default=32768, help="tokens per pack (one forward)")
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices (toy)")
-    add("--lr", type=float, default=None, help="peak of AdamW; default 1e-5, --lora 1e-4, toy 2e-3")
+    add("--lr", type=float, help="peak of AdamW; default 1e-5, of adapters 1e-4, toy 2e-3")
     add("--muon-lr", type=float, default=6e-3, help="peak learning rate of Muon")
     add("--min-lr", type=float, default=0.1, help="final learning rate as a fraction of the peak")
     add("--warmup", type=float, default=0.03, help="fraction of the steps")
     add("--beta2", type=float, default=0.999, help="AdamW; beta1 is 0.9")
-    checkpoint.add_arguments(add)
+    checkpoint.add_arguments(parser, add)
     add = parser.add_argument_group("looking and saving").add_argument
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
-    tracker.add_track_arguments(add)
-    launch.add_arguments(add)
+    tracker.add_track_arguments(parser, add)
+    arguments.add_computing(parser)
     return parser
 
 
 def parse_args():
     parser = build_parser()
-    # Read twice: --preset, --ckpt and --lora decide on defaults, which any flag still overrides.
-    early = launch.peek(parser)
+    # Read twice: --preset, --ckpt, --lora-rank decide on defaults, which any flag still overrides.
+    early = arguments.parse_early(parser)
     # Without --ckpt, parse_args below prints the help or says what is missing.
-    lora = checkpoint.adapter_rank(early.ckpt, early.lora) if early.ckpt else early.lora
+    lora = checkpoint.adapter_rank(early.ckpt, early.lora_rank) if early.ckpt else early.lora_rank
+    # Adapters start at zero and take larger steps.
+    parser.set_defaults(lora_rank=lora, lr=1e-4 if lora else 1e-5)
     if early.preset == "toy":
         # A model of a million parameters from random weights: large steps, few of them, and less
         # memory of past gradients.
         parser.set_defaults(optimizer="adamw" if lora else "muon", batch_size=24, max_len=2048,
                             pack_tokens=2048, epochs=1.75, beta2=0.98, min_lr=0.02, warmup=0.1,
-                            eval_every=100, save_every=0, recompute="none", replicas=0)
-    # Adapters start at zero and take larger steps.
-    parser.set_defaults(lr={"paper": (1e-5, 1e-4), "toy": (2e-3, 2e-3)}[early.preset][lora > 0])
+                            eval_every=100, save_every=0, gradient_checkpointing=False,
+                            dp_replicate=0, lr=2e-3)
     args = parser.parse_args()
-    args.lora = lora  # the rank of the adapters in --ckpt, if there are any
-    launch.at_least(0, args, "lora", "replicas")
-    launch.at_least(1, args, "batch_size", "pack_tokens", "max_len")
-    if args.lora and args.optimizer == "muon":
-        raise launch.UserError("--lora goes with --optimizer adamw: Muon steps whole matrices")
+    arguments.require_min(0, args, "lora_rank", "dp_replicate")
+    arguments.require_min(1, args, "batch_size", "pack_tokens", "max_len")
+    if args.lora_rank and args.optimizer == "muon":
+        raise launch.UserError("--lora-rank goes with --optimizer adamw: Muon steps whole matrices")
     tracker.check_tracker(args)
     return args
 
@@ -342,13 +342,13 @@ def main():
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     if args.check:
-        return check(args, chat.load_codec(ckpt, args.channel, args.template_args), cache)
+        return check(args, chat.load_codec(ckpt, args.channel, args.chat_template_kwargs), cache)
     launch.make_out(args.out)
     runs.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.beat(args.patience)  # from here on a phase that hangs ends the run
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    codec = chat.load_codec(ckpt, args.channel, args.template_args)
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     train, val_chats = open_data(args, codec, cache)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
@@ -362,8 +362,8 @@ def main():
         launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
         return launch.end_process_group()
 
-    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
-                                     lora=args.lora)
+    policy = checkpoint.load_sharded(ckpt, codec, device, args.gradient_checkpointing,
+                                     args.dp_replicate, lora=args.lora_rank)
     # The tower is frozen: a frame set goes through once, then the features are kept.
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
     optimizers = build_optimizers(policy, args, device)
@@ -396,7 +396,7 @@ def main():
             for group, lr in zip(o.param_groups, peak):
                 group["lr"] = lr * fraction
         loss, tokens = backward(policy, packs)
-        norm = model.clip_gradients(policy, args.clip)
+        norm = model.clip_gradients(policy, args.max_grad_norm)
         # On one rank is enough, and chats of text alone must not hide it.
         blind = launch.any_rank(away)
         # The norm covers the gradients of all ranks, so all of them step or none does. A skipped

@@ -51,7 +51,7 @@ import launch
 import rewards
 import rollout
 import video
-from plumbing import checkpoint, runs
+from plumbing import arguments, checkpoint, runs
 
 
 def colours():
@@ -402,7 +402,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="of videos, texts and weights")
@@ -420,9 +420,9 @@ def main():
     add("--base", choices=["qwen3-vl", "qwen3.5"], default="qwen3-vl",
         help="family of the base checkpoint; videos and rows are the same for both")
     args = parser.parse_args()
-    launch.at_least(1, args, "base_videos", "sft_videos", "rl_videos", "eval_videos")
-    launch.at_least(0, args, "wrong")
-    launch.at_least(4, args, "scenes")
+    arguments.require_min(1, args, "base_videos", "sft_videos", "rl_videos", "eval_videos")
+    arguments.require_min(0, args, "wrong")
+    arguments.require_min(4, args, "scenes")
     from tqdm import tqdm
 
     launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written

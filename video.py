@@ -43,7 +43,7 @@ import numpy as np  # av and PIL are imported in the functions that decode; samp
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import launch
-from plumbing.disk_cache import DiskCache
+from plumbing import arguments, disk_cache
 
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
@@ -271,7 +271,7 @@ class Source:
 
     def overview_spec(self, task, num_frames):
         """The overview of a task, as `load` reads it and as a rollout records it."""
-        # Only if set: records of runs without --snap have no such field.
+        # Only if set: records of runs without --set snap=have no such field.
         snap = {"snap": True} if self.snap else {}
         return {"video": task["video"], "frames": num_frames, **snap}
 
@@ -859,9 +859,8 @@ class Memory:
         """Value of `key`: kept, or read by another thread, or read() -> (value, bytes). last: the
         value itself may be dropped at once, if it is larger than all."""
         with self.lock:
-            future = self.entries.pop(key, None)
-            is_owner = future is None
-            future = self.entries[key] = future or Future()  # last in order: used now
+            is_owner = key not in self.entries
+            future = self.entries[key] = self.entries.pop(key, None) or Future()  # now the newest
         if not is_owner:  # outside the lock, which the reading thread needs
             return future.result()[0]  # or raises the error of the other thread
         try:
@@ -889,8 +888,9 @@ class FrameCache:
 
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
-        self.memory, self.folder = Memory(max_bytes), folder and DiskCache(folder, folder_bytes)
-        self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
+        self.folder = folder and disk_cache.DiskCache(folder, folder_bytes)
+        # timeout: seconds, see ChildDecoder
+        self.memory, self.decoders = Memory(max_bytes), Decoders(timeout, workers)
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
         self.witnesses = ()  # the videos that were opened last; if all have gone, the disk has
 
@@ -987,26 +987,26 @@ def decode_threads():
     return min(32, max(2, launch.cores() - 1))
 
 
-def add_arguments(add):
-    """Flags of the frames of a stage: they must be the same in SFT, RL and evaluation."""
-    add("--channel", choices=["image", "video"], default="image", help="frames: images, or a video")
+def add_arguments(parser):
+    """Of the frames of a stage: they must be the same in SFT, RL and evaluation."""
+    add = parser.add_argument_group("frames").add_argument
     # A path in a data file must not reach other files of the machine.
     add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
     # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
     add("--max-pixels", type=int, default=50176, help="of a frame after resizing")
-    add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
-    add("--frame-cache-dir", help="decoded frames for later runs and other ranks; default: none")
-    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB kept in that folder")
+    parser.add_setting("frame_cache_dir", "decoded frames for later runs and other ranks", type=str)
+    parser.add_setting("channel", "how frames enter a prompt", "image", choices=["image", "video"])
+    parser.add_setting("frame_cache_gb", "GiB of decoded frames kept per rank", 4.0)
+    parser.add_setting("frame_cache_dir_gb", "GiB kept in frame_cache_dir", 50.0)
+    parser.add_setting("decode_timeout", "seconds that 64 frames may take; 0 = any", 60.0)
 
 
 def frame_cache(args):
-    """--frame-cache-gb, --frame-cache-dir, --frame-cache-dir-gb -> the decoded frames of a stage.
-    Raises UserError naming the flag."""
-    launch.at_least(0, args, "frame_cache_gb", "frame_cache_dir_gb")
-    # In a child process: a decoder that hangs or crashes costs one video. Only eval.py has a flag.
-    timeout = getattr(args, "decode_timeout", 60.0) or None
-    return FrameCache(int(args.frame_cache_gb * 2**30), timeout, decode_threads(),
-                      args.frame_cache_dir, int(args.frame_cache_dir_gb * 2**30))
+    """The parsed flags -> the decoded frames of a stage. Raises UserError naming the flag."""
+    arguments.require_min(0, args, "frame_cache_gb", "frame_cache_dir_gb")
+    # In a child process: a decoder that hangs or crashes costs one video.
+    return FrameCache(int(args.frame_cache_gb * 2**30), args.decode_timeout or None,
+                      decode_threads(), args.frame_cache_dir, int(args.frame_cache_dir_gb * 2**30))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ import model
 import rollout
 import video
 from engine import Limits, VllmEngine
-from plumbing import checkpoint
+from plumbing import arguments, checkpoint
 
 
 def installed(module, package, rows):
@@ -114,11 +114,11 @@ def our_step(args, policy, codec, filler):
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, torch.device("cpu"))
     context = args.prompt + args.response + 64
     engine = VllmEngine(args.ckpt, codec, Limits(context, args.images, max_seqs=args.group))
-    agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, context=context,
+    agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, max_model_len=context,
                           tools=False, think_prefix=False)
     sampler = rollout.Sampler(engine, codec, source, agent)
     task = {"id": "t", "video": "stills", "question": filler, "answer": "x", "type": "open"}
-    flags = "--ckpt none --data none --temperature 1 --kl 0 --pack-tokens 1000000"
+    flags = "--ckpt none --data none --temperature 1 --beta 0 --pack-tokens 1000000"
     settings = grpo.build_parser().parse_args(flags.split())
 
     def step(number):
@@ -327,7 +327,7 @@ def compare_decoders(args, path):
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("--ckpt", help="toy checkpoint, its weights do not matter; not for --only video")
     add("--peers", help="folder of pip install --target with TRL and qwen-vl-utils")
@@ -341,7 +341,7 @@ def main():
     add("--seconds", type=int, default=120, help="length of the film, in steps of 20")
     add("--height", type=int, choices=[360, 720, 1080], default=720, help="pixels of the film")
     args = parser.parse_args()
-    launch.at_least(1, args, "images", "prompt", "response", "group", "rounds", "seconds")
+    arguments.require_min(1, args, "images", "prompt", "response", "group", "rounds", "seconds")
     if not args.ckpt and args.only != ["video"]:
         raise launch.UserError("--ckpt: a toy checkpoint, for all but --only video")
     if args.peers:

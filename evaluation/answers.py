@@ -39,24 +39,24 @@ def is_acronym(short, text):
     words = re.findall(r"[^\W_]+", text)
     content = [word for word in words if word.lower() not in SMALL_WORDS]
     # With and without the small words: FDA, and DOA of "dead on arrival".
-    initials = ["".join(word[0] for word in some).upper() for some in (words, content)]
+    initials = ["".join(word[0] for word in group).upper() for group in (words, content)]
     return len(letters) > 1 and letters.isalpha() and letters.isupper() and letters in initials
 
 
 def answer_forms(text):
     """The forms of an answer: the text, and either part of "Long Name (LN)"."""
     # At most 200 characters a part: a longer text is a sentence, not a name with an acronym.
-    both = re.fullmatch(r"([^()]{1,200}?) ?\(([^()]{1,200})\)[. ]*", text.strip())
-    if both and (is_acronym(both[1], both[2]) or is_acronym(both[2], both[1])):
-        return [text, both[1], both[2]]
+    match = re.fullmatch(r"([^()]{1,200}?) ?\(([^()]{1,200})\)[. ]*", text.strip())
+    if match and (is_acronym(match[1], match[2]) or is_acronym(match[2], match[1])):
+        return [text, match[1], match[2]]
     return [text]
 
 
-def same_form(given, gold):
+def same_form(text, gold):
     """Whether two texts are equal once normalised, or one is the initials of the other."""
     # A gold of two letters is the initials of too many answers: "AI" of "any item".
-    acronym = is_acronym(given, gold) or (len(gold) > 2 and is_acronym(gold, given))
-    tokens = normalise(given)
+    acronym = is_acronym(text, gold) or (len(gold) > 2 and is_acronym(gold, text))
+    tokens = normalise(text)
     return tokens != [] and (acronym or tokens == normalise(gold))
 
 
@@ -65,10 +65,10 @@ def explains(text):
     answer would be, which neither takes that line back nor gives another answer."""
     words = normalise(text[:5000])
     first = normalise(re.split(r"[.!?;\n]", text[:1000])[0])
-    other = CLAIM.match(text) and set(REASONS).isdisjoint(first)
+    new_claim = CLAIM.match(text) and set(REASONS).isdisjoint(first)
     doubts = {*HEDGES, *NEGATIONS, *TURNS} & set(first) or set(RETRACTIONS) & set(words)
     # Five words with a full stop, or nine: "Pan along the street" may be a second answer.
-    return len(words) > (4 if re.search(r"[.!?]\s*$", text) else 8) and not other and not doubts
+    return len(words) > (4 if re.search(r"[.!?]\s*$", text) else 8) and not new_claim and not doubts
 
 
 def statements(text):
@@ -84,16 +84,16 @@ def statements(text):
         text = declared[2]
     head, _, reason = text.strip().partition("\n\n")
     text = re.sub("\n+", "\n", text).strip()
-    found = [text]
+    candidates = [text]
     if "\n" not in head and explains(reason.strip()):
-        found.append(head)
+        candidates.append(head)
     for pattern in (LAST_SENTENCE, BECAUSE):
         parts = pattern.fullmatch(text)
         words = normalise(parts[2][:1000]) if parts else []
         is_reason = len(words) <= 40 and not set(REASONS).isdisjoint(words)
         if is_reason and {*doubt, *TURNS}.isdisjoint(words):
-            found.append(parts[1])
-    return found
+            candidates.append(parts[1])
+    return candidates
 
 
 def match_open(response, gold):
@@ -102,13 +102,13 @@ def match_open(response, gold):
     answer may be declared as such and may have a reason, see `statements`. An empty answer never
     matches, nor does a part of a text."""
     lines = "\n".join(answer_lines(response))
-    given = answer_forms(lines.replace("\n", " "))
-    for said in statements("\n".join(answer_lines(response, blank=True))):
-        given += answer_forms(said.replace("\n", " "))
+    forms = answer_forms(lines.replace("\n", " "))
+    for statement in statements("\n".join(answer_lines(response, blank=True))):
+        forms += answer_forms(statement.replace("\n", " "))
         # A text of more than 2,000 characters is no short sentence.
-        tokens = normalise(said[:2000])
-        predicate = PREDICATE.search(said)
-        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w|\n", said)
-        if predicate and len(said) < 2000 and len(tokens) <= 20 and not unsure:
-            given.append(predicate[1])
-    return any(same_form(form, wanted) for form in given for wanted in answer_forms(gold))
+        tokens = normalise(statement[:2000])
+        predicate = PREDICATE.search(statement)
+        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w|\n", statement)
+        if predicate and len(statement) < 2000 and len(tokens) <= 20 and not unsure:
+            forms.append(predicate[1])
+    return any(same_form(form, wanted) for form in forms for wanted in answer_forms(gold))

@@ -40,12 +40,12 @@ class Split:
     hub: str  # name of the published data set
     items: int  # as published; 0 = not known to us
     rows: tuple  # patterns of row files, without ending; the first that matches is taken
-    needs: tuple  # columns that every row must have
+    columns: tuple  # columns that every row must have
     read: callable  # (row, path of the file) -> iterator of tasks
     videos: tuple  # folders that may hold videos; "" is the root
     subtitles: tuple = ()  # folders that may hold subtitles; () = the benchmark has none
     folder: str = ""  # in a folder of all benchmarks; "" = its name
-    shown: str = "none"  # --subtitles, unless the flag is given
+    default_subtitles: str = "none"  # of --set, unless it is given
     metric: str = "accuracy"  # name of the headline
     part: callable = lambda record: ""  # -> part of the headline; None = the item is in no part
     marked: str = ""  # a file without this column in any row is another task: left out, counted
@@ -57,46 +57,46 @@ def splits():
     videomme = Split(
         hub="lmms-lab/Video-MME", items=2700, read=videomme_tasks,
         rows=("videomme/test-*", "test-*", "test"),
-        needs=("question_id", "videoID", "question", "options", "answer"),
+        columns=("question_id", "videoID", "question", "options", "answer"),
         videos=("data", "videos", ""), subtitles=("subtitle", "subtitles"))
     cgbench = Split(
         hub="CG-Bench/CG-Bench", items=3000, read=cgbench_tasks,
         rows=("cgbench_mini", "cg-bench-mini/train-*", "train-*"),
-        needs=("qid", "video_uid", "question", "choices", "right_answer", "clue_intervals"),
+        columns=("qid", "video_uid", "question", "choices", "right_answer", "clue_intervals"),
         videos=("cg_videos_720p", "videos", ""), subtitles=("cg_subtitles", "subtitles"))
     timelens = {f"timelens_{name}": Split(
         hub="kcz358/timelens", items=0, read=timelens_tasks, rows=(f"{name}-*", name),
-        needs=("video_path", "query", "span"), videos=("", "videos"), folder="timelens",
+        columns=("video_path", "query", "span"), videos=("", "videos"), folder="timelens",
         metric="mIoU", merged=True)
         for name in ("charades", "activitynet", "qvhighlights")}
     return {
         "videomme": videomme,
         # The same items with the lines that are spoken at the frames' times.
-        "videomme_wsub": replace(videomme, folder="videomme", shown="aligned"),
+        "videomme_wsub": replace(videomme, folder="videomme", default_subtitles="aligned"),
         "longvideobench": Split(
             hub="longvideobench/LongVideoBench", items=1337, read=longvideobench_tasks,
             rows=("lvb_val", "validation-*"),  # test rows are published without answers
-            needs=("id", "video_path", "question", "correct_choice"),
+            columns=("id", "video_path", "question", "correct_choice"),
             videos=("videos", ""), subtitles=("subtitles", "")),
         "lvbench": Split(
             hub="lmms-lab/LVBench", items=1549, read=lvbench_tasks,
             rows=("train-*", "video_info.meta"),  # the only split is called train
-            needs=("key", "type"), videos=("", "videos", "all_videos")),
+            columns=("key", "type"), videos=("", "videos", "all_videos")),
         "mlvu": Split(
             hub="sy1998/MLVU_dev", items=2174, read=mlvu_tasks,
             rows=("test-*", "json/[0-9]_*"),  # the Hub's parquet, or the first release
-            needs=("question", "candidates", "answer"), videos=("", "videos", "video"),
+            columns=("question", "candidates", "answer"), videos=("", "videos", "video"),
             metric="M-Avg", part=mlvu_part,
             marked="candidates"),  # the first release has two tasks more, answered in sentences
         "mmvu": Split(
             hub="yale-nlp/MMVU", items=1000, read=mmvu_tasks,
             rows=("validation", "validation-*"),
-            needs=("id", "video", "question_type", "question", "choices", "answer"),
+            columns=("id", "video", "question_type", "question", "choices", "answer"),
             videos=("", "videos"),
             metric="accuracy, multiple choice", part=mmvu_part),
         "charades": Split(
             hub="lmms-lab/charades_sta", items=3720, read=charades_tasks,
-            rows=("charades_sta_test", "test-*"), needs=("video", "caption", "timestamp"),
+            rows=("charades_sta_test", "test-*"), columns=("video", "caption", "timestamp"),
             videos=("Charades_v1_480", "Charades_v1", "videos", ""), metric="mIoU"),
         # From here on the paper has no column.
         "cgbench": cgbench,
@@ -107,13 +107,13 @@ def splits():
         "videomme_v2": Split(
             hub="MME-Benchmarks/Video-MME-v2", items=3200, read=videomme_v2_tasks,
             rows=("test", "test-*"),
-            needs=("video_id", "question_id", "question", "options", "answer", "group_type",
-                   "group_structure"),
+            columns=("video_id", "question_id", "question", "options", "answer", "group_type",
+                     "group_structure"),
             videos=("video", "videos", ""), subtitles=("subtitle",), metric="group score"),
         "video_holmes": Split(
             hub="TencentARC/Video-Holmes", items=1837, read=video_holmes_tasks,
             rows=("test_Video-Holmes",),
-            needs=("video ID", "Question", "Options", "Question Type", "Answer"),
+            columns=("video ID", "Question", "Options", "Question Type", "Answer"),
             videos=("videos_cropped", "videos", "video", "")),
     }
 
@@ -151,8 +151,8 @@ def paper_table():
     table, group = {}, None
     for system, *cells in (re.split("  +", line.strip()) for line in rows.splitlines()[1:]):
         if cells:
-            known = {name: float(cell) for name, cell in zip(names, cells) if cell != "-"}
-            table[system] = group, known
+            percents = {name: float(cell) for name, cell in zip(names, cells) if cell != "-"}
+            table[system] = group, percents
         else:
             group = system
     return table
@@ -177,17 +177,17 @@ def videomme_tasks(row, path):
 
 def longvideobench_tasks(row, path):
     # The JSON has `candidates`; the parquet has option0 to option4, padded with "N/A" or "".
-    given = row.get("candidates") or [row.get(f"option{i}") for i in range(5)]
+    candidates = row.get("candidates") or [row.get(f"option{i}") for i in range(5)]
     # Pads may stand anywhere, so the published index is looked up among the options that are kept.
-    kept = [i for i, text in enumerate(given) if text not in (None, "", "N/A")]
-    right = row["correct_choice"]
+    indices = [i for i, text in enumerate(candidates) if text not in (None, "", "N/A")]
+    gold = row["correct_choice"]
     tags = ("duration_group", "question_category", "topic_category")
     yield {
         "id": row["id"],
         "video": row["video_path"],
         "question": row["question"],
-        "options": [given[i] for i in kept],
-        "answer": string.ascii_uppercase[kept.index(right)] if right in kept else "",
+        "options": [candidates[i] for i in indices],
+        "answer": string.ascii_uppercase[indices.index(gold)] if gold in indices else "",
         "subtitles": row.get("subtitle_path"),
         # Second of the subtitle file at which the video begins.
         "subtitle_start": row.get("starting_timestamp_for_subtitles") or 0.0,
@@ -197,20 +197,20 @@ def longvideobench_tasks(row, path):
 
 def lvbench_tasks(row, path):
     # Flat rows, or one line per video with the questions under `qa`.
-    for asked in row.get("qa") or [row]:
+    for qa in row.get("qa") or [row]:
         for name in ("uid", "question", "answer", "question_type"):
-            if name not in asked:
-                found = ", ".join(sorted(asked))
-                raise launch.UserError(f"{path}: a question has no {name!r}; found {found}")
+            if name not in qa:
+                columns = ", ".join(sorted(qa))
+                raise launch.UserError(f"{path}: a question has no {name!r}; found {columns}")
         yield {
-            "id": str(asked["uid"]),
+            "id": str(qa["uid"]),
             "video": row.get("video_path") or row["key"] + ".mp4",
-            "question": asked["question"],
-            "options": asked.get("options"),  # else in the question, on lines of their own
-            "answer": asked["answer"],  # a letter
-            "evidence": clock_spans(asked.get("time_reference")),
+            "question": qa["question"],
+            "options": qa.get("options"),  # else in the question, on lines of their own
+            "answer": qa["answer"],  # a letter
+            "evidence": clock_spans(qa.get("time_reference")),
             # A question has several types, and counts under each.
-            "tags": {"type": row["type"], "question_type": list(asked["question_type"])},
+            "tags": {"type": row["type"], "question_type": list(qa["question_type"])},
         }
 
 
@@ -316,7 +316,7 @@ def videomme_v2_tasks(row, path):
     names = ("group_type", "group_structure", "level", "second_head", "third_head")
     tags = {name: row.get(name) for name in names}
     group_score(tags, [])  # raises now for a group that cannot be scored
-    place = int(row["question_id"].rpartition("-")[2])  # of the question in its group
+    position = int(row["question_id"].rpartition("-")[2])  # of the question in its group
     name = str(row["video_id"]).zfill(3)
     yield {
         "id": row["question_id"],
@@ -325,7 +325,7 @@ def videomme_v2_tasks(row, path):
         "options": split_inline(row["options"])[1],  # one text of labelled lines
         "answer": row["answer"],  # a letter
         "subtitles": f"{name}.jsonl",
-        "place": place,
+        "place": position,
         "tags": tags,
     }
 
@@ -333,14 +333,14 @@ def videomme_v2_tasks(row, path):
 def video_holmes_tasks(row, path):
     # Parquet fills the options that a question lacks with nulls.
     options = {label: text for label, text in sorted(row["Options"].items()) if text}
-    place = [*options].index(row["Answer"]) if row["Answer"] in options else None
+    index = [*options].index(row["Answer"]) if row["Answer"] in options else None
     name = row["video ID"]
     yield {
         "id": "-".join(map(str, filter(None, (name, row.get("Question ID"))))),
         "video": f"{name}.mp4",
         "question": row["Question"],
         "options": [*options.values()],
-        "answer": "" if place is None else string.ascii_uppercase[place],
+        "answer": "" if index is None else string.ascii_uppercase[index],
         "tags": {"question_type": row["Question Type"]},
     }
 
@@ -348,8 +348,8 @@ def video_holmes_tasks(row, path):
 def clock_spans(text):
     """"00:04-00:08" -> [[4.0, 8.0]]; [] if the text names no span."""
     clock = r"(\d+(?::\d+){1,2})"
-    found = re.findall(rf"{clock}\s*-\s*{clock}", text or "")
-    return [[*map(rewards.to_seconds, pair)] for pair in found]
+    pairs = re.findall(rf"{clock}\s*-\s*{clock}", text or "")
+    return [[*map(rewards.to_seconds, pair)] for pair in pairs]
 
 
 def group_score(tags, right):
@@ -371,7 +371,7 @@ def group_score(tags, right):
     raise ValueError(f"group {tags['group_type']!r} {structure} is not known")
 
 
-def credited(records):
+def apply_group_scores(records):
     """
     {item: graded record} -> the same, changed in place. A record of Video-MME-v2 gets the score of
     its group, and its own as "right", so that the mean over items is the mean over groups. It also
@@ -414,29 +414,29 @@ def read_split(name, root):
     if not files:
         expected = f"expected {' or '.join(split.rows)} (.parquet, .json, .jsonl) of {split.hub}"
         raise launch.UserError(f"--root {root}: no rows of {name}; {expected}")
-    counted = ("items", "published", "no video", "no subtitles", "no usable answer")
-    tasks, seen, notes = [], Counter(), dict.fromkeys(counted, 0)
+    note_names = ("items", "published", "no video", "no subtitles", "no usable answer")
+    tasks, counts, notes = [], Counter(), dict.fromkeys(note_names, 0)
     # One pass over all rows. A row that is not as expected ends the pass, because a reader would
     # take a benchmark that was read in part for the whole.
     for path in files:
         rows = charades_lines(path) if path.endswith(".txt") else read_rows(path)
         if split.marked and not any(row.get(split.marked) for row in rows):
-            left = f"files without {split.marked} left out"
-            notes[left] = notes.get(left, 0) + 1
+            note = f"files without {split.marked} left out"
+            notes[note] = notes.get(note, 0) + 1
             continue
         for number, row in enumerate(rows, 1):
-            for column in split.needs:
+            for column in split.columns:
                 if column not in row:
-                    found = f"which {name} needs; found {', '.join(sorted(row))}"
-                    raise launch.UserError(f"{path}: no column {column!r}, {found}")
+                    detail = f"which {name} needs; found {', '.join(sorted(row))}"
+                    raise launch.UserError(f"{path}: no column {column!r}, {detail}")
             for task in row_tasks(split, row, f"{path}, row {number}", path, root, notes):
-                seen[task["id"]] += 1
-                if split.merged and seen[task["id"]] > 1:
+                counts[task["id"]] += 1
+                if split.merged and counts[task["id"]] > 1:
                     notes["equal rows merged"] = notes.get("equal rows merged", 0) + 1
                     continue
                 task["split"] = name  # evaluation/paper.py has a prompt for each
-                if seen[task["id"]] > 1:  # MLVU's first release has no ids, Charades-STA repeats
-                    task["id"] += f"#{seen[task['id']]}"
+                if counts[task["id"]] > 1:  # MLVU's first release has no ids, Charades-STA repeats
+                    task["id"] += f"#{counts[task['id']]}"
                 tasks.append(task)
     if not tasks:
         having = f" that have {split.marked!r}" if split.marked else ""
@@ -451,20 +451,20 @@ def read_split(name, root):
     return tasks, notes
 
 
-def row_tasks(split, row, where, path, root, notes):
-    """Tasks of one row, complete. Raises UserError naming `where` for a value of the wrong kind,
+def row_tasks(split, row, location, path, root, notes):
+    """Tasks of one row, complete. Raises UserError naming `location` for a value of the wrong kind,
     because a half-read task would be asked and graded like any other."""
     try:
         # MLVU's first release has a row in which only the video is filled in.
         tasks = [complete(task, split, root, notes) for task in split.read(row, path)
                  if not left_empty(task, notes)]
     except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
-        raise launch.UserError(f"{where}: not as expected ({error!r})") from None
+        raise launch.UserError(f"{location}: not as expected ({error!r})") from None
     for task in tasks:
         if not task["question"]:
-            raise launch.UserError(f"{where}: {task['id']} has no question")
+            raise launch.UserError(f"{location}: {task['id']} has no question")
         if task["type"] == "mcq" and len(task["options"]) < 2:
-            raise launch.UserError(f"{where}: {task['id']} has no options to choose from")
+            raise launch.UserError(f"{location}: {task['id']} has no options to choose from")
     return tasks
 
 
@@ -500,9 +500,9 @@ def complete(task, split, root, notes):
         task.update(question=question, options=options, answer=answer)
     notes["no usable answer"] += task["answer"] == ""
     # A missing video keeps the expected path, and the episode ends in a counted error.
-    found = locate(root, split.videos, task["video"])
-    notes["no video"] += found is None
-    task["video"] = found or os.path.join(split.videos[0], task["video"])
+    path = locate(root, split.videos, task["video"])
+    notes["no video"] += path is None
+    task["video"] = path or os.path.join(split.videos[0], task["video"])
     if task["subtitles"]:
         task["subtitles"] = locate(root, split.subtitles, task["subtitles"])
     notes["no subtitles"] += task["subtitles"] is None and bool(split.subtitles)
@@ -520,19 +520,19 @@ def check_videos(name, tasks, root):
     """Raises UserError if no video lies below the root, before hours of counted errors."""
     paths = dict.fromkeys(str(task["video"]) for task in tasks)
     if not any("\0" not in path and os.path.exists(os.path.join(root, path)) for path in paths):
-        why = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
-        raise launch.UserError(f"{name}: {why}; is the folder one level too high?")
+        reason = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
+        raise launch.UserError(f"{name}: {reason}; is the folder one level too high?")
 
 
 def row_files(root, patterns):
     """Files of the first pattern that matches any file, in the root or one folder below."""
     for pattern in patterns:
-        found = []
+        files = []
         for folder in ("", "*"):
             for ending in (".parquet", ".jsonl", ".json", ".txt"):
-                found += glob.glob(os.path.join(glob.escape(root), folder, pattern + ending))
-        if found:
-            return whole_shards(sorted(found))
+                files += glob.glob(os.path.join(glob.escape(root), folder, pattern + ending))
+        if files:
+            return whole_shards(sorted(files))
     return []
 
 
@@ -553,7 +553,7 @@ def locate(root, folders, name):
     endings, exists = [ending], os.path.isfile
     # Videos are shipped re-encoded, or in another spelling.
     if ending not in (".srt", ".json", ".jsonl"):
-        endings += [other for other in (".mp4", ".MP4", ".mkv", ".webm", "") if other != ending]
+        endings += [suffix for suffix in (".mp4", ".MP4", ".mkv", ".webm", "") if suffix != ending]
         exists = os.path.exists  # a folder of frames is a video too
     for folder in folders:
         for ending in endings:
@@ -576,11 +576,11 @@ def read_rows(path):
             with open(path, encoding="utf-8-sig") as f:
                 rows = launch.parse_json(f.read())
     except ImportError:
-        why = "reading parquet needs pyarrow: pip install pyarrow"
-        raise launch.UserError(f"{path}: {why}") from None
+        reason = "reading parquet needs pyarrow: pip install pyarrow"
+        raise launch.UserError(f"{path}: {reason}") from None
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own are of these kinds
-        why = str(error).splitlines()[0]
-        raise launch.UserError(f"{path}: not readable ({why})") from None
+        reason = str(error).splitlines()[0]
+        raise launch.UserError(f"{path}: not readable ({reason})") from None
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise launch.UserError(f"{path}: expected a list of objects")
     return rows
@@ -591,10 +591,10 @@ def charades_lines(path):
     rows = []
     with open(path, encoding="utf-8-sig") as f:
         for line in filter(None, map(str.strip, f)):
-            found = re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line)
-            if not found:
+            match = re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line)
+            if not match:
                 raise launch.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
-            rows.append({"video": found[1], "timestamp": [found[2], found[3]], "caption": found[4]})
+            rows.append({"video": match[1], "timestamp": [match[2], match[3]], "caption": match[4]})
     return rows
 
 

@@ -39,18 +39,18 @@ class Meter:
 
     def poll(self):
         finished = self.engine.poll()
-        for said in finished:
-            prompt = self.under_way.pop(said.id)
-            counts = getattr(self.engine, "usage", {}).pop(said.id, (None, None))
-            if said.ids is not None:
-                counts = prompt, len(said.ids)
-            elif said.error:
+        for completion in finished:
+            prompt = self.under_way.pop(completion.id)
+            counts = getattr(self.engine, "usage", {}).pop(completion.id, (None, None))
+            if completion.ids is not None:
+                counts = prompt, len(completion.ids)
+            elif completion.error:
                 counts = 0, 0  # the server's own cost of a failed request is unknown
-            self.taken[said.id] = counts
+            self.taken[completion.id] = counts
         return finished
 
 
-def of(episode, taken):
+def episode_cost(episode, taken):
     """
     Episode -> costs. Removes the episode's requests from `taken`, see Meter.taken.
 
@@ -69,13 +69,13 @@ def of(episode, taken):
         main.append((new, sampled))
         before = request
         # A call whose window could not be loaded made no request, so numbers may be missing.
-        asked = [taken.pop(f"{name}/{turn}/{n}", None) for n in range(len(episode.calls))]
-        sub += filter(None, asked)
-    seen = [call for call in episode.calls if "frames_seen" in call]
+        sub_requests = [taken.pop(f"{name}/{turn}/{n}", None) for n in range(len(episode.calls))]
+        sub += filter(None, sub_requests)
+    calls = [call for call in episode.calls if "frames_seen" in call]
     return {
         "frames": sum(len(f.seconds) for f in episode.context.frames) if episode.context else 0,
         # A call with `seconds_seen` showed frames to the main agent, which are counted above.
-        "sub_frames": sum(call["frames_seen"] for call in seen if "seconds_seen" not in call),
+        "sub_frames": sum(call["frames_seen"] for call in calls if "seconds_seen" not in call),
         "prompt_tokens": total(main, 0), "sampled_tokens": total(main, 1),
         "sub_prompt_tokens": total(sub, 0), "sub_sampled_tokens": total(sub, 1),
         "rounds": len(episode.turns),
@@ -83,10 +83,10 @@ def of(episode, taken):
     }
 
 
-def total(counts, place):
+def total(counts, index):
     """Sum over requests, None if one is unknown."""
-    some = [count[place] for count in counts]
-    return None if None in some else sum(some)
+    values = [count[index] for count in counts]
+    return None if None in values else sum(values)
 
 
 def mean(records):
@@ -110,14 +110,14 @@ def mean_or_none(values):
 
 
 def split(jobs, ranks):
-    """Jobs -> [ranks][jobs]: the places of the tasks that a rank asks, in order."""
+    """Jobs -> [ranks][jobs]: the indices of the tasks that a rank asks, in order."""
     work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
     dealt = deal([(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work], ranks)
-    return [[[work[place][1] for place in mine if work[place][0] == n] for n in range(len(jobs))]
-            for mine in dealt]
+    return [[[work[index][1] for index in indices if work[index][0] == n] for n in range(len(jobs))]
+            for indices in dealt]
 
 
-def deal(places, parts):
+def deal(tasks, parts):
     """
     [(root, task)] -> the indices of each of `parts`, the longest work first.
 
@@ -125,21 +125,21 @@ def deal(places, parts):
     more than a fair share. Long files weigh more.
     """
     videos = {}  # path -> indices
-    for index, (root, task) in enumerate(places):
+    for index, (root, task) in enumerate(tasks):
         videos.setdefault(os.path.join(root, str(task["video"])), []).append(index)
     weight = dict.fromkeys(videos, 0)
     for path in videos:
         with contextlib.suppress(OSError, ValueError):  # its own episode will report the file
             weight[path] = os.path.getsize(path)
     total = sum(weight.values()) or 1
-    fair = max(1, -(-len(places) // parts))  # rounded up
+    fair = max(1, -(-len(tasks) // parts))  # rounded up
     chunks = []  # (work, path, indices)
     for path, indices in videos.items():
         for at in range(0, len(indices), fair):
-            some = indices[at : at + fair]
+            group = indices[at : at + fair]
             # A rough guess is enough: half of the work is answering, half is decoding.
-            cost = len(some) / len(places) + weight[path] / total
-            chunks.append((cost, path, some))
+            cost = len(group) / len(tasks) + weight[path] / total
+            chunks.append((cost, path, group))
     chunks.sort(key=lambda chunk: chunk[1:])  # the order of equal work
-    return [[index for *_, some in data.deal(chunks, lambda chunk: chunk[0], part, parts)
-             for index in some] for part in range(parts)]
+    return [[index for *_, group in data.deal(chunks, lambda chunk: chunk[0], part, parts)
+             for index in group] for part in range(parts)]

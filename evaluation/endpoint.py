@@ -8,7 +8,6 @@ A failure becomes the outcome of its episode, never a text that would be graded.
 Asks endpoints; writes the verdicts of a judge. Used by eval.py and evaluation/results.py.
 """
 
-import argparse
 import asyncio
 import base64
 import contextlib
@@ -35,36 +34,30 @@ NO_TEXT = "the answer was cut off before its first word: give more --max-new-tok
 
 def add_arguments(parser):
     """Flags of endpoints and of sampling."""
-    yes_no = argparse.BooleanOptionalAction
-
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
     add("--base-url", nargs="+", metavar="URL", type=address,
         help="for example http://127.0.0.1:8000/v1; several: the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
-    add("--image-cap", type=int, default=0, help="most images of a request; 0 = no cap")
-    add("--video-item", action=yes_no, default=False,
-        help="the overview as one video (vLLM; docs/evaluation.md), not as images")
-    add("--tokens-field", choices=["max_tokens", "max_completion_tokens"], default="max_tokens",
-        help="name of the limit at this endpoint")
-    add("--send-temperature", action=yes_no, default=True, help="off: sends no temperature or seed")
-    add("--request-timeout", type=float, default=300.0,
-        help="seconds of a whole request")
-    add("--retries", type=int, default=3,
-        help="after 429, 5xx or a timeout, 1, 2, 4, .. seconds later")
-    add("--workers", type=int, default=8,
-        help="parallel requests to each endpoint")
-    add("--give-up", type=int, default=3, metavar="N",
-        help="failed tries in a row, over all endpoints, after which the run waits for a server; "
-        "0 = never")
-    add("--server-wait", type=float, default=120.0,
-        help="seconds of that wait, and of a server's Retry-After, at most; then the run ends")
+    parser.add_setting("image_cap", "images of a request at most; 0 = no cap", 0)
+    parser.add_setting("video_item", "the overview as one video (vLLM; docs/evaluation.md), not as "
+                       "images", False)
+    parser.add_setting("tokens_field", "name of the limit at this endpoint", "max_tokens",
+                       choices=["max_tokens", "max_completion_tokens"])
+    parser.add_setting("send_temperature", "false: sends no temperature or seed", True)
+    parser.add_setting("request_timeout", "seconds of a whole request", 300.0)
+    parser.add_setting("retries", "after 429, 5xx or a timeout, 1, 2, 4, .. seconds later", 3)
+    parser.add_setting("workers", "parallel requests to each endpoint", 8)
+    parser.add_setting("give_up", "failed tries in a row, over all endpoints, after which the run "
+                       "waits for a server; 0 = never", 3)
+    parser.add_setting("server_wait", "seconds of that wait, and of a server's Retry-After, at "
+                       "most; then the run ends", 120.0)
 
     # These are for the engine in this process too.
-    add = parser.add_argument_group("sampling; endpoints get the fields that are set").add_argument
-    add("--top-p", type=float, help="tokens of this much probability; 1 = all")
-    add("--top-k", type=int, help="the k likeliest tokens; 0 = all; endpoints: vLLM and SGLang")
-    add("--presence-penalty", type=float, help="taken off the logit of tokens said before; 0 = off")
+    add = parser.add_setting  # an endpoint gets the fields that are set
+    add("top_p", "tokens of this much probability; 1 = all", type=float)
+    add("top_k", "the k likeliest tokens; 0 = all; endpoints: vLLM and SGLang", type=int)
+    add("presence_penalty", "taken off the logit of tokens said before; 0 = off", type=float)
 
 
 def sampling_settings(args):
@@ -79,17 +72,17 @@ def faults(args):
     """-> [(whether the flags of an endpoint or of sampling contradict each other, why)]."""
     return [
         # Chained comparisons, because they refuse NaN too.
-        (args.top_p is not None and not 0 < args.top_p <= 1, "--top-p must be above 0, at most 1"),
-        (args.top_k is not None and args.top_k < 0, "--top-k may not be negative; 0 = all tokens"),
+        (args.top_p is not None and not 0 < args.top_p <= 1, "top_p must be above 0, at most 1"),
+        (args.top_k is not None and args.top_k < 0, "top_k may not be negative; 0 = all tokens"),
         (args.presence_penalty is not None and not -2 <= args.presence_penalty <= 2,
-         "--presence-penalty must lie between -2 and 2"),
-        (args.image_cap < 0, "--image-cap may not be negative"),
+         "presence_penalty must lie between -2 and 2"),
+        (args.image_cap < 0, "image_cap may not be negative"),
         (args.engine == "openai" and not (args.base_url and args.model),
          "--engine openai needs --base-url and --model"),
         (args.workers < 1 or args.retries < 0 or not 0 < args.request_timeout < 1e6,
-         "--workers and --request-timeout must be above 0, --retries may not be negative"),
+         "workers and request_timeout must be above 0, retries may not be negative"),
         (args.give_up < 0 or not 0 <= args.server_wait < 1e6,
-         "--give-up and --server-wait may not be negative"),
+         "give_up and server_wait may not be negative"),
     ]
 
 
@@ -132,15 +125,15 @@ class OpenAIEngine(Client):
 
     def __post_init__(self):
         super().__init__(self.key_variable)
-        given = [self.base_url] if isinstance(self.base_url, str) else self.base_url
-        urls = [url.rstrip("/") + "/chat/completions" for url in given]
+        base_urls = [self.base_url] if isinstance(self.base_url, str) else self.base_url
+        urls = [url.rstrip("/") + "/chat/completions" for url in base_urls]
         self.busy = dict.fromkeys(urls, 0)  # url -> requests under way
-        self.rests = dict.fromkeys(urls, 0.0)  # url -> when it is asked again after an error
+        self.retry_at = dict.fromkeys(urls, 0.0)  # url -> when it is asked again after an error
         self.failed = 0  # tries in a row that no server answered
         self.awake = asyncio.Event()  # cleared while all requests wait for a server
         self.awake.set()
         self.max_seqs = self.workers * len(self.busy)
-        self.room = asyncio.Semaphore(self.max_seqs)
+        self.slots = asyncio.Semaphore(self.max_seqs)
         self.served = set()  # names of the models that answered
         self.calls = {}  # request id -> Future of its Completion
         self.usage = {}  # request id -> (prompt tokens, sampled tokens), as the endpoint counts
@@ -151,19 +144,19 @@ class OpenAIEngine(Client):
         status, seconds to wait), as `post` does."""
         request = ChatRequest("probe", [], [], [], [], 64 if tools else 16, 0.0, 0,
                               call_messages() if tools else PROBE, tools=tools)
-        done, *rest = await self.said(url, request, json.dumps(self.body(request)).encode(),
-                                      seconds)
+        done, *rest = await self.complete(url, request, json.dumps(self.body(request)).encode(),
+                                          seconds)
         if done.error == NO_TEXT:  # a thought is longer than a probe
             done = replace(done, error=None)
         return done, *rest
 
-    def knock(self, tools=None, film=None):
+    def check_servers(self, tools=None, film=None):
         """Asks every server for a few tokens, for a call if `tools` are offered, and about `film`,
         a path. Raises UserError if one does not answer, refuses, keeps the call, or reads films
         otherwise, before any video is decoded and every episode fails after its retries."""
-        self.run(self.knock_all(tools, film)).result()
+        self.run(self.check_all_servers(tools, film)).result()
 
-    async def knock_all(self, tools=None, film=None):
+    async def check_all_servers(self, tools=None, film=None):
         for url in self.busy:
             for attempt in range(self.retries + 1):
                 done, status, after = await self.probe(url, self.timeout)
@@ -179,8 +172,8 @@ class OpenAIEngine(Client):
                 done, status, _ = await self.probe(url, self.timeout, tools)
                 # Some parsers keep the call and return nothing at all.
                 if status == 200 and (done.error or not (done.text or done.reasoning)):
-                    why = done.error or "it answered a request to write a call with no text"
-                    raise launch.UserError(f"{url}: {why}")
+                    reason = done.error or "it answered a request to write a call with no text"
+                    raise launch.UserError(f"{url}: {reason}")
             if film:
                 await self.check_film(url, os.path.realpath(film))
 
@@ -233,7 +226,7 @@ class OpenAIEngine(Client):
 
     def body(self, request):
         """Request -> JSON to post."""
-        body = {"model": self.model_name, "messages": self.wire(request)}
+        body = {"model": self.model_name, "messages": self.chat_messages(request)}
         body[self.tokens_field] = request.max_tokens
         if self.send_temperature:
             body.update(temperature=request.temperature, seed=request.seed)
@@ -243,7 +236,7 @@ class OpenAIEngine(Client):
             body.update(tools=request.tools, tool_choice="none")
         if request.stop:
             body.update(stop=list(request.stop), include_stop_str_in_output=True)
-        clip = self.joined(request)
+        clip = self.overview_clip(request)
         if clip:
             body.update(media_io_kwargs={"video": clip_times(clip)})
         if self.prefill and request.prefill:  # the server is told to go on with our turn
@@ -251,32 +244,32 @@ class OpenAIEngine(Client):
             body.update(add_generation_prompt=False, continue_final_message=True)
         return body
 
-    def take(self):
+    def pick_url(self):
         """-> the endpoint with the fewest requests under way. An endpoint that has failed rests for
         30 seconds, because a server that is down would always be the least busy."""
         now = time.monotonic()
-        awake = [url for url in self.busy if self.rests[url] <= now] or list(self.busy)
+        awake = [url for url in self.busy if self.retry_at[url] <= now] or list(self.busy)
         return min(awake, key=self.busy.get)
 
     async def call(self, request):
         """Posts a request, again after 1, 2, 4, .. seconds or as the server says, if that may help
         -> Completion. A failure becomes the Completion's error, never its text, which would be
         graded."""
-        async with self.room:
+        async with self.slots:
             # In a thread: the JPEGs of a request take a tenth of a second.
             body = await asyncio.to_thread(lambda: json.dumps(self.body(request)).encode())
             for attempt in range(self.retries + 1):
                 await self.awake.wait()
                 if self.ending:
                     return Completion(request.id, error=self.ending)
-                url = self.take()
+                url = self.pick_url()
                 self.busy[url] += 1
                 try:
-                    done, status, after = await self.said(url, request, body, self.timeout)
+                    done, status, after = await self.complete(url, request, body, self.timeout)
                 finally:  # also if the request is given up
                     self.busy[url] -= 1
                 fails = done.error is not None and passing(status)
-                self.rests[url] = time.monotonic() + 30 if fails else 0.0
+                self.retry_at[url] = time.monotonic() + 30 if fails else 0.0
                 # A wrong key would fail every item. Some endpoints answer 403 for one text alone.
                 if status in (401, 402, 403, 404):
                     plain, status, _ = await self.probe(url, self.timeout)
@@ -306,7 +299,7 @@ class OpenAIEngine(Client):
             for url in self.busy:
                 done, status, after = await self.probe(url, min(30.0, self.timeout))
                 if not passing(status):  # an answer, also if it is no text
-                    self.failed, self.rests[url] = 0, 0.0
+                    self.failed, self.retry_at[url] = 0, 0.0
                     return
             if time.monotonic() >= until:
                 return self.end(f"no server has answered for {self.server_wait:g} s, at last {url} "
@@ -316,7 +309,7 @@ class OpenAIEngine(Client):
                       f"{self.server_wait:g} s for a server", file=sys.stderr, flush=True)
             pause = max(min(2.0**attempt, 15.0), after)
 
-    async def said(self, url, request, body, seconds):
+    async def complete(self, url, request, body, seconds):
         """-> (Completion, HTTP status or 0 without a whole answer, seconds that the server asks to
         wait)."""
         reply = await self.post(url, body, seconds)
@@ -328,11 +321,11 @@ class OpenAIEngine(Client):
             choice = answer["choices"][0]
             # A hosted name may stand for another model tomorrow.
             self.served.add(str(answer.get("model")))
-            said = choice["message"]
+            message = choice["message"]
             # Some endpoints repeat the begun turn.
-            text = (said.get("content") or "").removeprefix(request.prefill)
+            text = (message.get("content") or "").removeprefix(request.prefill)
             # A server with a reasoning parser takes the thought out of the content.
-            thought = said.get("reasoning_content") or said.get("reasoning") or ""
+            thought = message.get("reasoning_content") or message.get("reasoning") or ""
             # Gateways name the end of an answer in many ways, and a limit in three.
             finish = str(choice.get("finish_reason")).lower()
             ended = finish not in ("length", "max_tokens", "model_length")
@@ -342,7 +335,7 @@ class OpenAIEngine(Client):
                 self.usage[request.id] = counts
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
             # An empty text would be graded as an answer that says nothing.
-            if said.get("tool_calls") or (finish == "tool_calls" and not text):
+            if message.get("tool_calls") or (finish == "tool_calls" and not text):
                 done = Completion(request.id, error="the server's parser took a call out of the "
                                   "answer: start it without --tool-call-parser")
             elif finish == "content_filter" and not text:
@@ -353,7 +346,7 @@ class OpenAIEngine(Client):
             done = Completion(request.id, error=f"bad answer: {type(error).__name__}")
         return done, reply.status, wait
 
-    def joined(self, request):
+    def overview_clip(self, request):
         """-> Frames of the overview if they go as one video, else None. Windows stay images,
         because a request carries the times of one video alone. So do frames with other stamps."""
         contents = [m["content"] for m in request.messages if isinstance(m["content"], list)]
@@ -363,19 +356,19 @@ class OpenAIEngine(Client):
         clip = request.frames[0]
         return clip if len(clip.images) > 1 else None  # processors refuse a video of one frame
 
-    def wire(self, request):
+    def chat_messages(self, request):
         """Request -> chat messages with frames as JPEGs after their times. Consecutive tool
         messages become one user turn, as in the chat template of the policy."""
-        clip = self.joined(request)
+        clip = self.overview_clip(request)
         total = sum(len(frames.images) for frames in request.frames
                     if frames is not clip and not hasattr(frames, "path"))
-        most = min(self.image_cap or total, total)
-        kept = {int((i + 0.5) * total / most) for i in range(most)}  # numbers of images
+        count = min(self.image_cap or total, total)
+        selected = {int((i + 0.5) * total / count) for i in range(count)}  # numbers of images
         numbers = itertools.count()
         frames = iter(request.frames)  # in the order of the messages' videos
         turns = []  # [role, parts, holds tool responses]
         for message in request.messages:
-            parts = content_parts(message["content"], frames, numbers, kept, clip, self.jpeg)
+            parts = content_parts(message["content"], frames, numbers, selected, clip, self.jpeg)
             if message["role"] != "tool":
                 turns.append([message["role"], parts, False])
                 continue
@@ -397,12 +390,12 @@ def text_part(text):
     return {"type": "text", "text": text}
 
 
-def content_parts(content, frames, numbers, kept, clip=None, jpeg=90):
+def content_parts(content, frames, numbers, selected, clip=None, jpeg=90):
     """
     A message's content -> parts of an OpenAI message.
 
     frames: iterator of video.Frames, one for each video. numbers: iterator of the numbers of the
-    request's images; images in `kept` are sent. clip: the Frames that go as one video.
+    request's images; images in `selected` are sent. clip: the Frames that go as one video.
     """
     if isinstance(content, str):
         return [text_part(content)]
@@ -411,19 +404,19 @@ def content_parts(content, frames, numbers, kept, clip=None, jpeg=90):
         if item["type"] == "text":
             parts.append(text_part(item["text"]))
             continue
-        shown = next(frames)
+        video = next(frames)
         # frame_sources.Film: the server reads the file
-        url = f"file://{shown.path}" if hasattr(shown, "path") else ""
-        if shown is clip:
-            pieces = [jpeg_url(image, jpeg).partition(",")[2] for image in shown.images]
+        url = f"file://{video.path}" if hasattr(video, "path") else ""
+        if video is clip:
+            pieces = [jpeg_url(image, jpeg).partition(",")[2] for image in video.images]
             url = "data:video/jpeg;base64," + ",".join(pieces)
         if url:
             parts.append({"type": "video_url", "video_url": {"url": url}})
             continue
-        for place, (image, seconds) in enumerate(zip(shown.images, shown.seconds)):
-            if next(numbers) not in kept:  # without its time too
+        for index, (image, seconds) in enumerate(zip(video.images, video.seconds)):
+            if next(numbers) not in selected:  # without its time too
                 continue
-            stamp = chat.stamp_text(seconds, place, item.get("stamp"))
+            stamp = chat.stamp_text(seconds, index, item.get("stamp"))
             if stamp:
                 parts.append(text_part(stamp))
             parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image, jpeg)}})
@@ -463,8 +456,8 @@ def film_url(seconds):
     buffer, frame = io.BytesIO(), av.VideoFrame.from_image(Image.new("RGB", (64, 64), "grey"))
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=1, width=64, height=64)
-        for place in range(seconds):
-            frame.pts = place
+        for second in range(seconds):
+            frame.pts = second
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return "data:video/mp4;base64," + base64.b64encode(buffer.getvalue()).decode()
@@ -486,7 +479,7 @@ def make_engine(args, prefill, jpeg=90, tools=None, film=None):
                           timeout=args.request_timeout, prefill=args.think_prefix or prefill,
                           sampling=sampling_settings(args),
                           **{name: getattr(args, name) for name in same})
-    engine.knock(tools, film)
+    engine.check_servers(tools, film)
     return engine
 
 
@@ -508,14 +501,14 @@ def judge(records, path, args):
     # A record without an answer stays wrong.
     doubtful = [r for r in records if r["task"]["type"] == "open" and r["score"] == 0
                 and r["extracted"] is not None]
-    asked = [(r["task"]["question"], r["task"]["answer"], r["extracted"]) for r in doubtful]
+    inputs = [(r["task"]["question"], r["task"]["answer"], r["extracted"]) for r in doubtful]
     verdicts = read_verdicts(path, args.judge_model)
-    if args.judge_url and not verdicts.keys() >= set(asked):
+    if args.judge_url and not verdicts.keys() >= set(inputs):
         client = open_judge(args, path)
-        futures = [client.ask(*texts)[0] for texts in asked]
+        futures = [client.ask(*texts)[0] for texts in inputs]
         bar = tqdm(futures, desc="judge", disable=args.quiet or None)
-        verdicts = dict(zip(asked, [future.result() for future in bar]))
+        verdicts = dict(zip(inputs, [future.result() for future in bar]))
         client.close()
-    for record, texts in zip(doubtful, asked):
+    for record, texts in zip(doubtful, inputs):
         record["judge"] = verdicts.get(texts)
         record["score"] = float(record["judge"] is True)

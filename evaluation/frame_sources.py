@@ -40,78 +40,80 @@ class Source(rollout.Source):
     total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
     overview_grid: str = "centres"  # see above
     patch: int = 14  # of "qwen": pixels; sides of frames are multiples of two patches
-    crop_least: int = 0  # pixels of a window's frame at least; 0 = min_pixels
+    crop_min_pixels: int = 0  # pixels of a window's frame at least; 0 = min_pixels
     grounding_film: bool = False  # grounding tasks are shown as a Film
     short_is_blind: bool = False  # too few frames: none are shown, as in the paper's driver
     written_lines: bool = False  # subtitles are all lines of the file as written, repeats too
     jpeg: int = 0  # quality at which frames reach the processor; 0 = as decoded
-    processor: tuple = ()  # (least, most) pixels of the checkpoint's processor; () = no resize
-    show: str = "real"  # "blank", "shuffled": see changed; others change no frame
+    processor: tuple = ()  # (min, max) pixels of the checkpoint's processor; () = no resize
+    show: str = "real"  # "blank", "shuffled": see apply_show; others change no frame
 
     def overview_spec(self, task, num_frames):
         film = {"film": True} if self.grounding_film and task["type"] == "grounding" else {}
         return {**super().overview_spec(task, num_frames), **film}
 
     def load_overview(self, spec, task):
-        frames, seconds, spoken, film = super().load_overview(spec, task)
+        frames, seconds, subtitles, fingerprint = super().load_overview(spec, task)
         if self.subtitles and self.written_lines and task.get("subtitles"):
-            spoken = written_lines(video.resolve(task["subtitles"], self.root))
-        return frames, seconds, spoken, film
+            subtitles = written_lines(video.resolve(task["subtitles"], self.root))
+        return frames, seconds, subtitles, fingerprint
 
     def load(self, spec):
         if spec.get("frames") == 0:  # text alone; the video must open, as prompts tell lengths
             return no_frames()
         if self.overview_grid == "qwen":
-            return self.changed(self.read(spec), spec)
+            return self.apply_show(self.load_qwen(spec), spec)
         if self.overview_grid == "start" and spec.get("num_frames"):
-            return self.changed(self.zoomed(spec), spec)
+            return self.apply_show(self.load_zoom(spec), spec)
         if "frames" not in spec:
-            return self.changed(super().load(spec), spec)
-        shown = spec["frames"]
+            return self.apply_show(super().load(spec), spec)
+        num_frames, max_pixels = spec["frames"], self.max_pixels
         if self.overview_fps:
-            shown = qwen_vl_sampling.paced_frames(self.duration(spec), self.overview_fps, shown)
-        most = self.max_pixels
+            num_frames = qwen_vl_sampling.paced_frames(
+                self.duration(spec), self.overview_fps, num_frames)
         if self.total_pixels:
             # Two frames make one grid of patches, which the publishers' reader counts once. The
             # reader leaves 5% above the least, so that a shape still fits between both bounds.
-            most = min(most, max(2 * self.total_pixels // shown, int(1.05 * self.min_pixels)))
-        asked = {**spec, "frames": shown}
+            max_pixels = min(max_pixels, max(2 * self.total_pixels // num_frames,
+                                             int(1.05 * self.min_pixels)))
+        request = {**spec, "frames": num_frames}
         if self.overview_grid == "start":
-            asked = {"video": spec["video"], "times": self.from_the_start(spec, shown)}
-        return self.changed(video.load(asked, self.root, self.cache, self.min_pixels, most), spec)
+            request = {"video": spec["video"], "times": self.times_from_start(spec, num_frames)}
+        frames = video.load(request, self.root, self.cache, self.min_pixels, max_pixels)
+        return self.apply_show(frames, spec)
 
-    def read(self, spec):
+    def load_qwen(self, spec):
         """Frames of "qwen", or a Film. Raises ValueError for a window without two frames, and
         VideoError for a video without the frames of an overview."""
         path = video.resolve(spec["video"], self.root)
         starts, info = self.cache.index(path)
         shape = len(starts), info.height, info.width
         if spec.get("film"):
-            places, size = qwen_vl_sampling.film(*shape, self.max_pixels)
-            return Film(**vars(self.cache.frames(path, places, 0, 0, size)), path=path)
-        asked = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+            indices, size = qwen_vl_sampling.film(*shape, self.max_pixels)
+            return Film(**vars(self.cache.frames(path, indices, 0, 0, size)), path=path)
+        ele = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "start" in spec:
-            asked = {"fps": spec["fps"], "min_frames": 1, "max_frames": spec["max_frames"],
-                     "video_start": spec["start"], "video_end": spec["end"],
-                     "min_pixels": self.crop_least or self.min_pixels,
-                     "max_pixels": self.crop_pixels or self.max_pixels}
+            ele = {"fps": spec["fps"], "min_frames": 1, "max_frames": spec["max_frames"],
+                   "video_start": spec["start"], "video_end": spec["end"],
+                   "min_pixels": self.crop_min_pixels or self.min_pixels,
+                   "max_pixels": self.crop_pixels or self.max_pixels}
         elif self.overview_fps:
-            asked.update(fps=self.overview_fps, max_frames=spec["frames"])
+            ele.update(fps=self.overview_fps, max_frames=spec["frames"])
         else:
-            asked.update(nframes=spec["frames"])
+            ele.update(nframes=spec["frames"])
         if self.total_pixels and "frames" in spec:
-            asked.update(total_pixels=self.total_pixels)
+            ele.update(total_pixels=self.total_pixels)
         try:
-            places, size = qwen_vl_sampling.qwen(asked, shape[0], info.fps, *shape[1:], self.patch)
+            indices, size = qwen_vl_sampling.qwen(ele, shape[0], info.fps, *shape[1:], self.patch)
         except ValueError as error:
             if "start" in spec:
                 raise
             if self.short_is_blind:
                 return no_frames()
             raise video.VideoError(path, f"too short for this system: {error}") from None
-        return self.processed(self.cache.frames(path, places, 0, 0, size))
+        return self.process_frames(self.cache.frames(path, indices, 0, 0, size))
 
-    def zoomed(self, spec):
+    def load_zoom(self, spec):
         """Frames of a window as VideoZoomer takes them: evenly, the first and the last included.
         Raises ValueError for a window after the end."""
         path = video.resolve(spec["video"], self.root)
@@ -119,11 +121,11 @@ class Source(rollout.Source):
         if spec["start"] >= info.duration:
             raise ValueError(f"the window begins after the end of the video, {info.duration:.1f}s")
         first, last = (min(int(spec[end] * info.fps), len(starts) - 1) for end in ("start", "end"))
-        places = np.linspace(max(0, first), last, spec["num_frames"]).astype(int)
-        return self.cache.frames(path, sorted(set(places.tolist())), self.min_pixels,
+        indices = np.linspace(max(0, first), last, spec["num_frames"]).astype(int)
+        return self.cache.frames(path, sorted(set(indices.tolist())), self.min_pixels,
                                  self.crop_pixels or self.max_pixels)
 
-    def processed(self, frames):
+    def process_frames(self, frames):
         """Frames as a server's processor would hand them to the model."""
         if not (self.jpeg or self.processor):
             return frames
@@ -132,8 +134,7 @@ class Source(rollout.Source):
         images = [*map(Image.fromarray, frames.images)]
         height, width = frames.images.shape[1:3]
         if self.jpeg:
-            images = [Image.open(io.BytesIO(jpeg_bytes(image, self.jpeg)))
-                      for image in frames.images]
+            images = [Image.open(io.BytesIO(jpeg_bytes(rgb, self.jpeg))) for rgb in frames.images]
         if self.processor:
             height, width = qwen_vl_sampling.sides(height, width, 32, *self.processor)
             # PIL copies an image that has this size already.
@@ -142,15 +143,14 @@ class Source(rollout.Source):
         return video.Frames(np.stack(images), frames.seconds, name + frames.key,
                             [name + key for key in frames.frame_keys])
 
-    def changed(self, frames, spec):
+    def apply_show(self, frames, spec):
         """Frames as --show wants them. Times stay, so a prompt has the same tokens."""
         if self.show == "blank":
             order = np.arange(len(frames.seconds))
             images = np.broadcast_to(np.uint8(127), frames.images.shape)
         elif self.show == "shuffled" and "frames" in spec:
-            draws = [launch.stable_number("show", spec["video"], len(frames.seconds), i)
-                     for i in range(len(frames.seconds))]
-            order = np.argsort(draws)
+            order = np.argsort([launch.stable_number("show", spec["video"], len(frames.seconds), i)
+                                for i in range(len(frames.seconds))])
             images = frames.images[order]
         else:
             return frames
@@ -159,15 +159,15 @@ class Source(rollout.Source):
         keys = [f"{self.show}{frames.frame_keys[i]}" for i in order]
         return video.Frames(images, frames.seconds, self.show + frames.key, keys)
 
-    def from_the_start(self, spec, shown):
-        """-> seconds of `shown` frames at most, as VideoZoomer takes them."""
+    def times_from_start(self, spec, num_frames):
+        """-> seconds of `num_frames` frames at most, as VideoZoomer takes them."""
         starts, info = self.cache.index(video.resolve(spec["video"], self.root))
-        places = [int(i * (len(starts) - 1) / max(1, shown - 1)) for i in range(shown)]
+        indices = [int(i * (len(starts) - 1) / max(1, num_frames - 1)) for i in range(num_frames)]
         step = max(1, round(len(starts) / info.duration / self.overview_fps))  # in frames
         if len(starts) <= step * spec["frames"]:
-            places = range(0, len(starts), step)
+            indices = range(0, len(starts), step)
         # A video with fewer frames shows no frame twice.
-        return [float(starts[place]) for place in dict.fromkeys(places)]
+        return [float(starts[index]) for index in dict.fromkeys(indices)]
 
 
 def written_lines(path):

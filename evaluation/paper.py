@@ -24,14 +24,14 @@ from functools import partial
 
 import rewards
 import rollout
-from evaluation.protocol_loop import Protocol, Reply, add_video, filled
+from evaluation.protocol_loop import Protocol, Reply, add_video, fill_template
 
 TURNS = 3  # rounds of calls, in the scripts that made the table
 QUALITY = 85  # of JPEGs
 # Fields of frame_sources.Source: qwen_vl_utils' defaults for the overview, the driver's own for a
 # window.
-READER = {"overview_grid": "qwen", "min_pixels": 100352, "crop_pixels": 50176, "crop_least": 784,
-          "grounding_film": True, "short_is_blind": True, "written_lines": True, "jpeg": QUALITY}
+READER = {"overview_grid": "qwen", "grounding_film": True, "short_is_blind": True, "jpeg": QUALITY,
+          "min_pixels": 100352, "crop_pixels": 50176, "crop_min_pixels": 784, "written_lines": True}
 # The texts of a checkout, in order. Those of the splits are user turns.
 SPLITS = ("videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades")
 ONE_TURN = ("system", *SPLITS)
@@ -42,16 +42,16 @@ def settings(one_turn: bool) -> dict:
     """Flags of the driver's scripts. max_pixels: of the processor of a video, for a film."""
     calls = {"max_turns": 0, "tools": ["off"]} if one_turn else {"max_turns": TURNS}
     return {"frames": [64], "max_pixels": 25165824, "temperature": 0.0, "max_new_tokens": 2048,
-            "context": 65536, "think_prefix": False, "max_parallel": 5, "sub_fps": 1.0,
+            "max_model_len": 65536, "think_prefix": False, "max_parallel": 5, "sub_fps": 1.0,
             "sub_frames": 16, "stamps": False, **calls}
 
 
 def our_texts(system: str, tool: dict | None = None) -> list[str]:
     """Our wording of ONE_TURN's texts; with the schema of crop_video: of AGENT's."""
-    ask = "Reply with the letter of one option." if tool else ""
-    asked = "Question: {published}\nOptions:\n%s\n" + ask
-    turns = [asked % "{labelled}", "Subtitles:\n{spoken}\n\n" + asked % "{labelled}",
-             asked % "{lines}", "{published}\n" + ask, asked % "{lines}", asked % "{lines}",
+    instruction = "Reply with the letter of one option." if tool else ""
+    mcq = "Question: {published}\nOptions:\n%s\n" + instruction
+    turns = [mcq % "{labelled}", "Subtitles:\n{spoken}\n\n" + mcq % "{labelled}",
+             mcq % "{lines}", "{published}\n" + instruction, mcq % "{lines}", mcq % "{lines}",
              'When does this happen in the video: "{event}"? Reply in this form: The event happens '
              "in 10.0 - 20.0 seconds."]
     if not tool:
@@ -90,29 +90,29 @@ def opening(task, num_frames, agent, subtitles, duration, texts):
         split = "longvideobench"  # a question and options, in no special form
     if split == "videomme_wsub" and not subtitles:
         split = "videomme"
-    said = filled(texts[split], task, duration, subtitles)
-    if "path" in texts and "video path" not in said.lower():
-        said += filled(texts["path"], task)
+    text = fill_template(texts[split], task, duration, subtitles)
+    if "path" in texts and "video path" not in text.lower():
+        text += fill_template(texts["path"], task)
     frames = {"type": "video", "video": task["video"], "frames": num_frames, "stamp": "none"}
     return [{"role": "system", "content": system},
-            {"role": "user", "content": [frames, {"type": "text", "text": said}]}]
+            {"role": "user", "content": [frames, {"type": "text", "text": text}]}]
 
 
 # ------------------------------------------------------------------------------------------------
 # Calls
 
 
-def blocks(text: str, tag: str) -> list[str]:
+def tag_contents(text: str, tag: str) -> list[str]:
     """Contents of every closed <tag> of a text, also of those inside a thought."""
-    found = []
+    bodies = []
     while text:
         body, closed, text = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
         if closed:
-            found.append(body.strip())
-    return found
+            bodies.append(body.strip())
+    return bodies
 
 
-def seconds(value) -> float:
+def parse_seconds(value) -> float:
     """A time as the driver reads it: anything but a number, MM:SS or HH:MM:SS is 0."""
     try:
         if isinstance(value, str) and ":" in value:
@@ -130,27 +130,27 @@ def seconds(value) -> float:
 def read_calls(text: str) -> list[rewards.ToolCall] | None:
     """Every call of a turn, JSON first; None if one makes the driver fail, which scores 0."""
     calls = []
-    for body in blocks(text, "tool_call"):
+    for body in tag_contents(text, "tool_call"):
         try:
             calls.append(json.loads(body))
         except (ValueError, RecursionError):
             continue  # broken JSON is no call
-    for body in blocks(text, "tool_code"):
-        said = re.match(r"crop_video\s*\((.*)\)", body, re.DOTALL)
-        pairs = re.split(r",\s*(?=[a-zA-Z_]+\s*=)", said[1]) if said else []
+    for body in tag_contents(text, "tool_code"):
+        match = re.match(r"crop_video\s*\((.*)\)", body, re.DOTALL)
+        pairs = re.split(r",\s*(?=[a-zA-Z_]+\s*=)", match[1]) if match else []
         named = dict(map(str.strip, pair.split("=", 1)) for pair in pairs if "=" in pair)
         if named:
             calls.append({"arguments": {name: value.strip("\"'") for name, value in named.items()}})
-    found = []
+    tool_calls = []
     for call in calls:
         try:
-            given = call.get("arguments", {})  # the name of the tool does not matter
-            start = seconds(given.get("start_time", given.get("start", 0)))
-            end = seconds(given.get("end_time", given.get("end", start + 10)))
+            arguments = call.get("arguments", {})  # the name of the tool does not matter
+            start = parse_seconds(arguments.get("start_time", arguments.get("start", 0)))
+            end = parse_seconds(arguments.get("end_time", arguments.get("end", start + 10)))
         except (AttributeError, OverflowError):  # no object, or a number beyond all floats
-            return None if len(found) < 5 else found  # later calls are not looked at
-        found.append(rewards.ToolCall("crop_video", start, end, None, None))
-    return found
+            return None if len(tool_calls) < 5 else tool_calls  # later calls are not looked at
+        tool_calls.append(rewards.ToolCall("crop_video", start, end, None, None))
+    return tool_calls
 
 
 def parse_calls(text, think_open=False):
@@ -158,7 +158,7 @@ def parse_calls(text, think_open=False):
     return read_calls(text) or []
 
 
-def fails(turns) -> bool:
+def driver_fails(turns) -> bool:
     """Whether the driver fails on the last turn. It does not look for calls in the answer that it
     asks for at the end."""
     return bool(turns) and len(turns) <= TURNS and read_calls(turns[-1]) is None
@@ -166,23 +166,23 @@ def fails(turns) -> bool:
 
 def final(turns, think_open=False):
     """System.final."""
-    return None if fails(turns) else rewards.answer_or_tail(turns, think_open)
+    return None if driver_fails(turns) else rewards.answer_or_tail(turns, think_open)
 
 
 async def answer(records, calls, episode, sampler, turn, texts):
     """Protocol.answer: a user message for every call that is run; the others get none."""
     reply = Reply([])
-    found = await rollout.load_windows(records, calls, episode, sampler, turn)
-    for call, record, (spec, frames) in zip(calls, records, found):
+    windows = await rollout.load_windows(records, calls, episode, sampler, turn)
+    for call, record, (spec, frames) in zip(calls, records, windows):
         if record["status"] == "not_run":
             continue
-        shown, said = [], texts["failed"]
+        items, text = [], texts["failed"]
         if frames is not None:
-            shown, said = [add_video(reply, spec, frames, "none")], texts["reply"]
-            said = said.replace("{frames}", str(len(frames.seconds)))
-        said = said.replace("{start}", f"{call.start:.1f}").replace("{end}", f"{call.end:.1f}")
-        record["summary"] = said
+            items, text = [add_video(reply, spec, frames, "none")], texts["reply"]
+            text = text.replace("{frames}", str(len(frames.seconds)))
+        text = text.replace("{start}", f"{call.start:.1f}").replace("{end}", f"{call.end:.1f}")
+        record["summary"] = text
         # Trusted: the tags are real ones, and nothing between them is the model's.
-        text = {"type": "text", "text": said, "trusted": True}
-        reply.messages.append({"role": "user", "content": [*shown, text]})
+        part = {"type": "text", "text": text, "trusted": True}
+        reply.messages.append({"role": "user", "content": [*items, part]})
     return reply

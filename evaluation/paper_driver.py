@@ -34,7 +34,7 @@ class Fault(Exception):
     """The checkout is not as expected."""
 
 
-def enter(name, **contents):
+def stub_module(name, **contents):
     """Enters a stand-in for a module."""
     module = sys.modules[name] = types.ModuleType(name)
     vars(module).update(contents)
@@ -45,23 +45,23 @@ def flags_of(checkout, script, bench):
     path = os.path.join(checkout, "paravt", "eval", "scripts", script)
     with open(path, encoding="utf-8") as file:
         lines = file.read().replace("\\\n", " ").splitlines()
-    found = [line.partition("run_eval.sh")[2].split() for line in lines if "run_eval.sh" in line]
-    own = [words for words in found if bench in words] or [w for w in found if "charades" not in w]
-    if len(own) != 1:
+    commands = [line.partition("run_eval.sh")[2].split() for line in lines if "run_eval.sh" in line]
+    matching = [c for c in commands if bench in c] or [c for c in commands if "charades" not in c]
+    if len(matching) != 1:
         raise Fault(f"{path}: no command for {bench} that is known")
-    recipe, *more = own[0]
+    recipe, *extra = matching[0]
     with open(os.path.join(checkout, recipe), encoding="utf-8") as file:
         settings = dict(re.findall(r"^(\w+): *([^#$\s]+) *(?:#.*)?$", file.read(), re.M))
     words = ["--model_path", "m", "--datasets", bench, "--num_gpus", "1"]
     for name in ("main_nframes", "max_turns", "max_parallel", "prompt_mode", "video_channel"):
         words += [f"--{name}", settings[name]]
-    at = more.index("--datasets") if "--datasets" in more else len(more)
-    return words + more[:at] + more[at + 2 :]
+    at = extra.index("--datasets") if "--datasets" in extra else len(extra)
+    return words + extra[:at] + extra[at + 2 :]
 
 
-def prepared(checkout, script, fetch_video=None):
+def prepare_driver(checkout, script, fetch_video=None):
     """-> function of an item, see above. fetch_video: in place of qwen_vl_utils', if given."""
-    rows, now = [], {}
+    rows, state = [], {}
 
     class Model:
         """openai.OpenAI, and the model behind it."""
@@ -70,9 +70,9 @@ def prepared(checkout, script, fetch_video=None):
             self.chat = self.completions = self
 
         def create(self, **request):
-            now["requests"].append(json.loads(json.dumps(request)))  # a copy: messages go on
-            replies = now["item"]["replies"]
-            reply = replies[min(len(now["requests"]), len(replies)) - 1]
+            state["requests"].append(json.loads(json.dumps(request)))  # a copy: messages go on
+            replies = state["item"]["replies"]
+            reply = replies[min(len(state["requests"]), len(replies)) - 1]
             choice = types.SimpleNamespace(message=types.SimpleNamespace(content=reply))
             return types.SimpleNamespace(choices=[choice])
 
@@ -83,16 +83,16 @@ def prepared(checkout, script, fetch_video=None):
             self.start, self.join = functools.partial(target, *args), lambda: None
 
     def start_server(words, **_):
-        now["server"] = words[1:]
+        state["server"] = words[1:]
         return types.SimpleNamespace(pid=0, terminate=lambda: None, wait=lambda **_: None)
 
     ready = types.SimpleNamespace(status_code=200, json=lambda: {"data": [{"id": "m"}]})
-    enter("openai", OpenAI=Model)
-    enter("datasets", load_dataset=lambda *_, **__: rows)
-    enter("requests", get=lambda *_, **__: ready)
+    stub_module("openai", OpenAI=Model)
+    stub_module("datasets", load_dataset=lambda *_, **__: rows)
+    stub_module("requests", get=lambda *_, **__: ready)
     if fetch_video:
-        enter("qwen_vl_utils")
-        enter("qwen_vl_utils.vision_process", fetch_video=fetch_video)
+        stub_module("qwen_vl_utils")
+        stub_module("qwen_vl_utils.vision_process", fetch_video=fetch_video)
     if not os.path.isfile(os.path.join(checkout, "paravt", "eval", "driver.py")):
         raise Fault(f"no paravt/eval/driver.py in {checkout}")
     sys.path.insert(0, checkout)
@@ -104,22 +104,22 @@ def prepared(checkout, script, fetch_video=None):
     utils.time = types.SimpleNamespace(time=time.time, sleep=lambda _: None)
     load_samples = utils.load_samples
 
-    def load(*given, **more):
+    def load(*args, **kwargs):
         """Their samples, after putting the item's video where they look for it."""
-        samples = load_samples(*given, **more)
+        samples = load_samples(*args, **kwargs)
         for sample in samples:
-            now["question"], place = sample["question"], sample["video_path"]
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            if os.path.lexists(place):
-                os.remove(place)
-            os.symlink(now["item"].get("video", os.devnull), place)
+            state["question"], path = sample["question"], sample["video_path"]
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if os.path.lexists(path):
+                os.remove(path)
+            os.symlink(state["item"].get("video", os.devnull), path)
         return samples
 
     utils.load_samples = load
 
     def ask(item):
-        now.clear()
-        now.update(item=item, requests=[])
+        state.clear()
+        state.update(item=item, requests=[])
         rows[:] = [item["row"]]
         for path, text in item["files"].items():
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -134,13 +134,13 @@ def prepared(checkout, script, fetch_video=None):
             os.remove(path)
         with open(os.path.join(out, item["bench"] + ".json"), encoding="utf-8") as file:
             (result,) = json.load(file)["results"]
-        found = {name: now[name] for name in ("question", "requests", "server")}
-        return {**found, "result": result}
+        sent = {name: state[name] for name in ("question", "requests", "server")}
+        return {**sent, "result": result}
 
     return ask
 
 
-def made_up(asked, **_):
+def fake_fetch_video(ele, **_):
     """fetch_video of a video of 200 seconds: frames without a picture."""
     import numpy as np
 
@@ -151,7 +151,7 @@ def made_up(asked, **_):
         def numpy(self):
             return np.asarray(self)
 
-    if asked.get("video_start", 0) >= 200:
+    if ele.get("video_start", 0) >= 200:
         raise ValueError("the window begins after the end of the video")
     return [np.zeros((3, 28, 28)).view(Frame)] * 6
 
@@ -170,13 +170,13 @@ def main():
     socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = no_network
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))  # bytes of a file
     try:
-        ask = prepared(os.path.realpath(checkout), script, made_up)
-        told = {"sent": [ask(item) for item in items]}
-    except Fault as why:
-        told = {"fault": str(why)}
+        ask = prepare_driver(os.path.realpath(checkout), script, fake_fetch_video)
+        output = {"sent": [ask(item) for item in items]}
+    except Fault as fault:
+        output = {"fault": str(fault)}
     except (Exception, SystemExit) as error:  # whatever the code of the checkout raises
-        told = {"fault": f"its code fails with {type(error).__name__}: {error}"[:300]}
-    channel.write(json.dumps(told) + "\n")
+        output = {"fault": f"its code fails with {type(error).__name__}: {error}"[:300]}
+    channel.write(json.dumps(output) + "\n")
     channel.close()
 
 

@@ -41,15 +41,15 @@ def place_rows():
         "charades": {"video": "made-up.mp4", "caption": "{event}", "timestamp": [1.0, 2.0]}}
 
 
-def run(checkout, script, items, child=None, more=()):
+def run_driver(checkout, script, items, child=None, extra_args=()):
     """-> what the driver sends for each item, see evaluation/paper_driver.py. Raises UserError if
-    the checkout is not as expected. child, more: the script that runs it, and further words."""
+    the checkout is not as expected. child: the script that runs it. extra_args: for that script."""
     child = child or os.path.join(os.path.dirname(os.path.abspath(__file__)), "paper_driver.py")
-    words = [sys.executable, "-I", "-B", child, os.path.abspath(checkout), script, *more]
+    words = [sys.executable, "-I", "-B", child, os.path.abspath(checkout), script, *extra_args]
     with tempfile.TemporaryDirectory() as empty:
         # Neither keys nor folders of the user: the code must not ask a paid service or download.
-        kept = ("PATH", "LD_LIBRARY_PATH")
-        env = {name: os.environ[name] for name in kept if name in os.environ}
+        inherited = ("PATH", "LD_LIBRARY_PATH")
+        env = {name: os.environ[name] for name in inherited if name in os.environ}
         env |= {"HOME": empty, "HF_HOME": empty, "TMPDIR": empty, "HF_HUB_OFFLINE": "1",
                 "PARAVT_MMVU_VIDEO_DIR": empty, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}
         try:
@@ -63,11 +63,11 @@ def run(checkout, script, items, child=None, more=()):
         last = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
         raise launch.UserError(f"{checkout}: its code ended with exit code {done.returncode}: "
                                f"{last}")
-    told = json.loads(lines[-1])
-    if "fault" in told:
-        raise launch.UserError(f"{checkout}: {told['fault']}; expected a checkout of "
+    output = json.loads(lines[-1])
+    if "fault" in output:
+        raise launch.UserError(f"{checkout}: {output['fault']}; expected a checkout of "
                                "EvolvingLMMs-Lab/ParaVT as we know it")
-    return told["sent"]
+    return output["sent"]
 
 
 def texts(protocol, checkout):
@@ -78,11 +78,11 @@ def texts(protocol, checkout):
     calls = [{"name": "crop_video", "arguments": {"start_time": start, "end_time": start + 6}}
              for start in (21.5, 221.5)]  # the second one lies after the end of the video
     replies = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]
-    spoken = {"videomme/subtitle/made-up.srt": "1\n00:00:01,000 --> 00:00:02,000\n{spoken}\n"}
+    files = {"videomme/subtitle/made-up.srt": "1\n00:00:01,000 --> 00:00:02,000\n{spoken}\n"}
     rows = place_rows()
     items = [{"bench": split, "row": row, "replies": replies,
-              "files": spoken if split == "videomme_wsub" else {}} for split, row in rows.items()]
-    sent = dict(zip(rows, run(checkout, SCRIPTS[protocol], items)))
+              "files": files if split == "videomme_wsub" else {}} for split, row in rows.items()]
+    sent = dict(zip(rows, run_driver(checkout, SCRIPTS[protocol], items)))
     try:
         return cut_texts(protocol, sent)
     except (LookupError, TypeError, AttributeError) as error:
@@ -93,21 +93,21 @@ def texts(protocol, checkout):
 def cut_texts(protocol, sent):
     """{split: what the driver sends} -> texts, see evaluation/paper.py."""
     mcq, span = (sent[split]["requests"] for split in ("videomme", "charades"))
-    found = {"system": mcq[0]["messages"][0]["content"],
-             "grounding": span[0]["messages"][0]["content"]}
-    for split, one in sent.items():
+    by_name = {"system": mcq[0]["messages"][0]["content"],
+               "grounding": span[0]["messages"][0]["content"]}
+    for split, item in sent.items():
         # Options that the publisher has labelled get a second label.
         options = "{labelled}" if split.startswith("videomme") else "{lines}"
-        found[split] = one["question"].replace("A. {a}\nB. {b}", options)
+        by_name[split] = item["question"].replace("A. {a}\nB. {b}", options)
     if protocol in ("paper-direct", "paper-reasoning"):
-        return [found[name] for name in paper.ONE_TURN]
+        return [by_name[name] for name in paper.ONE_TURN]
     named = mcq[0]["messages"][1]["content"][-1]["text"].removeprefix(sent["videomme"]["question"])
-    answers = [mcq[2]["messages"][place]["content"] for place in (3, 5)]
+    answers = [mcq[2]["messages"][index]["content"] for index in (3, 5)]
     frames = len(answers[0]) - 1
     reply = re.sub(rf"(?<![\d.]){frames}(?![\d.])", "{frames}", answers[0][-1]["text"])
-    found |= {"path": named.replace("made-up.mp4", "{video}"),
-              "reply": reply.replace("21.5", "{start}").replace("27.5", "{end}"),
-              "failed": answers[1].replace("221.5", "{start}").replace("227.5", "{end}"),
-              "letter": mcq[-1]["messages"][-1]["content"],
-              "span": span[-1]["messages"][-1]["content"]}
-    return [found[name] for name in paper.AGENT]
+    by_name |= {"path": named.replace("made-up.mp4", "{video}"),
+                "reply": reply.replace("21.5", "{start}").replace("27.5", "{end}"),
+                "failed": answers[1].replace("221.5", "{start}").replace("227.5", "{end}"),
+                "letter": mcq[-1]["messages"][-1]["content"],
+                "span": span[-1]["messages"][-1]["content"]}
+    return [by_name[name] for name in paper.AGENT]

@@ -100,11 +100,11 @@ class Protocol:
 
 def run(sampler, tasks, protocol, frames=64, group=1):
     """rollout.run of a protocol."""
-    sampler, own = player(sampler, protocol, frames)
-    return rollout.run(sampler, tasks, frames, group, play=own)
+    sampler, episode_fn = choose_loop(sampler, protocol, frames)
+    return rollout.run(sampler, tasks, frames, group, play=episode_fn)
 
 
-def player(sampler, protocol, frames):
+def choose_loop(sampler, protocol, frames):
     """-> (sampler, episode loop) of a protocol: training's own for ParaVT as trained, if the engine
     takes ids."""
     trained = replace(protocol, schema=rollout.tool_schema) == Protocol() and frames != 0
@@ -117,12 +117,12 @@ def player(sampler, protocol, frames):
 async def play(episode, sampler, protocol):
     """rollout.run_episode for any protocol, with ids or without -> Episode."""
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    shown = await rollout.load_overview(episode, sampler)
-    if shown is None:
+    overview = await rollout.load_overview(episode, sampler)
+    if overview is None:
         return episode
-    spec, frames, spoken = shown
+    spec, frames, subtitles = overview
     blind = not len(frames.seconds)
-    messages = protocol.opening(task, episode.num_frames, agent, spoken, episode.duration)
+    messages = protocol.opening(task, episode.num_frames, agent, subtitles, episode.duration)
     messages = [without_video(message) for message in messages] if blind else messages
     tools = protocol.schema() if agent.tools and protocol.schema else None
     context = episode.context = open_chat(codec, messages, [] if blind else [spec],
@@ -135,31 +135,31 @@ async def play(episode, sampler, protocol):
     for turn in range(tool_turns + 1):  # the last turn must answer
         last = turn == tool_turns
         prefix = forced_ids(codec, context.ids, prefill)
-        room = agent.context - len(context.ids) - len(prefix)
-        if room < 1:
+        tokens_left = agent.max_model_len - len(context.ids) - len(prefix)
+        if tokens_left < 1:
             episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
-                         f"{agent.context}")
+                         f"{agent.max_model_len}")
             break
         context.insert(prefix)
         limit = agent.max_new_tokens
         if last and tool_turns and protocol.force_tokens:
             limit = protocol.force_tokens(task)
-        said = await sampler.pump.sample(context.request(
-            f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(limit, room),
+        completion = await sampler.pump.sample(context.request(
+            f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(limit, tokens_left),
             temperature=agent.temperature, seed=rollout.turn_seed(episode, agent, turn),
             prefill=prefill, tools=tools, stop=protocol.stop))
-        if said.error:
-            episode.fail("engine_error", said.error)
+        if completion.error:
+            episode.fail("engine_error", completion.error)
             break
-        ended, said = said.ended, cut_turn(said, protocol, codec)
-        finish = "stop" if said.ended else "call" if ended else "length"
-        if said.ids is not None:
-            rollout.record_turn(episode, codec, said, finish)
+        ended, completion = completion.ended, cut_turn(completion, protocol, codec)
+        finish = "stop" if completion.ended else "call" if ended else "length"
+        if completion.ids is not None:
+            rollout.record_turn(episode, codec, completion, finish)
         else:  # from an endpoint
-            episode.turns.append(said.text)
+            episode.turns.append(completion.text)
             episode.finish.append(finish)
-            episode.notes.setdefault("reasoning", []).append(said.reasoning)
-        calls, records = rollout.record_calls(episode, agent, said.text, turn, protocol.parse)
+            episode.notes.setdefault("reasoning", []).append(completion.reasoning)
+        calls, records = rollout.record_calls(episode, agent, completion.text, turn, protocol.parse)
         if last or not calls:
             for record in records:
                 record.update(status="not_run", summary="")
@@ -173,16 +173,16 @@ async def play(episode, sampler, protocol):
             break
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
-        spoken_turn = {"role": "assistant", "content": prefill + said.text}
-        context.messages = [*context.messages, spoken_turn, *reply.messages]
+        assistant_turn = {"role": "assistant", "content": prefill + completion.text}
+        context.messages = [*context.messages, assistant_turn, *reply.messages]
         context.frames += reply.frames
         if codec is not None:
             items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
-            compact = chat.tool_response_ids(codec, reply.messages, said.ended, items)
+            compact = chat.tool_response_ids(codec, reply.messages, completion.ended, items)
             glue = chat.expand(codec, compact, items)
-            if len(context.ids) + len(glue) + len(prefix) >= agent.context:
+            if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
                 episode.fail("context", "the responses do not fit into a context of "
-                             f"{agent.context}")
+                             f"{agent.max_model_len}")
                 break
             context.insert(glue, compact)
             context.items += items
@@ -235,33 +235,34 @@ def forced_ids(codec, ids, prefill):
     return chat.encode(codec, prefill)
 
 
-def cut_turn(said, protocol, codec):
+def cut_turn(completion, protocol, codec):
     """A turn as the rules end it: after a protocol's stop strings; with one_call after its
     first call, because an agent with one window a turn would have stopped there."""
     if protocol.one_call:
-        said = cut_after(codec, said, ("</tool_call>", "</tool_code>"), since="</think>")
-    return cut_after(codec, said, protocol.stop) if protocol.stop else said
+        completion = cut_after(codec, completion, ("</tool_call>", "</tool_code>"),
+                               since="</think>")
+    return cut_after(codec, completion, protocol.stop) if protocol.stop else completion
 
 
-def cut_after(codec, said, tags, since=None):
+def cut_after(codec, completion, tags, since=None):
     """A Completion cut after the first of `tags`, searched after the first `since`; unchanged if
     there is none."""
     # In bytes: a turn may hold half a character, and ids are cut where the tag is whole.
-    if said.ids is None:  # an endpoint that returns text
-        pieces = [character.encode() for character in said.text]
-    else:
-        pieces = chat.pieces_of(codec, said.ids)
+    # An endpoint returns text without ids.
+    pieces = ([character.encode() for character in completion.text] if completion.ids is None
+              else chat.pieces_of(codec, completion.ids))
     text = b"".join(pieces)
     start = max(0, text.find(since.encode())) if since else 0
     ends = [at + len(tag) for tag in map(str.encode, tags) if (at := text.find(tag, start)) >= 0]
     if not ends:
-        return said
+        return completion
     lengths = list(itertools.accumulate(map(len, pieces)))
     cut = bisect.bisect_left(lengths, min(ends)) + 1  # the token that completes the tag stays
-    if said.ids is None:
-        return replace(said, text=said.text[:cut])
-    ids = said.ids[:cut]
-    return replace(said, ids=ids, logps=said.logps[:cut], text=chat.decode(codec, ids), ended=False)
+    if completion.ids is None:
+        return replace(completion, text=completion.text[:cut])
+    ids = completion.ids[:cut]
+    return replace(completion, ids=ids, logps=completion.logps[:cut],
+                   text=chat.decode(codec, ids), ended=False)
 
 
 def check_prompts(protocol, tasks, agent, num_frames):
@@ -278,23 +279,23 @@ def check_prompts(protocol, tasks, agent, num_frames):
                 task[name] += f" 5f3a{name}"
         messages = protocol.opening(task, num_frames, agent, "", 60.0)
         pieces = [piece for message in messages for piece in chat.content_of(message)]
-        said = "\n".join(piece.get("text", "") for piece in pieces)
+        prompt = "\n".join(piece.get("text", "") for piece in pieces)
         # The question as published holds the options.
         forms = [[task.get("event")], [task.get("published")], [task["question"], *options]]
-        wanted = next(form for form in forms if form[0] and form[0] in said or form is forms[-1])
+        wanted = next(form for form in forms if form[0] and form[0] in prompt or form is forms[-1])
         for text in wanted:
-            text = text if text in said else repr(text)[1:-1]  # in a list that Python printed
-            if text not in said:
+            text = text if text in prompt else repr(text)[1:-1]  # in a list that Python printed
+            if text not in prompt:
                 raise launch.UserError(f"the first prompt of task {task['id']} does not hold "
                                        f"{text[:60]!r}; --protocols lists the places that are "
-                                       "filled in a text of --prompt-file or --user-file")
+                                       "filled in a text of --prompt-file or user_file")
         for text in [*wanted, *options]:  # a task's own text may hold braces
-            said = said.replace(text, "")
+            prompt = prompt.replace(text, "")
         # \boxed{answer} is no place, {} after a key is JSON. The last two forms are publishers'.
         braces = r"(?<!\w)(?<!\":)(?<!\": )\{ ?([A-Za-z_0-9][\w.\[\]]*)?(![rs])?(:[^{}\"']*)? ?\}"
-        if place := re.search(braces + r"|<<<\w+>>>|\[(QUESTION|OPTIONS?|EVENT)\]", said):
+        if unfilled := re.search(braces + r"|<<<\w+>>>|\[(QUESTION|OPTIONS?|EVENT)\]", prompt):
             raise launch.UserError(f"the first prompt of task {task['id']} ({task['type']}) holds "
-                                   f"{place[0]}, which no part of the task fills")
+                                   f"{unfilled[0]}, which no part of the task fills")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ PLACES = ("question", "event", "options", "option_list", "style", "duration", "l
           "subtitles", "published", "labelled", "lines", "spoken")
 
 
-def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
+def fill_template(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     """
     Template -> text, filled at PLACES; other braces stay. label: of an option, "{}." or
     "({})". between: separates {options}. duration: seconds.
@@ -337,7 +338,7 @@ def filled(text, task, duration=0.0, subtitles="", label="{}.", between="\n"):
     if not lines:  # no empty line for options; blank lines of a publisher's text stay
         text = re.sub(r"\{options\}\n?", "", text)
     # In one pass, because a question may contain "{options}".
-    return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda found: values[found[1]], text)
+    return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda match: values[match[1]], text)
 
 
 def opening(task, num_frames, agent, subtitles, duration,
@@ -346,17 +347,16 @@ def opening(task, num_frames, agent, subtitles, duration,
     """
     Protocol.opening of most systems: a system text, then one user turn of frames and text.
 
-    user: template, see filled, or a function of the task that gives one. tail: follows unchanged,
-    except {video}.
+    user: template, see fill_template, or a function of the task that gives one. tail: follows
+    unchanged, except {video}.
     """
     user = user(task) if callable(user) else user
     if "{subtitles}" not in user:  # publishers' texts have no place for them
         user = "{subtitles}" + user
     tail = tail.replace("{video}", os.path.basename(task["video"]))
-    text = filled(user, task, duration, subtitles, label, between) + tail
+    text = fill_template(user, task, duration, subtitles, label, between) + tail
     # The spec of the overview: the frames themselves are loaded by the loop.
-    frames = {"type": "video", "video": task["video"], "frames": num_frames,
-              "stamp": stamp}
+    frames = {"type": "video", "video": task["video"], "frames": num_frames, "stamp": stamp}
     if text_first:
         content = [{"type": "text", "text": text}, frames]
     else:

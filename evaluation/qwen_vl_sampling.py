@@ -20,29 +20,29 @@ import math
 import numpy as np
 
 
-def even_count(asked: dict, total: int, rate: float) -> int:
-    """The number of frames out of `total`. asked: see `qwen`. rate: frames per second of the video.
+def even_count(ele: dict, total: int, rate: float) -> int:
+    """The number of frames out of `total`. ele: see `qwen`. rate: frames per second of the video.
     Raises ValueError if there are too few."""
-    if "nframes" in asked:
-        count = 2 * round(asked["nframes"] / 2)
+    if "nframes" in ele:
+        count = 2 * round(ele["nframes"] / 2)
     else:
-        least = 2 * math.ceil(asked.get("min_frames", 4) / 2)
-        most = 2 * math.floor(asked.get("max_frames", min(768, total)) / 2)
-        wanted = total / rate * asked.get("fps", 2.0)
-        count = 2 * math.floor(min(max(wanted, least), most, total) / 2)
+        min_frames = 2 * math.ceil(ele.get("min_frames", 4) / 2)
+        max_frames = 2 * math.floor(ele.get("max_frames", min(768, total)) / 2)
+        target = total / rate * ele.get("fps", 2.0)
+        count = 2 * math.floor(min(max(target, min_frames), max_frames, total) / 2)
     if not 2 <= count <= total:
         raise ValueError(f"{count} frames of a video or window of {total}")
     return count
 
 
-def spread(first: int, last: int, count: int) -> list[int]:
+def linspace(first: int, last: int, count: int) -> list[int]:
     """torch.linspace(first, last, count).round(): indices of frames, both ends among them."""
     # torch's step is a float32, and its sums are rounded to float32 once (fused). In a long video
     # another rounding takes other frames.
     step = float(np.float32(last - first) / np.float32(count - 1))
     i = np.arange(count)
-    places = np.where(i < count // 2, first + step * i, last - step * (count - 1 - i))
-    return np.rint(places.astype(np.float32)).astype(int).tolist()
+    indices = np.where(i < count // 2, first + step * i, last - step * (count - 1 - i))
+    return np.rint(indices.astype(np.float32)).astype(int).tolist()
 
 
 def window(total: int, rate: float, start: float, end: float) -> tuple[int, int]:
@@ -56,52 +56,53 @@ def window(total: int, rate: float, start: float, end: float) -> tuple[int, int]
     return first, last
 
 
-def sides(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
-    """(height, width) in multiples of `factor`, with `least` to `most` pixels."""
+def sides(height: int, width: int, factor: int, min_pixels: float, max_pixels: float) -> tuple:
+    """(height, width) in multiples of `factor`, with at least `min_pixels` and at most
+    `max_pixels`."""
     tall, wide = (max(factor, round(side / factor) * factor) for side in (height, width))
-    if tall * wide > most:
-        scale = math.sqrt(height * width / most)
+    if tall * wide > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
         tall, wide = (math.floor(side / scale / factor) * factor for side in (height, width))
-    elif tall * wide < least:
-        scale = math.sqrt(least / (height * width))
+    elif tall * wide < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
         tall, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
     return tall, wide
 
 
-def paced_frames(seconds: float, fps: float, most: int) -> int:
-    """Frames of an overview with `fps` frames a second and `most` at most; one at least. Half a
-    frame counts as one."""
-    return max(1, min(int(seconds * fps + 0.5), most))
+def paced_frames(seconds: float, fps: float, max_frames: int) -> int:
+    """Frames of an overview with `fps` frames a second and `max_frames` at most; one at least.
+    Half a frame counts as one."""
+    return max(1, min(int(seconds * fps + 0.5), max_frames))
 
 
-def qwen(asked: dict, total: int, rate: float, height: int, width: int, patch: int = 14) -> tuple:
+def qwen(ele: dict, total: int, rate: float, height: int, width: int, patch: int = 14) -> tuple:
     """
     What qwen_vl_utils.fetch_video reads -> (indices of frames, (height, width)).
 
-    asked: its argument: "nframes", or "fps" with "min_frames" and "max_frames"; "video_start" and
+    ele: its argument: "nframes", or "fps" with "min_frames" and "max_frames"; "video_start" and
     "video_end" in seconds; "min_pixels" and "max_pixels" of a frame, "total_pixels" of all. total,
     rate, height, width: of the video. Raises ValueError if it has too few frames there.
     """
     first, last = 0, total - 1
-    if "video_start" in asked or "video_end" in asked:
-        first, last = window(total, rate, asked.get("video_start", 0.0),
-                             asked.get("video_end", total / rate))
-    count = even_count(asked, last - first + 1, rate)
+    if "video_start" in ele or "video_end" in ele:
+        first, last = window(total, rate, ele.get("video_start", 0.0),
+                             ele.get("video_end", total / rate))
+    count = even_count(ele, last - first + 1, rate)
     factor = 2 * patch
-    least = asked.get("min_pixels", 128 * factor**2)
+    min_pixels = ele.get("min_pixels", 128 * factor**2)
     # Two frames make one grid of patches, which this reader counts once.
-    together = asked.get("total_pixels", 128_000 * factor**2 * 0.9) / count * 2
-    most = max(min(768 * factor**2, together), int(least * 1.05))
-    most = min(most, asked.get("max_pixels", most))
-    return spread(first, last, count), sides(height, width, factor, least, most)
+    together = ele.get("total_pixels", 128_000 * factor**2 * 0.9) / count * 2
+    max_pixels = max(min(768 * factor**2, together), int(min_pixels * 1.05))
+    max_pixels = min(max_pixels, ele.get("max_pixels", max_pixels))
+    return linspace(first, last, count), sides(height, width, factor, min_pixels, max_pixels)
 
 
-def film(total: int, height: int, width: int, most: float, frames: int = 32) -> tuple:
+def film(total: int, height: int, width: int, total_pixels: float, frames: int = 32) -> tuple:
     """What vLLM reads of a video_url and Qwen3-VL's processor makes of it -> (indices, (height,
-    width)). most: pixels of all frames together."""
-    places = sorted({int(i) for i in np.linspace(0, total - 1, min(frames, total))})
+    width)). total_pixels: of all frames together."""
+    indices = sorted({int(i) for i in np.linspace(0, total - 1, min(frames, total))})
     tall, wide = (round(side / 32) * 32 for side in (height, width))
-    if 2 * round(len(places) / 2) * tall * wide > most:
-        scale = math.sqrt(len(places) * height * width / most)
+    if 2 * round(len(indices) / 2) * tall * wide > total_pixels:
+        scale = math.sqrt(len(indices) * height * width / total_pixels)
         tall, wide = (math.floor(side / scale / 32) * 32 for side in (height, width))
-    return places, (max(32, tall), max(32, wide))
+    return indices, (max(32, tall), max(32, wide))

@@ -35,18 +35,17 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     (a digest), texts (a digest of the subtitles; None: none are shown), and every flag except those
     for paths, parts, speed and judges."""
     # Paths: the digest covers the contents of the files (tasks, prompts, weights).
-    free = "ckpt data bench root video_root out prompt_file user_file texts_of "
+    ignored = "ckpt data bench root video_root out prompt_file user_file texts_of "
     # Parts: a record names K, mode and sample. The argument `subtitles` is the resolved flag.
-    free += "limit frames tools show samples subtitles video question options "
+    ignored += "limit frames tools show samples subtitles video question options "
     # Speed, addresses, and the treatment of finished records.
-    free += ("live workers retries request_timeout api_key_env base_url give_up server_wait "
-             "max_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb engine_share patience "
-             "decode_timeout quiet cpu judge_url judge_model judge_key_env allow_errors")
-    # Two flags that have gone; records were made with them.
-    flags = {**vars(args), "verify": None, "open_thought": "run"}
-    kept = {name: value for name, value in sorted(flags.items())
-            if name not in free.split()}
-    settings = json.dumps([kept, prompts, subtitles, weights, tasks, *filter(None, [texts])])
+    ignored += ("live workers retries request_timeout api_key_env base_url give_up server_wait "
+                "max_num_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb decode_timeout "
+                "gpu_memory_utilization patience quiet cpu judge_url judge_model judge_key_env "
+                "allow_errors")
+    covered = {name: value for name, value in sorted(vars(args).items())
+               if name not in ignored.split()}
+    settings = json.dumps([covered, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
@@ -69,36 +68,37 @@ def read_records(out, digest=None):
                         record["sample"])
                 digest = digest or record["digest"]  # None: of the first record
             except (ValueError, KeyError, TypeError):
-                why = "not JSON, or no record; delete the line or the file"
-                raise launch.UserError(f"{path}:{number}: {why}") from None
+                reason = "not JSON, or no record; delete the line or the file"
+                raise launch.UserError(f"{path}:{number}: {reason}") from None
             if record["digest"] != digest:
-                why = "holds records of another checkpoint or other settings; choose another --out"
-                raise launch.UserError(f"{out} {why}")
+                raise launch.UserError(f"{out} holds records of another checkpoint or other "
+                                       "settings; choose another --out")
             # Files of several ranks come in any order, so the error may be read last.
             if not (item in done and runs.is_retried(record)):
                 done[item] = record
     return done
 
 
-def of_other_films(seen, root):
-    """[(video, its identity when a record was made, or None)] -> the videos that have another
-    identity now. A video that is missing now has none."""
-    now = {}
-    for name in {name for name, film in seen if film}:
+def changed_videos(recorded, root):
+    """[(video, its fingerprint when a record was made, or None)] -> the videos that have another
+    fingerprint now. A video that is missing now has none."""
+    current = {}
+    for name in {name for name, fingerprint in recorded if fingerprint}:
         with contextlib.suppress(video.VideoError):
-            now[name] = video.identity(video.resolve(name, root))
-    return [name for name, film in seen if film and now.get(name, film) != film]
+            current[name] = video.identity(video.resolve(name, root))
+    return [name for name, fingerprint in recorded
+            if fingerprint and current.get(name, fingerprint) != fingerprint]
 
 
-def cells(kept):
+def run_grid(flags):
     """Flags of a run, as a dict -> its (K, mode). Without frames there is nothing to look at and
     nothing to blank or shuffle."""
-    shows = kept.get("show") or ["real"]  # runs from before the flag
-    found = []
-    for k, tools, show in itertools.product(kept["frames"], kept["tools"], shows):
+    shows = flags.get("show") or ["real"]  # runs from before the flag
+    grid = []
+    for k, tools, show in itertools.product(flags["frames"], flags["tools"], shows):
         if k != 0 or (tools == "off" and show in ("real", "options")):
-            found.append((k, scores.mode_of({"tools": tools, "show": show})))
-    return found
+            grid.append((k, scores.mode_of({"tools": tools, "show": show})))
+    return grid
 
 
 def append_to(path):
@@ -119,8 +119,8 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     ids. k: as in --frames. mode: see scores.mode_of. taken: tokens of the requests, see
     costs.Meter."""
     # Only training needs these fields, and they are most of an episode's bytes.
-    left = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
-    record = {name: value for name, value in episode.to_json().items() if name not in left}
+    dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
+    record = {name: value for name, value in episode.to_json().items() if name not in dropped}
     # "sub" holds the ids of a sub-agent, left out too.
     calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
     times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
@@ -131,7 +131,7 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     tools, show = scores.parts_of(mode)
     record.update(calls=calls, digest=digest, budget=str(k), tools=tools, show=show,
                   frame_times=times, prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
-                  cost=costs.of(episode, taken or {}))
+                  cost=costs.episode_cost(episode, taken or {}))
     return {**record, **grade(record, args.protocol)}
 
 
@@ -141,30 +141,30 @@ def grade(record, protocol="paravt"):
         return {"said": None, "extracted": None, "score": 0.0}
     task = record["task"]
     kind, options = task["type"], task.get("options")
-    said = systems.protocols()[protocol].final(record["turns"], record["think_open"])
+    final_answer = systems.protocols()[protocol].final(record["turns"], record["think_open"])
     # Extraction never sees the gold answer.
     read = rewards.task_types()[kind].read
-    extracted = None if said is None else read(said, options) or None
-    if kind == "open" and said is not None:
+    extracted = None if final_answer is None else read(final_answer, options) or None
+    if kind == "open" and final_answer is not None:
         # Training pays token F1 for a part of an answer. A benchmark asks for the whole answer.
-        score = float(answers.match_open(said, task["answer"]))
+        score = float(answers.match_open(final_answer, task["answer"]))
     else:
-        score = rewards.accuracy(said, kind, task["answer"], options)
+        score = rewards.accuracy(final_answer, kind, task["answer"], options)
         score = float(score == 1.0) if kind == "list" else score  # the whole list too
-    return {"said": said, "extracted": extracted, "score": score}
+    return {"said": final_answer, "extracted": extracted, "score": score}
 
 
-def graded(folder, judge):
+def grade_folder(folder, judge):
     """Folder -> {item: record}, graded by the present code, and by a judge if the flags name one.
     judge: flags, see endpoint.judge."""
-    kept = read_json(folder, "args.json")
+    flags = read_json(folder, "args.json")
     records = read_records(folder)
     # An older version of the grader may have written the scores, so all records are graded again.
     for record in records.values():
-        record.update(grade(record, kept["protocol"]))
+        record.update(grade(record, flags["protocol"]))
     if judge.judge_model:
         endpoint.judge(records.values(), os.path.join(folder, "judge.jsonl"), judge)
-    return benchmarks.credited(records)
+    return benchmarks.apply_group_scores(records)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -177,12 +177,12 @@ def leaf_of(out, bench):
 
 def leaves(folder):
     """-> [(benchmark or None, leaf)] of an --out. Raises UserError if there is none."""
-    found = [(bench, leaf_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
-    found = [pair for pair in found if os.path.exists(os.path.join(pair[1], "tasks.jsonl"))]
-    if not found:
+    pairs = [(bench, leaf_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
+    pairs = [pair for pair in pairs if os.path.exists(os.path.join(pair[1], "tasks.jsonl"))]
+    if not pairs:
         raise launch.UserError(f"{folder}: no tasks.jsonl and records here")
     # If --out was used for both, only the benchmarks, because one table cannot hold both.
-    return [pair for pair in found if pair[0]] or found
+    return [pair for pair in pairs if pair[0]] or pairs
 
 
 def read_json(*path):
@@ -192,8 +192,8 @@ def read_json(*path):
         with open(path, encoding="utf-8") as f:
             return launch.parse_json(f.read())
     except (OSError, ValueError) as error:
-        why = f"{error}; finish this evaluation first"
-        raise launch.UserError(f"{path}: {why}") from None
+        reason = f"{error}; finish this evaluation first"
+        raise launch.UserError(f"{path}: {reason}") from None
 
 
 def write_json(value, *path):
@@ -204,7 +204,7 @@ def write_tasks(tasks, path):
     launch.write_atomic(path, "".join(json.dumps(task) + "\n" for task in tasks))
 
 
-def finished(folder):
+def load_finished(folder):
     """
     Folder -> the triple that scores.compare takes. Headlines and intervals of the summary are
     computed again from the records, as graded by the present code; a refused one stays refused.
@@ -213,23 +213,23 @@ def finished(folder):
     name, summary = os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
     # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
-    here = {}  # (benchmark, K, mode) -> {(task id, sample): record}
+    cells = {}  # (benchmark, K, mode) -> {(task id, sample): record}
     for bench, leaf in leaves(folder):
-        for (task, k, mode, sample), record in graded(leaf, judge).items():
-            here.setdefault((bench, k, mode), {})[task, sample] = record
+        for (task, k, mode, sample), record in grade_folder(leaf, judge).items():
+            cells.setdefault((bench, k, mode), {})[task, sample] = record
     for row in summary["results"]:
-        records = here.get(scores.place_of(row), {}).values()
+        records = cells.get(scores.cell_of(row), {}).values()
         if len(records) != row["n"]:
-            why = f"its summary.json is of {row['n']} records, and there are {len(records)}"
-            raise launch.UserError(f"{folder}: {why}; finish the run, then --rescore {folder}")
+            reason = f"its summary.json is of {row['n']} records, and there are {len(records)}"
+            raise launch.UserError(f"{folder}: {reason}; finish the run, then --rescore {folder}")
         refused = row["headline"] is None
-        row.update(scores.counted(records, row.get("bench")))
+        row.update(scores.grade_columns(records, row.get("bench")))
         if refused:
             row["headline"] = row["interval"] = None
-    return name, summary, here
+    return name, summary, cells
 
 
-def gathered(words):
+def load_evaluations(words):
     """
     Words of --compare and --table -> finished evaluations, in order. A word NAME= begins a group:
     the folders after it are runs of one system, pooled under that name. A folder whose own name
@@ -237,7 +237,7 @@ def gathered(words):
 
     Raises UserError for a group without folders, a group's name given twice, a folder twice in it.
     """
-    found, groups = [], {}
+    evaluations, groups = [], {}
     name = None
     for word in words:
         if word.endswith("="):
@@ -246,7 +246,7 @@ def gathered(words):
                 raise launch.UserError(f"{word}: a group needs a name of its own")
             groups[name] = []
         elif name is None:
-            found.append(finished(word))
+            evaluations.append(load_finished(word))
         else:
             groups[name].append(word)
     for name, folders in groups.items():
@@ -254,30 +254,30 @@ def gathered(words):
             raise launch.UserError(f"{name}=: name the folders of its runs after it")
         if len({os.path.realpath(folder) for folder in folders}) < len(folders):
             raise launch.UserError(f"{name}=: a folder stands twice among its runs")
-        found.append(scores.pool(name, [*map(finished, folders)]))
-    return found
+        evaluations.append(scores.pool(name, [*map(load_finished, folders)]))
+    return evaluations
 
 
-def finish(out, found, args, policy, parts=None):
+def finish(out, bench_leaves, args, policy, parts=None):
     """
-    Writes summary.json of every leaf in `found` and of the whole, and prints the tables: the end of
-    an evaluation and of --rescore. Raises UserError if a record is missing, or if too many items
-    failed.
+    Writes summary.json of every leaf of `bench_leaves` and of the whole, and prints the tables: the
+    end of an evaluation and of --rescore. Raises UserError if a record is missing, or if too many
+    items failed.
 
     policy: the checkpoint, or the model of an endpoint. parts: {leaf: tasks} of leaves that hold
     more tasks than this run asked: these are printed, not written.
     """
-    results, missing, here, parts = [], 0, {}, parts or {}
+    results, missing, cells, parts = [], 0, {}, parts or {}
     errors = collections.Counter()  # messages of failed items
-    for bench, leaf in found:
+    for bench, leaf in bench_leaves:
         tasks = parts.get(leaf) or launch.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
-        kept = read_json(leaf, "args.json")  # flags of the run, which --rescore does not have
+        flags = read_json(leaf, "args.json")  # flags of the run, which --rescore does not have
         if leaf in parts:
-            kept |= vars(args)
-        done = graded(leaf, args)
+            flags |= vars(args)
+        done = grade_folder(leaf, args)
         # All items that the run was to ask: a run that was cut short has no summary.
-        ids = [(task["id"], sample) for task in tasks for sample in range(kept["samples"])]
-        for k, mode in cells(kept):
+        ids = [(task["id"], sample) for task in tasks for sample in range(flags["samples"])]
+        for k, mode in run_grid(flags):
             items = [(task, str(k), mode, sample) for task, sample in ids]
             records = [done[item] for item in items if item in done]
             missing += len(items) - len(records)
@@ -288,77 +288,77 @@ def finish(out, found, args, policy, parts=None):
                 row["silent"] = sum(not any(text.strip() for text in r["turns"]) for r in records
                                     if r["status"] == "ok")
                 results.append(row)
-                here[scores.place_of(row)] = {(r["task"]["id"], r["sample"]): r for r in records}
+                cells[scores.cell_of(row)] = {(r["task"]["id"], r["sample"]): r for r in records}
             errors.update(r["error"] for r in records if r.get("error"))
     if missing:
-        why = "run the same command first, then --rescore"
-        raise launch.UserError(f"{out}: {missing} items have no record yet; {why} {out}")
+        hint = "run the same command first, then --rescore"
+        raise launch.UserError(f"{out}: {missing} items have no record yet; {hint} {out}")
     # Our engine hides no text: there an empty answer is wrong.
     refused = ([] if args.allow_errors
-               else scores.refuse(results, silent=kept.get("engine") == "openai"))
+               else scores.refuse_headlines(results, silent=flags.get("engine") == "openai"))
     scores.add_crr(results)
     summary = {"checkpoint": policy}
     if args.judge_model:
         summary["judge_model"] = args.judge_model
-    told = ("protocol", "prompt_hash", "prompt_file", "texts_of", "served")
-    summary |= {name: kept[name] for name in told if name in kept}  # only endpoints have "served"
-    departures = list(systems.protocols()[kept["protocol"]].departures)
-    if kept["protocol"] != "paravt" and not (kept.get("prompt_file") or kept.get("texts_of")):
+    names = ("protocol", "prompt_hash", "prompt_file", "texts_of", "served")
+    summary |= {name: flags[name] for name in names if name in flags}  # "served": of endpoints
+    departures = list(systems.protocols()[flags["protocol"]].departures)
+    if flags["protocol"] != "paravt" and not (flags.get("prompt_file") or flags.get("texts_of")):
         departures.append("prompts in our wording, not the publisher's")
     if departures:
         summary["departures"] = departures
     summary["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    for bench, leaf in found:
-        own = [row for row in results if row.get("bench") == bench]
+    for bench, leaf in bench_leaves:
+        rows = [row for row in results if row.get("bench") == bench]
         if leaf not in parts:
-            write_json({**summary, "results": own}, leaf, "summary.json")
-    needs = scores.needs(results, here)
-    if needs:
-        summary["needs"] = needs
+            write_json({**summary, "results": rows}, leaf, "summary.json")
+    controls = scores.control_tests(results, cells)
+    if controls:
+        summary["needs"] = controls
     if not parts:
         write_json({**summary, "results": results}, out, "summary.json")
     print(launch.printable(scores.table(results)))
-    if needs:
-        print(f"\n{launch.printable(scores.needs_table([('', needs)]))}")
+    if controls:
+        print(f"\n{launch.printable(scores.control_table([('', controls)]))}")
     acc = {}  # printed last, for scripts: "[bench/]K/mode" -> accuracy
     for row in results:
-        place = [row["bench"]] if "bench" in row else []
-        acc["/".join([*place, str(row["K"]), scores.mode_of(row)])] = round(row["acc"], 4)
+        prefix = [row["bench"]] if "bench" in row else []
+        acc["/".join([*prefix, str(row["K"]), scores.mode_of(row)])] = round(row["acc"], 4)
     if parts:
         print(f"{out} holds more tasks than these: its summary stays as it is")
-    print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"),
-                      "acc": acc}))
+    print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"), "acc": acc}))
     if refused:  # last, so that the table and the summary are there: exit code 2
-        why = "no headline above 1% failed items (--allow-errors prints it): "
+        head = "no headline above 1% failed items (--allow-errors prints it): "
         for message, count in errors.most_common(1):
             refused.append(f"the most frequent error, {count} times: {message[:300]}")
-        raise launch.UserError(why + "; ".join(refused))
+        raise launch.UserError(head + "; ".join(refused))
 
 
 def rescore(folders, args):
     """--rescore: grades the records of finished folders again."""
     for folder in folders:
-        found = leaves(folder)
-        kept = read_json(found[0][1], "args.json")
-        finish(folder, found, args, kept["ckpt"] or kept["model"])
+        bench_leaves = leaves(folder)
+        flags = read_json(bench_leaves[0][1], "args.json")
+        finish(folder, bench_leaves, args, flags["ckpt"] or flags["model"])
 
 
 def compare(words, out):
     """--compare: one table from finished folders, and summary.json in `out`."""
-    compared = scores.compare(gathered(words))
+    compared = scores.compare(load_evaluations(words))
     launch.make_out(out)
     write_json(compared, out, "summary.json")
-    print(launch.printable(scores.comparison(compared)))
+    print(launch.printable(scores.comparison_table(compared)))
 
 
 def table(words):
     """--table: benchmark folders beside the paper's numbers."""
-    found = gathered(words)
-    shown = scores.paper_layout(found)
-    needs = [(name, scores.needs(summary["results"], here)) for name, summary, here in found]
-    if any(rows for _, rows in needs):
-        shown += f"\n\n{scores.needs_table(needs, markdown=True)}"
-    print(launch.printable(shown))
+    evaluations = load_evaluations(words)
+    text = scores.paper_layout(evaluations)
+    controls = [(name, scores.control_tests(summary["results"], cells))
+                for name, summary, cells in evaluations]
+    if any(rows for _, rows in controls):
+        text += f"\n\n{scores.control_table(controls, markdown=True)}"
+    print(launch.printable(text))
 
 
 def prepare(bench, root, path):
@@ -366,7 +366,8 @@ def prepare(bench, root, path):
     if os.path.exists(path):  # it may be a file of the publisher
         raise launch.UserError(f"--prepare {path}: there is such a file already")
     tasks, notes = benchmarks.read_split(bench, root)
-    if benchmarks.splits()[bench].shown == "none":  # --data shows the files that tasks name
+    # --data shows the subtitle files that tasks name.
+    if benchmarks.splits()[bench].default_subtitles == "none":
         tasks = [{**task, "subtitles": None} for task in tasks]
     write_tasks(tasks, path)
     print_notes(path, notes)

@@ -43,7 +43,7 @@ def by_video(records, bench):
     return sums, counts
 
 
-def resampled(records, bench, draws=2000):
+def bootstrap(records, bench, draws=2000):
     """
     -> (headline, bootstrap draws of the headline [draws]). Without any item of the headline: None
     and []. With items of one video alone there are no draws, because they would all be equal. A
@@ -64,15 +64,15 @@ def resampled(records, bench, draws=2000):
     chances = np.full(len(sums), 1 / len(sums))
     times = np.random.default_rng(0).multinomial(len(sums), chances, size=draws).astype(float)
     items = times @ counts  # [draws, parts]
-    there = items > 0  # a draw may miss a part, or all of them
-    means = np.divide(times @ sums, items, out=np.zeros(items.shape), where=there)
-    some = there.any(1)  # [draws]
+    present = items > 0  # a draw may miss a part, or all of them
+    means = np.divide(times @ sums, items, out=np.zeros(items.shape), where=present)
+    nonempty = present.any(1)  # [draws]
     # A draw counts only the parts that it holds.
-    drawn = (means.sum(1) / np.maximum(1, there.sum(1)))[some]
-    return headline, with_runs(drawn, headline, records, bench)
+    drawn = (means.sum(1) / np.maximum(1, present.sum(1)))[nonempty]
+    return headline, add_run_variance(drawn, headline, records, bench)
 
 
-def with_runs(drawn, middle, records, bench):
+def add_run_variance(drawn, middle, records, bench):
     """
     Draws over videos -> the same, with the spread of runs, around `middle`. Unchanged if no system
     has several runs that differ: a single run tells nothing of other seeds.
@@ -84,7 +84,7 @@ def with_runs(drawn, middle, records, bench):
     """
     parts = [(drawn.var(), len({r["task"]["video"] for r in records}) - 1)]
     for side, runs in enumerate(next(iter(records), {}).get("sides", ())):
-        values = [resampled([{**{name: value for name, value in record.items() if name != "sides"},
+        values = [bootstrap([{**{name: value for name, value in record.items() if name != "sides"},
                               "score": record["sides"][side][run]} for record in records],
                             bench, draws=1)[0] for run in range(len(runs))]
         if len(values) > 1:
@@ -94,8 +94,8 @@ def with_runs(drawn, middle, records, bench):
         return drawn
     freedom = sum(v for v, _ in parts) ** 2 / sum(v * v / number for v, number in parts)
     rng = np.random.default_rng(1)
-    apart = drawn - middle + math.sqrt(runs) * rng.standard_normal(len(drawn))
-    return middle + apart * np.sqrt(freedom / rng.chisquare(freedom, len(drawn)))
+    deviations = drawn - middle + math.sqrt(runs) * rng.standard_normal(len(drawn))
+    return middle + deviations * np.sqrt(freedom / rng.chisquare(freedom, len(drawn)))
 
 
 def interval(draws):
@@ -105,7 +105,7 @@ def interval(draws):
 
 def mean_of(pairs):
     """[(record, value)] -> (mean or None, its interval)."""
-    value, draws = resampled([{"task": r["task"], "score": value} for r, value in pairs], None)
+    value, draws = bootstrap([{"task": r["task"], "score": value} for r, value in pairs], None)
     return value, interval(draws)
 
 
@@ -127,13 +127,13 @@ def breakdowns(records):
         for name, labels in tags.items():
             for label in labels if isinstance(labels, list) else [labels]:
                 pairs.setdefault(name, []).append((str(label), record))
-    return {name: mean_scores(some) for name, some in pairs.items()}
+    return {name: mean_scores(group) for name, group in pairs.items()}
 
 
 def summarise(records, bench=None, judged=False):
     """Records of one (benchmark, K, mode) -> dict of numbers. Errors are in every denominator."""
-    n, graded = len(records), counted(records, bench)
-    fine = [r for r in records if r["status"] == "ok"]
+    n, graded = len(records), grade_columns(records, bench)
+    completed = [r for r in records if r["status"] == "ok"]
     causes = sorted({r["status"] for r in records} - {"ok"})
     out = {
         "n": n,
@@ -142,15 +142,15 @@ def summarise(records, bench=None, judged=False):
         "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
         "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
         "errors": {cause: sum(r["status"] == cause for r in records) for cause in causes},
-        "no_answer": sum(r["extracted"] is None for r in fine),  # of episodes that ended well
-        "truncated": sum(r["finish"][-1:] == ["length"] for r in fine),  # in the last turn
+        "no_answer": sum(r["extracted"] is None for r in completed),  # of episodes that ended well
+        "truncated": sum(r["finish"][-1:] == ["length"] for r in completed),  # in the last turn
         "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n,
     }
-    spent = costs.mean(records)
-    if spent:
-        out["cost"] = spent  # per answer
-    if looked := windows.judged(records, mean_of):
-        out["windows"] = looked
+    cost = costs.mean(records)
+    if cost:
+        out["cost"] = cost  # per answer
+    if stats := windows.window_stats(records, mean_of):
+        out["windows"] = stats
     if judged:
         verdicts = [r["judge"] for r in records if "judge" in r]
         failed = verdicts.count(None)  # the request failed, or the reply was neither yes nor no
@@ -172,40 +172,40 @@ def summarise(records, bench=None, judged=False):
     return out
 
 
-def refuse(results, silent=False):
+def refuse_headlines(results, silent=False):
     """Removes the headline of every result with more than 1% failed items and, if asked, of each
     whose episodes hold no text at all, although none failed -> lines that say why."""
-    told = []
+    lines = []
     for row in results:
         failed = sum(row["errors"].values())
         ended = row["n"] - failed + row["errors"].get("judge_error", 0)
         causes = ", ".join(f"{count} {cause}" for cause, count in row["errors"].items())
-        whys = [f"{failed} of {row['n']} items failed ({causes})"] * (failed > 0.01 * row["n"])
+        reasons = [f"{failed} of {row['n']} items failed ({causes})"] * (failed > 0.01 * row["n"])
         if silent and row["silent"] == ended > 0:
-            whys.append(f"none of {ended} answers holds any text (the server may move it to "
-                        "reasoning_content: start it without --reasoning-parser, or raise "
-                        "--max-new-tokens)")
-        if whys:
+            reasons.append(f"none of {ended} answers holds any text (the server may move it to "
+                           "reasoning_content: start it without --reasoning-parser, or raise "
+                           "--max-new-tokens)")
+        if reasons:
             row["headline"] = row["interval"] = None
-        told += [f"{row.get('bench') or 'data'} at K {row['K']}, tools {mode_of(row)}: {why}"
-                 for why in whys]
-    return told
+        lines += [f"{row.get('bench') or 'data'} at K {row['K']}, tools {mode_of(row)}: {reason}"
+                  for reason in reasons]
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------
 # Differences
 
 
-def paired(own, other):
+def paired(baseline, candidate):
     """
-    {item: record} of two systems -> records of the items that both have, with the score other -
-    own. A headline is a mean of means, so the headline of these records is the difference of the
-    headlines, and `resampled` draws it paired.
+    {item: record} of two systems -> records of the items that both have, with the score candidate -
+    baseline. A headline is a mean of means, so the headline of these records is the difference of
+    the headlines, and `bootstrap` draws it paired.
     """
-    same = sorted(set(own) & set(other), key=str)
-    return [{**own[item], "score": other[item]["score"] - own[item]["score"],
-             "sides": [side for one in (other, own) for side in
-                       one[item].get("sides") or [[one[item]["score"]]]]} for item in same]
+    same = sorted(set(baseline) & set(candidate), key=str)
+    return [{**baseline[item], "score": candidate[item]["score"] - baseline[item]["score"],
+             "sides": [side for records in (candidate, baseline) for side in
+                       records[item].get("sides") or [[records[item]["score"]]]]} for item in same]
 
 
 def sign_flip_p(records, bench, draws=20000):
@@ -235,19 +235,19 @@ def sign_flip_p(records, bench, draws=20000):
         signs = 2 * rng.integers(0, 2, (1000, len(shares)), dtype=np.int8) - 1
         flipped[at : at + 1000] = signs @ shares
     # Not below the p of the videos alone, which the noise would make smaller at a tie.
-    as_large = max(int((np.abs(some) >= bound).sum())
-                   for some in (flipped, with_runs(flipped, 0.0, records, bench)))
+    as_large = max(int((np.abs(totals) >= bound).sum())
+                   for totals in (flipped, add_run_variance(flipped, 0.0, records, bench)))
     return (1 + as_large) / (1 + draws)  # the observed signs are one of the patterns
 
 
 def holm(values):
     """p-values -> p-values after Holm's correction, in the same order. None stays None and does not
     count."""
-    known = sorted((p, i) for i, p in enumerate(values) if p is not None)
+    ranked = sorted((p, i) for i, p in enumerate(values) if p is not None)
     out, largest = [None] * len(values), 0.0
-    for rank, (p, i) in enumerate(known):
+    for rank, (p, i) in enumerate(ranked):
         # Never below the one before, or a larger p could be rejected before a smaller one.
-        largest = max(largest, min(1.0, p * (len(known) - rank)))
+        largest = max(largest, min(1.0, p * (len(ranked) - rank)))
         out[i] = largest
     return out
 
@@ -269,7 +269,7 @@ def parts_of(mode):
     return tools, show or "real"
 
 
-def place_of(row):
+def cell_of(row):
     """Row of a summary -> (benchmark or None, K as text, mode), the key of its records."""
     return row.get("bench"), str(row["K"]), mode_of(row)
 
@@ -283,67 +283,67 @@ def pool(name, runs):
     Raises UserError if a run lacks a benchmark, K or mode that another has.
     """
     results, pooled = [], {}
-    places = {place_of(row): None for _, summary, _ in runs for row in summary["results"]}
-    for place in places:
-        each = [here.get(place, {}) for *_, here in runs]
+    cells = {cell_of(row): None for _, summary, _ in runs for row in summary["results"]}
+    for cell in cells:
+        run_records = [run_cells.get(cell, {}) for *_, run_cells in runs]
         rows = [row for _, summary, _ in runs for row in summary["results"]
-                if place_of(row) == place]
-        same = set(each[0]).intersection(*each[1:])
+                if cell_of(row) == cell]
+        same = set(run_records[0]).intersection(*run_records[1:])
         if len(rows) < len(runs) or not same:
-            words = f"{place[0] or 'data'} at K {place[1]}, tools {place[2]}"
-            why = f"its folders are no runs of the same items: {words} is not in all of them"
-            raise launch.UserError(f"{name}: {why}")
+            words = f"{cell[0] or 'data'} at K {cell[1]}, tools {cell[2]}"
+            reason = f"its folders are no runs of the same items: {words} is not in all of them"
+            raise launch.UserError(f"{name}: {reason}")
         records = {}
         for item in sorted(same, key=str):
-            scores = [run[item]["score"] for run in each]
-            records[item] = {**each[0][item], "score": sum(scores) / len(scores),
+            scores = [run[item]["score"] for run in run_records]
+            records[item] = {**run_records[0][item], "score": sum(scores) / len(scores),
                              "sides": [scores]}
-        row = {"bench": place[0], "K": rows[0]["K"]}
-        row["tools"], row["show"] = parts_of(place[2])
-        row.update(counted(records.values(), place[0]))
+        row = {"bench": cell[0], "K": rows[0]["K"]}
+        row["tools"], row["show"] = parts_of(cell[2])
+        row.update(grade_columns(records.values(), cell[0]))
         for key in ("f_tau", "kappa", "seconds_per_episode"):
             row[key] = costs.mean_or_none([r[key] for r in rows])
         if any(r["headline"] is None for r in rows):
             row["headline"] = row["interval"] = None  # refused in one run
-        spent = [r.get("cost") for r in rows]
-        if None not in spent:
-            row["cost"] = {key: costs.mean_or_none([cost[key] for cost in spent])
-                           for key in spent[0]}
+        run_costs = [r.get("cost") for r in rows]
+        if None not in run_costs:
+            row["cost"] = {key: costs.mean_or_none([cost[key] for cost in run_costs])
+                           for key in run_costs[0]}
         # On the items that all have, so that the runs differ by their seeds alone.
-        row["seeds"] = [resampled([run[item] for item in records], place[0], draws=1)[0]
-                        for run in each]
+        row["seeds"] = [bootstrap([run[item] for item in records], cell[0], draws=1)[0]
+                        for run in run_records]
         results.append(row)
-        pooled[place] = records
+        pooled[cell] = records
     departures = [text for _, summary, _ in runs for text in summary.get("departures", [])]
     return name, {"results": results, "departures": list(dict.fromkeys(departures))}, pooled
 
 
-def counted(records, bench):
+def grade_columns(records, bench):
     """Records of one (benchmark, K, mode) -> the part of a row that depends on grades: headline,
     interval, n, items (tasks of the benchmark), items_headline (those that the headline counts)."""
     part_of = benchmarks.headline(bench)[1]
-    value, draws = resampled(list(records), bench)
+    value, draws = bootstrap(list(records), bench)
     within = [r["task"] for r in records if part_of(r) is not None]
     return {"n": len(records), "headline": value, "interval": interval(draws),
             "items": len({r["task"]["id"] for r in records}),
             "items_headline": len({task["id"] for task in within}),
             "videos": len({task["video"] for task in within}),
-            "acc": sum(map(windows.right, records)) / len(records)}  # the mean over all items
+            "acc": sum(map(windows.item_score, records)) / len(records)}  # the mean over all items
 
 
 # ------------------------------------------------------------------------------------------------
 # Tables
 
 
-def shown_interval(row):
+def interval_text(row):
     if row.get("headline") is None:
         return "refused: errors"
     if row["interval"] is None:  # of one video
         return f"{row['headline']:.3f} [-]"
-    return "{:.3f} [{:.3f}, {:.3f}]".format(row["headline"], *row["interval"]) + few(row)
+    return "{:.3f} [{:.3f}, {:.3f}]".format(row["headline"], *row["interval"]) + few_mark(row)
 
 
-def few(row):
+def few_mark(row):
     """The mark of an interval over few videos: of 2 videos it holds the truth in half of all
     cases, not in 95%."""
     return "!" * (row.get("videos", FEW) < FEW)
@@ -361,21 +361,21 @@ def table(results, labels=12):
         head = f"{row.get('bench') or '-':<15} " if named else ""
         indent = " " * len(head)
         lines.append(f"{head}{row['K']!s:>6} {mode_of(row):>{wide}} {row['n']:>5} "
-                     f"{shown_interval(row):>22} {row['acc']:>6.3f} {row['f_tau']:>6.3f} "
+                     f"{interval_text(row):>22} {row['acc']:>6.3f} {row['f_tau']:>6.3f} "
                      f"{row['kappa']:>6.2f} {sum(row['errors'].values()):>6} "
                      f"{row['no_answer']:>9} {row['truncated']:>7}")
         # Numbers that only some results have go below the row, in one line.
-        more = [f"{row['metric']} is the headline"] if row["metric"] != "accuracy" else []
+        details = [f"{row['metric']} is the headline"] if row["metric"] != "accuracy" else []
         for name in ("pass@n", "R@0.3", "R@0.5", "R@0.7"):
-            more += [f"{name} {row[name]:.3f}"] if name in row else []
-        more += [f"CRR {row['CRR']:.4f}"] if "CRR" in row else []
-        more += window_words(row["windows"]) if "windows" in row else []
+            details += [f"{name} {row[name]:.3f}"] if name in row else []
+        details += [f"CRR {row['CRR']:.4f}"] if "CRR" in row else []
+        details += window_words(row["windows"]) if "windows" in row else []
         for kind, cell in row.get("by_type", {}).items():
-            more.append(f"{kind} {cell['acc']:.3f} of {cell['n']}")
-        if more:
-            lines.append(f"{indent}       {', '.join(more)}")
-        for name, found in row["by"].items():
-            for label, cell in found.items() if 1 < len(found) <= labels else []:
+            details.append(f"{kind} {cell['acc']:.3f} of {cell['n']}")
+        if details:
+            lines.append(f"{indent}       {', '.join(details)}")
+        for name, groups in row["by"].items():
+            for label, cell in groups.items() if 1 < len(groups) <= labels else []:
                 numbers = f"{cell['n']:>5} {cell['acc']:>6.3f}"
                 lines.append(f"{indent}{'':>12} {numbers}  {name} {label}")
     return "\n".join(lines)
@@ -383,18 +383,18 @@ def table(results, labels=12):
 
 def window_words(row):
     """"windows" of a row -> texts for the terminal."""
-    def told(name):
+    def mean_text(name):
         if row[name] is None:
             return "-"
         low_high = row["intervals"][name]
-        shown = f"{row[name]:.3f}" + (" [{:.3f}, {:.3f}]".format(*low_high) if low_high else " [-]")
+        text = f"{row[name]:.3f}" + (" [{:.3f}, {:.3f}]".format(*low_high) if low_high else " [-]")
         chance = row["random"].get(name)
-        return shown + ("" if chance is None else f" (at random {chance:.3f})")
+        return text + ("" if chance is None else f" (at random {chance:.3f})")
 
     parts = {"recall": "recall", "precision": "precision", "hit": "hit rate", "iou": "IoU",
              "acc_hit": "accuracy after a hit", "acc_miss": "after a miss",
              "miou": "over all episodes mIoU", "rec@iou": "rec@IoU", "acc@iou": "acc@IoU"}
-    texts = [f"{words} {told(name)}" for name, words in parts.items()]
+    texts = [f"{words} {mean_text(name)}" for name, words in parts.items()]
     texts += [f"{name} {'-' if row[name] is None else format(row[name], '.3f')}"
               for name in windows.STEPS if name in row]
     return [f"windows of {row['n']} episodes that called: {texts[0]}", *texts[1:]]
@@ -403,28 +403,28 @@ def window_words(row):
 def add_crr(results):
     """CG-Bench's CRR, as VLMEvalKit computes it: min(long, clue) / clue, of the accuracies on the
     films and on the parts that hold the clues, at the same K and mode. Writes it into the rows."""
-    rows = {place_of(row): row for row in results if row["headline"] is not None}
-    for (bench, *place), row in rows.items():
-        clue = rows.get(("cgbench_clue", *place), {}).get("headline")
+    rows = {cell_of(row): row for row in results if row["headline"] is not None}
+    for (bench, *key), row in rows.items():
+        clue = rows.get(("cgbench_clue", *key), {}).get("headline")
         if bench == "cgbench" and clue:
             row["CRR"] = min(row["headline"], clue) / clue
 
 
-def compare(found):
+def compare(evaluations):
     """
     Finished evaluations -> {"time", "rows", "seeds", "costs", "differences"}. rows: one
     per checkpoint, benchmark and K, with tools and without. seeds: headlines of the runs of a
     pooled system. costs: accuracy and cost of each of those runs. differences: of every folder to
     the first, paired by item, with the p-value and Holm's over all of them.
 
-    found: [(name, summary.json, {(benchmark, K, tools): {(task id, sample): graded record}})].
+    evaluations: [(name, summary.json, {(benchmark, K, mode): {(task id, sample): graded record}})].
     """
-    rows, seeds, spent, differences = [], [], [], []
-    for name, summary, _ in found:
+    rows, seeds, run_costs, differences = [], [], [], []
+    for name, summary, _ in evaluations:
         pairs = {}  # (benchmark, K, show) -> one row of both modes of --tools
         for r in summary["results"]:
-            place = {"bench": r.get("bench"), "K": r["K"], "show": r.get("show") or "real"}
-            row = pairs.setdefault(tuple(place.values()), {"name": name, **place, "n": r["n"]})
+            labels = {"bench": r.get("bench"), "K": r["K"], "show": r.get("show") or "real"}
+            row = pairs.setdefault(tuple(labels.values()), {"name": name, **labels, "n": r["n"]})
             tokens = (r.get("cost") or {}).get("tokens")
             if r["tools"] == "on":
                 row.update(acc_tools=r["headline"], f_tau=r["f_tau"], tokens_tools=tokens)
@@ -435,18 +435,18 @@ def compare(found):
             else:
                 row.update(acc_no_tools=r["headline"], tokens_no_tools=tokens)
             if r.get("cost"):  # runs from before costs were kept have none
-                told = {"K": r["K"], "tools": mode_of(r), "headline": r["headline"]}
-                told |= {**r["cost"], "seconds": r["seconds_per_episode"]}
-                spent.append({"name": name, "bench": r.get("bench"), **told})
+                cost_row = {"K": r["K"], "tools": mode_of(r), "headline": r["headline"]}
+                cost_row |= {**r["cost"], "seconds": r["seconds_per_episode"]}
+                run_costs.append({"name": name, "bench": r.get("bench"), **cost_row})
             if "seeds" in r:
-                seeds.append({"name": name, **place, "tools": mode_of(r), "headlines": r["seeds"]})
+                seeds.append({"name": name, **labels, "tools": mode_of(r), "headlines": r["seeds"]})
         rows += pairs.values()
-    (minus, base, first), *others = found
-    for place, own in first.items():
-        bench, k, mode = place
-        for name, summary, here in others:
-            records = paired(own, here.get(place, {}))
-            difference, draws = resampled(records, bench)
+    (minus, base, first), *others = evaluations
+    for cell, baseline in first.items():
+        bench, k, mode = cell
+        for name, summary, cells in others:
+            records = paired(baseline, cells.get(cell, {}))
+            difference, draws = bootstrap(records, bench)
             if difference is None:  # no item in common
                 continue
             _, counts = by_video(records, bench)
@@ -454,7 +454,7 @@ def compare(found):
             row = {"name": name, "minus": minus, "bench": bench, "K": k, "tools": mode, "n": items,
                    "videos": videos}
             results = [*base["results"], *summary["results"]]
-            if any(r["headline"] is None for r in results if place_of(r) == place):
+            if any(r["headline"] is None for r in results if cell_of(r) == cell):
                 # Too many items failed in one of the two.
                 row |= dict.fromkeys(("difference", "interval", "p"))
             else:
@@ -464,11 +464,11 @@ def compare(found):
     for row, p in zip(differences, holm([row["p"] for row in differences])):
         row["p_holm"] = p
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"time": when, "rows": rows, "seeds": seeds, "costs": spent,
+    return {"time": when, "rows": rows, "seeds": seeds, "costs": run_costs,
             "differences": differences}
 
 
-def comparison(compared):
+def comparison_table(compared):
     """Result of `compare` -> aligned text."""
     # Windows of episodes that called, and the way to an answer in the toy world.
     judged, toy = (any(name in row for row in compared["rows"]) for name in ("recall", "called"))
@@ -478,7 +478,7 @@ def comparison(compared):
     for row in compared["rows"]:
         tools = "-"  # not run, or refused
         if row.get("acc_tools") is not None:
-            tools = shown_interval({**row, "headline": row["acc_tools"]})
+            tools = interval_text({**row, "headline": row["acc_tools"]})
         line = f"{row['name']:<12} {row['K']!s:>6} {row['n']:>5} {tools:>22}"
         for name, width, digits in (("tokens_tools", 7, 0), ("acc_no_tools", 9, 3),
                                     ("tokens_no_tools", 7, 0), ("f_tau", 6, 3), ("kappa", 6, 2),
@@ -492,9 +492,9 @@ def comparison(compared):
     if compared["seeds"]:
         lines += ["", "spread between the runs of a system (sd) and the headline of every run"]
     for row in compared["seeds"]:
-        each = " ".join(f"{value:.3f}" for value in row["headlines"])
+        headlines = " ".join(f"{value:.3f}" for value in row["headlines"])
         line = f"{row['name']:<12} {row['K']!s:>6} {row['tools']:>5} {spread(row['headlines'])}"
-        lines.append(f"{line}: {each}" + (f"  {row['bench']}" if row["bench"] else ""))
+        lines.append(f"{line}: {headlines}" + (f"  {row['bench']}" if row["bench"] else ""))
     lines += cost_lines(compared["costs"])
     return "\n".join(lines + difference_lines(compared))
 
@@ -517,19 +517,19 @@ def difference_lines(compared):
     for row in rows:
         low_high = "[-]"
         if row["interval"]:
-            low_high = "[{:+.3f}, {:+.3f}]".format(*row["interval"]) + few(row)
-        shown = "refused: errors"
+            low_high = "[{:+.3f}, {:+.3f}]".format(*row["interval"]) + few_mark(row)
+        difference = "refused: errors"
         if row["difference"] is not None:
-            shown = f"{row['difference']:+.3f} {low_high:>16}"
+            difference = f"{row['difference']:+.3f} {low_high:>16}"
         line = f"{row['name']} - {row['minus']}".ljust(18)
-        line += f" {row['K']:>6} {row['tools']:>5} {shown:>23}"
-        line += f" {shown_p(row['p']):>6} {shown_p(row['p_holm']):>6}"
+        line += f" {row['K']:>6} {row['tools']:>5} {difference:>23}"
+        line += f" {p_text(row['p']):>6} {p_text(row['p_holm']):>6}"
         line += f" {row['videos']:>6} {row['n']:>6}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
     return lines
 
 
-def shown_p(p):
+def p_text(p):
     if p is None:
         return "-"
     return "<.0001" if p < 0.0001 else f"{p:.4f}"
@@ -548,8 +548,8 @@ def cost_lines(rows):
         line = f"{row['name']:<12} {row['K']!s:>6} {row['tools']:>5} {headline:>8} {tokens:>8}"
         for name, width in (("prompt_tokens", 14), ("sampled_tokens", 12), ("frames", 11)):
             pair = [row[name], row[f"sub_{name}"]]
-            shown = "-" if None in pair else "{:.0f} + {:.0f}".format(*pair)
-            line += f" {shown:>{width}}"
+            cell = "-" if None in pair else "{:.0f} + {:.0f}".format(*pair)
+            line += f" {cell:>{width}}"
         line += f" {row['rounds']:>6.1f} {row['seconds']:>7.1f}"
         lines.append(line + (f"  {row['bench']}" if row["bench"] else ""))
     return lines
@@ -559,27 +559,27 @@ def cost_lines(rows):
 # Tables for papers
 
 
-def paper_layout(found):
+def paper_layout(evaluations):
     """
     Finished evaluations, as `compare` takes them -> the paper's Table 1 with a group of our rows at
     the end, in Markdown.
 
     The best of every column is bold. A run of a part of a benchmark is never the best.
     """
-    here = {row.get("bench") for _, summary, _ in found for row in summary["results"]}
+    ours = {row.get("bench") for _, summary, _ in evaluations for row in summary["results"]}
     paper = benchmarks.paper_table()
     # A benchmark that neither the paper nor we have measured gets no column.
-    names = [name for name in benchmarks.splits() if name in here or name in paper["ParaVT-8B"][1]]
+    names = [name for name in benchmarks.splits() if name in ours or name in paper["ParaVT-8B"][1]]
     systems = [{"group": group, "label": f"{system} (the paper's)", "departures": [],
                 "cells": {name: (percent, True, f"{percent:.1f}")
                           for name, percent in row.items()}}
                for system, (group, row) in paper.items()]
-    for name, summary, _ in found:
+    for name, summary, _ in evaluations:
         results = summary["results"]
         for k, mode in dict.fromkeys((row["K"], mode_of(row)) for row in results):
-            if is_control(k, mode):  # see needs_table
+            if is_control(k, mode):  # see control_table
                 continue
-            cells = {row["bench"]: measured(row) for row in results
+            cells = {row["bench"]: paper_cell(row) for row in results
                      if (row["K"], mode_of(row)) == (k, mode) and row.get("bench") in names}
             systems.append({"group": "measured here", "cells": cells,
                             "label": f"{name}, K {k}, tools {mode} (measured)",
@@ -587,9 +587,9 @@ def paper_layout(found):
     notes = list(dict.fromkeys(text for system in systems for text in system["departures"]))
     best = {}  # benchmark -> percent as printed, so that a tie is a tie
     for name in names:
-        known = [system["cells"][name][0] for system in systems
-                 if name in system["cells"] and system["cells"][name][1]]
-        best[name] = f"{max(known):.1f}" if known else None
+        percents = [system["cells"][name][0] for system in systems
+                    if name in system["cells"] and system["cells"][name][1]]
+        best[name] = f"{max(percents):.1f}" if percents else None
     rows, bold = [], set()
     for before, system in zip([{"group": None}, *systems], systems):
         if system["group"] != before["group"]:
@@ -597,15 +597,15 @@ def paper_layout(found):
         marks = ", ".join(str(notes.index(text) + 1) for text in system["departures"])
         row = [system["label"] + (f" [{marks}]" if marks else "")]
         for column, name in enumerate(names, 1):
-            percent, whole, text = system["cells"].get(name, (None, False, "-"))
+            percent, complete, text = system["cells"].get(name, (None, False, "-"))
             row.append(text)
-            if whole and f"{percent:.1f}" == best[name]:
+            if complete and f"{percent:.1f}" == best[name]:
                 bold.add((len(rows), column))
         rows.append(row)
-    return rendered(["system", *names], rows, bold, notes)
+    return markdown_table(["system", *names], rows, bold, notes)
 
 
-def measured(row):
+def paper_cell(row):
     """Row of a summary -> a cell of `paper_layout`: percent (None: refused), whether these are all
     items that the benchmark has, and a text: "66.7 [60.1, 72.3] n 30 of 2700"."""
     if row["headline"] is None:
@@ -614,7 +614,7 @@ def measured(row):
                            benchmarks.splits()[row["bench"]].items)
     low_high = "[-]"
     if row["interval"]:
-        low_high = "[{:.1f}, {:.1f}]".format(*(100 * end for end in row["interval"])) + few(row)
+        low_high = "[{:.1f}, {:.1f}]".format(*(100 * x for x in row["interval"])) + few_mark(row)
     text = f"{100 * row['headline']:.1f} {low_high} n {n}"
     if items < published:  # MMVU's headline leaves items out, which a whole run has, too
         text += f" of {published}" if n == items else f" ({items} of {published} items)"
@@ -631,37 +631,37 @@ def is_control(k, mode):
     return str(k) == "0" or parts_of(mode)[1] != "real"
 
 
-def needs(results, here):
+def control_tests(results, cells):
     """
     Does the answer need the video? Rows of a summary, and their records -> a row for every control:
     its headline, the difference to the real frames at the same K and tools, p, and Holm's over all
     rows. Text alone (K 0) is compared with the most frames without tools. chance: accuracy of a
     guess, if every item is multiple choice.
 
-    here: {(benchmark, K, mode): {(task id, sample): graded record}}.
+    cells: {(benchmark, K, mode): {(task id, sample): graded record}}.
     """
     rows = []
     for row in results:
-        bench, k, mode = place_of(row)
+        bench, k, mode = cell_of(row)
         if not is_control(k, mode):
             continue
         tools, show = parts_of(mode)
         against = k
         if k == "0" and show == "real":
-            there = [key for name, key, other in here if (name, other) == (bench, "off")]
-            against = max(there, key=lambda key: int(key) if key.isdigit() else 0)
-        own, real = here[bench, k, mode], here.get((bench, against, tools), {})
+            k_values = [key for name, key, run_mode in cells if (name, run_mode) == (bench, "off")]
+            against = max(k_values, key=lambda key: int(key) if key.isdigit() else 0)
+        control, real = cells[bench, k, mode], cells.get((bench, against, tools), {})
         choices = [len(r["task"]["options"]) if r["task"]["type"] == "mcq" else 0
-                   for r in own.values()]
+                   for r in control.values()]
         out = {"bench": bench, "K": row["K"], "tools": tools, "n": row["n"],
                "shown": "text alone" if (k, show) == ("0", "real") else show,
                "headline": row["headline"], "against": against, "difference": None,
                "interval": None, "p": None,
                "chance": sum(1 / n for n in choices) / len(choices) if all(choices) else None}
-        refused = {place_of(r) for r in results if r["headline"] is None}
-        records = [] if real is own else paired(real, own)
+        refused = {cell_of(r) for r in results if r["headline"] is None}
+        records = [] if real is control else paired(real, control)
         if records and not refused & {(bench, k, mode), (bench, against, tools)}:
-            out["difference"], draws = resampled(records, bench)
+            out["difference"], draws = bootstrap(records, bench)
             out.update(interval=interval(draws), p=sign_flip_p(records, bench))
         rows.append(out)
     for row, p in zip(rows, holm([row["p"] for row in rows])):
@@ -669,14 +669,14 @@ def needs(results, here):
     return rows
 
 
-def needs_table(named, markdown=False):
-    """[(system, rows of `needs`)] -> "Does the answer need the video?" as aligned text, or in
-    Markdown."""
+def control_table(named, markdown=False):
+    """[(system, rows of `control_tests`)] -> "Does the answer need the video?" as aligned text, or
+    in Markdown."""
     rows = []
-    for name, found in named:
-        for row in found:
-            shown = {key: "-" if row[key] is None else f"{100 * row[key]:.1f}"
-                     for key in ("headline", "chance")}
+    for name, controls in named:
+        for row in controls:
+            percents = {key: "-" if row[key] is None else f"{100 * row[key]:.1f}"
+                        for key in ("headline", "chance")}
             difference = "-"
             if row["difference"] is not None:
                 difference = f"{100 * row['difference']:+.1f} [-]"  # of one video: no interval
@@ -684,35 +684,35 @@ def needs_table(named, markdown=False):
                     low, high = row["interval"]
                     difference = difference[:-3] + f"[{100 * low:+.1f}, {100 * high:+.1f}]"
             rows.append([*([name] if name else []), row["bench"] or "data", f"{row['K']}",
-                         row["tools"], row["shown"], f"{row['n']}", shown["headline"],
-                         shown["chance"], difference, shown_p(row["p"]), shown_p(row["p_holm"])])
+                         row["tools"], row["shown"], f"{row['n']}", percents["headline"],
+                         percents["chance"], difference, p_text(row["p"]), p_text(row["p_holm"])])
     head = ["benchmark", "K", "tools", "shown", "n", "headline", "chance", "minus real frames", "p",
             "Holm"]
     head = [*(["system"] if named[0][0] else []), *head]
     title = "does the answer need the video? (percent)"
     if markdown:
-        return rendered(head, [[title], *rows])
+        return markdown_table(head, [[title], *rows])
     wide = [max(map(len, column)) for column in zip(head, *rows)]
     return "\n".join([title, *("  ".join(map(str.ljust, row, wide)).rstrip()
                                for row in [head, *rows])])
 
 
-def rendered(head, rows, bold=(), notes=()):
+def markdown_table(head, rows, bold=(), notes=()):
     """Texts of a table -> Markdown. rows: a row of one text is the title of a group. bold: {(row,
     column)}. notes: footnotes, numbered from 1."""
     lines = [head, ["---"] * len(head)]
     for number, row in enumerate(rows):
         cells = [f"**{cell}**" if (number, column) in bold else cell
-                 for column, cell in enumerate(map(escaped, row))]
+                 for column, cell in enumerate(map(escape_markdown, row))]
         if len(cells) == 1:
             cells[0] = f"*{cells[0]}*"
         lines.append(cells + [""] * (len(head) - len(cells)))
-    notes = [f"{number}. {escaped(text)}" for number, text in enumerate(notes, 1)]
+    notes = [f"{number}. {escape_markdown(text)}" for number, text in enumerate(notes, 1)]
     lines = [f"| {' | '.join(cells)} |" for cells in lines]
     lines[1] = "|---" * len(head) + "|"
     return "\n".join(lines + ([""] if notes else []) + notes)
 
 
-def escaped(text):
+def escape_markdown(text):
     """Text on one line, with the characters escaped that Markdown's cells would read."""
     return " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")

@@ -34,7 +34,7 @@ from evaluation.protocol_loop import (
     Protocol,
     Reply,
     add_video,
-    filled,
+    fill_template,
     opening,
     tagged,
     tool_replies,
@@ -76,7 +76,8 @@ class System:
     make: callable  # (texts, args) -> Protocol
     native: dict  # flags of the publisher's recipe: the defaults of a run
     final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
-    held: callable = lambda args: (0, 0)  # args -> (windows beside the overview, frames of each)
+    # args -> (windows beside the overview, frames of each)
+    crop_frames_in_context: callable = lambda args: (0, 0)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
     reader: dict = field(default_factory=dict)  # fields of frame_sources.Source
 
@@ -86,18 +87,19 @@ def protocols():
     single = {"max_turns": 0, "think_prefix": False, "tools": ["off"]}
     rounds = {"think_prefix": False, "max_parallel": 1}
     # 2 frames a second, 768 at most, with 3584 x 28 x 28 pixels in all.
-    many = {**paced(2.0, 768), "min_pixels": 16 * 784, "max_pixels": 768 * 784,
+    many = {**paced_overview(2.0, 768), "min_pixels": 16 * 784, "max_pixels": 768 * 784,
             "total_pixels": 3584 * 784}
     reasoning = {**single, "max_pixels": 256 * 784, "max_new_tokens": 1024}
     conan = {**rounds, "max_turns": 2, "frames": [16], "max_pixels": 448 * 448}
-    longvt = {**rounds, "max_turns": 5, **paced(1.0, 512), "min_pixels": 784,
-              "max_pixels": 50176, "max_new_tokens": 49152, "context": 131072, "stamps": False}
-    zoomer = {**rounds, "max_turns": 4, **paced(0.5, 64), "max_new_tokens": 4096,
+    longvt = {**rounds, "max_turns": 5, **paced_overview(1.0, 512), "min_pixels": 784,
+              "max_pixels": 50176, "max_new_tokens": 49152, "max_model_len": 131072,
+              "stamps": False}
+    zoomer = {**rounds, "max_turns": 4, **paced_overview(0.5, 64), "max_new_tokens": 4096,
               "temperature": 1.0, "min_pixels": 25088, "max_pixels": 100352}
-    qwen3 = {**single, **paced(2.0, 512), "min_pixels": 3584,
+    qwen3 = {**single, **paced_overview(2.0, 512), "min_pixels": 3584,
              "max_pixels": 401408, "total_pixels": 19267584, "max_new_tokens": 32768,
              "temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5,
-             "context": 98304}
+             "max_model_len": 98304}
     stamps = "each frame is an image after its time, theirs are one video"
     replies = "the answers to calls are in our words"
     greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"
@@ -113,20 +115,20 @@ def protocols():
     worded = "the words of the question lie in their data files, here they are ours"
     r1 = {"departures": (stamps, greedy, raised)}
     qwen = {"overview_grid": "qwen"}  # they read videos with a copy of qwen_vl_utils
-    asked = {"final": paper.final, "held": crops_held, "reader": paper.READER,
-             "departures": ("answers are read by our rules",)}
+    paper_fields = {"final": paper.final, "crop_frames_in_context": crops_in_context,
+                    "reader": paper.READER, "departures": ("answers are read by our rules",)}
     tool, files = crop_schema(frames=True, path=True)[0], "--texts-of takes them of the driver"
     agent = paper.our_texts(paravt_text(True, "frames", timed=False), tool), paper.protocol
-    one_turn = {"native": paper.settings(True), **asked, "final": rewards.answer_or_tail}
+    one_turn = {"native": paper.settings(True), **paper_fields, "final": rewards.answer_or_tail}
     single_turn = partial(paper.protocol, names=paper.ONE_TURN)
     as_system = partial(one_generation, role="system")
     return {
         # Ours, as trained
         "paravt": System("a system text", [rollout.main_prompt()], paravt_protocol, {}),
         # The paper's Table 1: ParaVT-8B; Qwen3-VL-8B and Conan-7B; Qwen2.5-VL-7B; the others
-        "paper": System(files, *agent, paper.settings(False), **asked),
+        "paper": System(files, *agent, paper.settings(False), **paper_fields),
         "paper-general": System(files, agent[0], partial(paper.protocol, general=True),
-                                paper.settings(False), **asked),
+                                paper.settings(False), **paper_fields),
         "paper-direct": System(files, paper.our_texts(ANSWER), single_turn, **one_turn),
         "paper-reasoning": System(files, paper.our_texts(THINK), single_turn, **one_turn),
         # Any model of one turn: GPT-4o, Gemini 1.5 Pro
@@ -139,7 +141,7 @@ def protocols():
                                        "rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
                            partial(wrapped_protocol, header="Options:\n"),
-                           {**reasoning, **paced(2.0, 64), "min_pixels": 128 * 784},
+                           {**reasoning, **paced_overview(2.0, 64), "min_pixels": 128 * 784},
                            reader=qwen, **r1),
         "videorft": System(wrapped_files("VideoRFT"), wrapped_texts(), wrapped_protocol,
                            {**reasoning, "frames": [32], "min_pixels": 256 * 784},
@@ -162,12 +164,12 @@ def protocols():
                               "sampled once more after a forced start")),
         "rewatch-r1": System("a text made from the model card's prompt", [REWATCH],
                              one_generation,
-                             {**single, **paced(2.0, 192), "max_pixels": 128 * 784},
+                             {**single, **paced_overview(2.0, 192), "max_pixels": 128 * 784},
                              departures=(stamps,)),
         "conan": System("texts made from Conan-Eval/prompt_temp.py: first round, further round, "
                         "last round with options; the same three without", conan_texts(),
                         conan_protocol, {**conan, "temperature": 1.0, "max_new_tokens": 4000},
-                        held=lambda args: (args.max_turns, 8), departures=(
+                        crop_frames_in_context=lambda args: (args.max_turns, 8), departures=(
                             "frames lie at the centres of equal segments, theirs at their starts",
                             "frames have at most 448 x 448 pixels, theirs 448 on the longer side",
                             "frames that were shown are known exactly, theirs by rounded "
@@ -175,20 +177,20 @@ def protocols():
         # LongVT-RFT-7B
         "longvt": System("TOOL_PROMPT of lmms_eval_tasks/*/utils.py, as a text", [LONGVT],
                          longvt_protocol, {**longvt, "sub_frames": 128, "max_parallel": 5},
-                         held=crops_held, reader=qwen, departures=(
+                         crop_frames_in_context=crops_in_context, reader=qwen, departures=(
                              replies, schema, raw, parsed, *demo)),
         "videozoomer": System("a text made from data.system_prompt of scripts/eval_video.sh",
                               [VIDEOZOOMER], videozoomer_protocol, zoomer,
                               reader={"overview_grid": "start"},
-                              held=lambda args: (args.max_turns, 16),
+                              crop_frames_in_context=lambda args: (args.max_turns, 16),
                               departures=(worded, replies, raw, sides, "no frame of a call is "
                                           "shown twice, theirs repeats some")),
     }
 
 
-def paced(fps, most):
-    """Flags of an overview that grows with the video: fps a second, `most` frames at most."""
-    return {"overview_fps": fps, "frames": [most]}
+def paced_overview(fps, max_frames):
+    """Flags of an overview that grows with the video: fps a second, `max_frames` at most."""
+    return {"overview_fps": fps, "frames": [max_frames]}
 
 
 def add_arguments(parser):
@@ -196,28 +198,19 @@ def add_arguments(parser):
     add = parser.add_argument_group("protocol of the system").add_argument
     add("--protocol", choices=list(protocols()), default="paravt",
         help="the system's own frames, lengths and rounds become the defaults")
-    add("--protocols", action="store_true",
-        help="print the prompts of each protocol and the texts that it takes, and end")
     add("--texts-of", metavar="CHECKOUT",
         help="paper*: take the authors' own prompt texts from this checkout of their code, which "
         "is run in a child process; default: our wording")
     add("--prompt-file", nargs="+", default=[], metavar="FILE[.py:NAME]",
         help="the publisher's own texts from files, which are not run (places: --protocols)")
-    add("--user-file", metavar="FILE[.py:NAME]",
-        help="the user turn, if --prompt-file is the system text (places: --protocols)")
-
-
-def rare_settings():
-    """Settings of protocols for --set, see rollout.settings."""
-    return {
-        # Whether a frame follows its time. Protocols with other stamps keep theirs.
-        "stamps": (True, False),
-        "overview_fps": 0.0,  # frames per second of video, at most --frames; 0 = always --frames
-        # Pixels of a frame at least; of the overview's frames together, each within its own
-        # bounds, 0 = no bound.
-        "min_pixels": rollout.Source.min_pixels, "total_pixels": 0,
-        "dispatch": ("parallel", "turns"),  # turns: a turn is cut after one call
-    }
+    add = parser.add_setting
+    add("user_file", "FILE[.py:NAME]: the user turn, if --prompt-file is the system text", type=str)
+    add("stamps", "a frame follows its time; protocols with other stamps keep theirs", True)
+    add("overview_fps", "frames per second of video, at most --frames; 0 = always --frames", 0.0)
+    add("min_pixels", "of a frame after resizing", rollout.Source.min_pixels)
+    add("total_pixels", "of the overview's frames together, each within its bounds; 0 = any", 0)
+    add("dispatch", "turns: a turn is cut after one call", "parallel",
+        choices=["parallel", "turns"])
 
 
 def describe_all(flags):
@@ -236,8 +229,8 @@ def describe(args):
     task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
     agent = rollout.Agent(tools=args.tools == ["on"])
     messages = protocol.opening(task, args.frames[0], agent, "", 60.0)
-    most = args.frames[0]
-    frames = f"{args.overview_fps:g} a second, 1 to {most}" if args.overview_fps else f"{most}"
+    frames = f"{args.frames[0]}"
+    frames = f"{args.overview_fps:g} a second, 1 to {frames}" if args.overview_fps else frames
     pixels = f"{args.min_pixels} to {args.max_pixels} pixels each"
     if args.total_pixels:
         pixels += f", {args.total_pixels} in all"
@@ -255,10 +248,10 @@ def describe(args):
     lines += [f"departs {text}" for text in system.departures]
     lines.append(f"texts   {source}; --prompt-file takes {len(system.texts)}: {system.files}")
     for message in messages:
-        said = message["content"]
-        if not isinstance(said, str):
-            said = "".join(part.get("text", "[frames]") for part in said)
-        lines += [f"{message['role']}:", *("    " + line for line in said.strip().splitlines())]
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "[frames]") for part in content)
+        lines += [f"{message['role']}:", *("    " + line for line in content.strip().splitlines())]
     for number, text in enumerate(texts[1:], 2):  # the first has been sent above
         lines += [f"text {number}:", *("    " + line for line in text.strip().splitlines())]
     return "\n".join(lines)
@@ -270,9 +263,9 @@ def faults(args):
         (not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
          "--set: overview_fps and total_pixels must be numbers of at least 0"),
         (args.texts_of and (args.prompt_file or args.user_file),
-         "--texts-of takes all texts: leave --prompt-file and --user-file out"),
+         "--texts-of takes all texts: leave --prompt-file and user_file out"),
         (args.protocol.startswith("paper") and args.channel != "image",
-         f"--protocol {args.protocol} chooses the channel of each task: leave --channel out"),
+         f"--protocol {args.protocol} chooses the channel of each task: leave channel out"),
         (args.protocol.startswith("paper")
          and args.tools != protocols()[args.protocol].native.get("tools", ["on"]),
          f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
@@ -293,7 +286,7 @@ def source_of(source, args):
 
 
 def processor_bounds(ckpt):
-    """Checkpoint folder -> (least, most) pixels of an image, as its processor resizes it. Those of
+    """Checkpoint folder -> (min, max) pixels of an image, as its processor resizes it. Those of
     the published Qwen3-VL, if the folder does not say."""
     path = os.path.join(chat.with_config(ckpt) or ckpt, "preprocessor_config.json")
     size = chat.read_object(path).get("size", {}) if os.path.isfile(path) else {}
@@ -326,18 +319,18 @@ def make_protocol(args):
 
 def with_user(protocol, text, name):
     """A protocol with another user turn."""
-    own, given = (getattr(protocol.opening, name, None) for name in ("func", "keywords"))
-    if own not in (opening, paravt_opening) or callable(given.get("user")):  # several texts
-        raise launch.UserError(f"--user-file: the user turn of --protocol {name} has parts of its "
+    func, keywords = (getattr(protocol.opening, name, None) for name in ("func", "keywords"))
+    if func not in (opening, paravt_opening) or callable(keywords.get("user")):  # several texts
+        raise launch.UserError(f"user_file: the user turn of --protocol {name} has parts of its "
                                "own; see --protocols")
     return replace(protocol, opening=partial(protocol.opening, user=text))
 
 
-def read_prompts(places):
+def read_prompts(sources):
     """--prompt-file values -> texts. FILE is a text. FILE.py:NAME is the string that the file sets
     NAME to, FILE.py:NAME[key] one of a dictionary. Raises UserError naming the value."""
     texts = []
-    for source in places:
+    for source in sources:
         path, _, name = source.partition(".py:")  # a plain text may have any name
         path += ".py" if name else ""
         if os.path.exists(path) and not os.path.isfile(path):  # a pipe could wait for ever
@@ -426,9 +419,9 @@ def wrapped_protocol(texts, args, header="\n"):
 def videochat_protocol(texts, args):
     """The text stands before the video: one text for questions, another for times of an event."""
     # The publisher's code replaces these places, which are no fields of str.format.
-    places = {"[QUESTION]": "{question}", "[EVENT]": "{event}", "[OPTION]": "{option_list}"}
-    for place, name in places.items():
-        texts = [text.replace(place, name) for text in texts]
+    replacements = {"[QUESTION]": "{question}", "[EVENT]": "{event}", "[OPTION]": "{option_list}"}
+    for old, new in replacements.items():
+        texts = [text.replace(old, new) for text in texts]
     return one_generation(texts, args, user=lambda task: texts[task["type"] == "grounding"],
                           text_first=True, label="({})")
 
@@ -436,12 +429,12 @@ def videochat_protocol(texts, args):
 def time_r1_protocol(texts, args):
     """One text for questions, another for times of an event. The answer begins after an empty
     thought."""
-    asked, timed = texts
+    question, event = texts
     # The publisher's code fills {} in order; our texts have named places.
-    asked = asked.replace("{}", "{question}", 1).replace("{}", "{options}", 1)
-    timed = timed.replace("{}", "{event}")
+    question = question.replace("{}", "{question}", 1).replace("{}", "{options}", 1)
+    event = event.replace("{}", "{event}")
     return one_generation(
-        texts, args, user=lambda task: timed if task["type"] == "grounding" else asked,
+        texts, args, user=lambda task: event if task["type"] == "grounding" else question,
         prefill="<think>\n</think>\n", label="({})", system="You are a helpful assistant.")
 
 
@@ -454,8 +447,8 @@ async def frames_answer(records, calls, episode, sampler, turn, stamp):
     """A user message for every call: the frames of the window, then their description in tool
     response tags, as the paper's authors evaluate, or why there are none."""
     reply = Reply([])
-    found = await rollout.load_windows(records, calls, episode, sampler, turn)
-    for record, (spec, frames) in zip(records, found):
+    windows = await rollout.load_windows(records, calls, episode, sampler, turn)
+    for record, (spec, frames) in zip(records, windows):
         content = []
         if frames is not None:
             window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
@@ -471,19 +464,19 @@ async def frames_answer(records, calls, episode, sampler, turn, stamp):
 
 def paravt_protocol(texts, args):
     """ParaVT as trained, see --crop-response, or with the prompts of --prompt-file."""
-    own, stamp = not args.prompt_file, stamp_kind(args)
+    default_text, stamp = not args.prompt_file, stamp_kind(args)
     frames = args.crop_response == "frames"
-    if own and args.stamps:  # the very prompts of training
+    if default_text and args.stamps:  # the very prompts of training
         return Protocol(schema=partial(rollout.tool_schema, args.crop_response))
     # A text that contains the schema declares the tool, so the template must not declare it again.
-    inside = not own and "{tool_schema}" in texts[0]
-    schema = partial(crop_schema, frames=frames, path=inside)
-    system = None if own else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
+    schema_in_text = not default_text and "{tool_schema}" in texts[0]
+    schema = partial(crop_schema, frames=frames, path=schema_in_text)
+    system = None if default_text else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
     return Protocol(
-        opening=partial(paravt_opening, system=system, stamp=stamp, path=inside),
-        answer=partial(frames_answer, stamp=stamp) if inside and frames else partial(
+        opening=partial(paravt_opening, system=system, stamp=stamp, path=schema_in_text),
+        answer=partial(frames_answer, stamp=stamp) if schema_in_text and frames else partial(
             trained_answer, stamp=stamp),
-        schema=None if inside else schema)
+        schema=None if schema_in_text else schema)
 
 
 def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, path, user=None):
@@ -493,14 +486,14 @@ def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, 
     if system is None:
         system = paravt_text(agent.tools, agent.crop_response, timed=stamp is None)
     messages[0]["content"] = system
-    overview, asked = messages[1]["content"]
+    overview, question = messages[1]["content"]
     overview["stamp"] = stamp
     if user:
         user = user if "{subtitles}" in user else "{subtitles}" + user
-        asked["text"] = filled(user, task, duration, subtitles)
+        question["text"] = fill_template(user, task, duration, subtitles)
     if path and agent.tools:
         named = NAMED_PATH.replace("{video}", os.path.basename(task["video"]))
-        asked["text"] += (" " if user else "\n") + named
+        question["text"] += (" " if user else "\n") + named
     return messages
 
 
@@ -523,7 +516,7 @@ def crop_schema(frames, path):
     return schema
 
 
-def crops_held(args):
+def crops_in_context(args):
     """Every call of every turn may add a window to the context."""
     return args.max_turns * args.max_parallel, args.sub_frames
 
@@ -543,8 +536,8 @@ def longvt_protocol(texts, args):
 
 async def longvt_answer(records, calls, episode, sampler, turn, stamp):
     refuse_before(records, calls)
-    found = await rollout.load_windows(records, calls, episode, sampler, turn)
-    return tool_replies(records, found, stamp, "The frames of the window are shown above. Go on "
+    windows = await rollout.load_windows(records, calls, episode, sampler, turn)
+    return tool_replies(records, windows, stamp, "The frames of the window are shown above. Go on "
                         "with your analysis.")
 
 
@@ -607,8 +600,8 @@ async def videozoomer_answer(records, calls, episode, sampler, turn):
                                                    zoom_spec)
     reply, record = Reply([]), records[0]
     if frames is None:
-        wrong = {"type": "text", "text": "\nThink about what went wrong, then go on."}
-        content = [*tagged(record["summary"]), wrong]
+        hint = {"type": "text", "text": "\nThink about what went wrong, then go on."}
+        content = [*tagged(record["summary"]), hint]
     else:
         record["summary"] = "The frames of the segment:"
         head = "<tool_response>\nThe frames of the segment:\n"
@@ -636,12 +629,12 @@ def conan_texts():
         "as HH:MM:SS-HH:MM:SS, separated by commas, or leave it empty when you need none, and "
         "write your answer between <answer> and </answer>."
     )
-    asked, options = "Question: {question}", "\nOptions: {options}"
+    question, options = "Question: {question}", "\nOptions: {options}"
     rounds = [
-        f"{asked}{options}\nThe frames above carry their times. {contract}",
-        f"These are frames of the clips you asked for. {contract} {asked}{options}",
+        f"{question}{options}\nThe frames above carry their times. {contract}",
+        f"These are frames of the clips you asked for. {contract} {question}{options}",
         "These are the last frames. Reason between <think> and </think> and write your answer "
-        f"between <answer> and </answer>. {asked}{options}",
+        f"between <answer> and </answer>. {question}{options}",
     ]
     return rounds + [text.replace(options, "") for text in rounds]
 
@@ -685,7 +678,7 @@ def parse_clips(text, think_open=False):
 
 async def conan_answer(records, calls, episode, sampler, turn, texts):
     last = turn == sampler.agent.max_turns - 1
-    text = filled(conan_rounds(texts, episode.task)[1 + last], episode.task, between=", ")
+    text = fill_template(conan_rounds(texts, episode.task)[1 + last], episode.task, between=", ")
     path = {"video": episode.task["video"]}
     starts = await sampler.pump.load(frame_starts, sampler.source, path)
     wanted = conan_times(records, calls, episode, starts)
@@ -693,7 +686,7 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
         return Reply([{"role": "user", "content": text}])
     spec = {**path, "times": wanted}
     frames = await sampler.pump.load(sampler.source.load_same, spec, episode.film)
-    episode.notes["seen"].update(wanted)
+    episode.notes["shown_times"].update(wanted)
     reply = Reply([])
     content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": text}]
     reply.messages.append({"role": "user", "content": content})
@@ -710,16 +703,16 @@ def conan_times(records, calls, episode, starts):
     """
     Seconds of the next frames in order: 8, or all that are left. Fills the records.
 
-    Every clip gives one frame, and the rest in proportion to its unseen frames, both ends among
+    Every clip gives one frame, and the rest in proportion to its new frames, both ends among
     them. If the clips have too few, the whole video gives the rest. Departs from the publisher's
-    code: "seen" are the frames that were shown, not those at their rounded times, and a video with
-    too few frames shows no frame twice.
+    code: frames that were shown are known by their exact times, not by rounded ones, and a video
+    with too few frames shows no frame twice.
     """
     overview = {float(second) for second in episode.context.frames[0].seconds}
-    seen = episode.notes.setdefault("seen", overview)
-    unseen = [start for start in starts if start not in seen]
+    shown_times = episode.notes.setdefault("shown_times", overview)
+    unshown = [start for start in starts if start not in shown_times]
     # A window ends with the frame that is on display at its end.
-    clips = [[s for s in unseen if call.start <= s <= call.end] for call in calls]
+    clips = [[s for s in unshown if call.start <= s <= call.end] for call in calls]
     total, spare = sum(map(len, clips)), max(0, 8 - len(clips))
     shares = [spare * len(clip) // total if total else 0 for clip in clips]
     largest = sorted(range(len(clips)), key=lambda i: -len(clips[i]))
@@ -731,7 +724,7 @@ def conan_times(records, calls, episode, starts):
         wanted.update(new)
         record.update(status="ok" if new else "error",
                       summary=f"{len(new)} frames" if new else "error: nothing new in this clip")
-    rest = [start for start in unseen if start not in wanted]
+    rest = [start for start in unshown if start not in wanted]
     wanted.update(ends_and_between(rest, 8 - len(wanted)))
     return ends_and_between(sorted(wanted), 8)
 

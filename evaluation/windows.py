@@ -26,92 +26,93 @@ NAMES = ("recall", "precision", "hit", "iou")
 STEPS = ("called", "found", "told", "right")  # of the header; only tasks of toy.py have `events`
 
 
-def executed(record):
+def executed_calls(record):
     return [call for call in record["calls"] if call["status"] == "ok"]
 
 
-def looked_at(record):
+def executed_spans(record):
     """Record -> spans of its executed calls [(start, end)], cut at the ends of the film."""
     end = record["timing"].get("video_s") or float("inf")
-    spans = [(max(0.0, call["start"]), min(call["end"], end)) for call in executed(record)]
+    spans = [(max(0.0, call["start"]), min(call["end"], end)) for call in executed_calls(record)]
     return [span for span in spans if span[0] <= span[1]]
 
 
-def at_random(spans, evidence, seconds, draws=100, seed=""):
+def random_scores(spans, evidence, seconds, draws=100, seed=""):
     """-> {name: mean of window_scores over `draws` placements}, for a film of `seconds`."""
     draw, total = random.Random(seed), dict.fromkeys(NAMES, 0.0)
     lengths = [end - start for start, end in spans]
     for _ in range(draws):
         starts = [draw.uniform(0.0, seconds - length) for length in lengths]
-        found = rewards.window_scores([(a, a + b) for a, b in zip(starts, lengths)], evidence)
+        scores = rewards.window_scores([(a, a + b) for a, b in zip(starts, lengths)], evidence)
         for name in NAMES:  # no precision: all windows are instants
-            total[name] += (found[name] or 0.0) / draws
+            total[name] += (scores[name] or 0.0) / draws
     return total
 
 
-def steps(records):
+def step_shares(records):
     """Records of toy.py's tasks -> {step: share of the episodes that took all steps before it, None
     of no episode}; {} of other tasks."""
     counts = collections.Counter()
     for record in records:
-        events, calls, frames, told = record["task"].get("events"), executed(record), set(), ""
-        if record["status"] != "ok" or not events:
+        calls, frames, report = executed_calls(record), set(), ""
+        if record["status"] != "ok" or not (events := record["task"].get("events")):
             continue
         for call in calls:
             # A window's frames are at the middles of equal parts. Toy films have 1 frame a second.
             start, end, n = call["start"], call["end"], call.get("frames_seen", 0)
             frames |= {int(start + (i + 0.5) * (end - start) / n) for i in range(n)}
-            told += f" {call['summary']},"
+            report += f" {call['summary']},"
         if calls and "seconds_seen" in calls[0]:  # shown to the main agent, whose thought tells
-            told = f" {record['turns'][-1].partition('</think>')[0].replace('.', ',')} "
+            report = f" {record['turns'][-1].partition('</think>')[0].replace('.', ',')} "
         colours = collections.Counter(event["colour"] for event in events)
-        way = (True, bool(calls), all(frames & {*range(e["start"], e["end"])} for e in events),
-               all(told.count(f" {name},") >= n for name, n in colours.items()), right(record) == 1)
-        counts.update(range(len([*itertools.takewhile(bool, way)])))
+        passed = (True, bool(calls), all(frames & {*range(e["start"], e["end"])} for e in events),
+                  all(report.count(f" {name},") >= n for name, n in colours.items()),
+                  item_score(record) == 1)
+        counts.update(range(len([*itertools.takewhile(bool, passed)])))
     return {name: counts[n + 1] / counts[n] if counts[n] else None
             for n, name in enumerate(STEPS)} if counts else {}
 
 
-def judged(records, mean):
+def window_stats(records, mean):
     """
     Records of one (benchmark, K, mode) -> {"n", name: mean, "random": {name: mean}, "acc_hit",
-    "acc_miss", "miou", "rec@iou", "acc@iou", "intervals": {name: [low, high] or None}, `steps`},
-    {} if no task has evidence or no episode looked.
+    "acc_miss", "miou", "rec@iou", "acc@iou", "intervals": {name: [low, high] or None}} and
+    `step_shares`, {} if no task has evidence or no episode looked.
 
     The first are means over the episodes that looked. miou, rec@iou and acc@iou follow CG-Bench, as
     VLMEvalKit computes them, with the executed windows in place of intervals that a model is asked
     for, over all episodes: without a window the IoU is 0. mean: [(record, value)] -> (mean or None,
     interval).
     """
-    pairs = [(record, looked_at(record)) for record in records
+    pairs = [(record, executed_spans(record)) for record in records
              if record["status"] == "ok" and record["task"].get("evidence")]
-    seen = [(record, spans, rewards.window_scores(spans, record["task"]["evidence"]))
-            for record, spans in pairs if spans]
-    if not seen:
+    scored = [(record, spans, rewards.window_scores(spans, record["task"]["evidence"]))
+              for record, spans in pairs if spans]
+    if not scored:
         return {}
-    columns = {name: [(record, found[name]) for record, _, found in seen
-                      if found[name] is not None] for name in NAMES}
-    columns["acc_hit"] = [(record, right(record)) for record, _, found in seen if found["hit"]]
-    columns["acc_miss"] = [(record, right(record)) for record, _, found in seen if not found["hit"]]
-    ious = {id(record): found["iou"] for record, _, found in seen}
-    ious = [(record, ious.get(id(record), 0.0)) for record, _ in pairs]
-    columns["miou"] = ious
-    levels = [n / 10 for n in range(1, 6)]
-    above = [(record, sum(iou > level for level in levels) / len(levels)) for record, iou in ious]
-    columns["rec@iou"] = above
-    columns["acc@iou"] = [(record, share * (right(record) == 1)) for record, share in above]
-    by_chance = [
-        (record, at_random(spans, record["task"]["evidence"], record["timing"]["video_s"],
-                           seed=str(record["task"]["id"])))
-        for record, spans, _ in seen if record["timing"].get("video_s")]
-    found = {name: mean(column) for name, column in columns.items()}
-    chance = {name: mean([(record, some[name]) for record, some in by_chance]) for name in NAMES}
-    return {"n": len(seen), **{name: value for name, (value, _) in found.items()},
+    columns = {name: [(record, scores[name]) for record, _, scores in scored
+                      if scores[name] is not None] for name in NAMES}
+    columns["acc_hit"] = [(record, item_score(record)) for record, _, scores in scored
+                          if scores["hit"]]
+    columns["acc_miss"] = [(record, item_score(record)) for record, _, scores in scored
+                           if not scores["hit"]]
+    ious = {id(record): scores["iou"] for record, _, scores in scored}
+    columns["miou"] = [(record, ious.get(id(record), 0.0)) for record, _ in pairs]
+    # Mean over the thresholds 0.1 to 0.5.
+    columns["rec@iou"] = [(record, sum(iou > n / 10 for n in range(1, 6)) / 5)
+                          for record, iou in columns["miou"]]
+    columns["acc@iou"] = [(record, share * (item_score(record) == 1))
+                          for record, share in columns["rec@iou"]]
+    placed = [(record, random_scores(spans, record["task"]["evidence"],
+                                     record["timing"]["video_s"], seed=str(record["task"]["id"])))
+              for record, spans, _ in scored if record["timing"].get("video_s")]
+    means = {name: mean(column) for name, column in columns.items()}
+    chance = {name: mean([(record, scores[name]) for record, scores in placed]) for name in NAMES}
+    return {"n": len(scored), **{name: value for name, (value, _) in means.items()},
             "random": {name: value for name, (value, _) in chance.items()},
-            "intervals": {name: low_high for name, (_, low_high) in found.items()},
-            **steps(records)}
+            "intervals": {name: ends for name, (_, ends) in means.items()}, **step_shares(records)}
 
 
-def right(record):
+def item_score(record):
     """Score of the answer itself: in Video-MME-v2, "score" is that of a group."""
     return record.get("right", record["score"])

@@ -3,7 +3,7 @@ plumbing/checkpoint.py (tests/test_checkpoint.py): checkpoint folders: open and 
 them in shards, train adapters on them, save them.
 
   a checkpoint   the small files of its base, byte for byte but for the dtype; and whole weights in
-                 safetensors, or adapters in the layout of peft on whole weights (--lora); in a run
+                 safetensors, or adapters in the layout of peft on whole weights; in a run
                  also train_state/, see runs.py
 
 A checkpoint that cannot be used is refused in one line before any long work. Nothing in a
@@ -163,8 +163,8 @@ def check_weights(ckpt: str, weights: dict, stored: dict) -> None:
 # Into a policy, in shards
 
 
-def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False, lora=0,
-                 tower=False):
+def load_sharded(ckpt, codec, device, gradient_checkpointing=False, replicas=1, frozen=False,
+                 lora=0, tower=False):
     """Checkpoint folder -> sharded Policy. Collective; no rank ever holds a whole copy.
 
     The model is built on the meta device, then every rank reads its own rows from the safetensors
@@ -193,7 +193,7 @@ def load_sharded(ckpt, codec, device, recompute="none", replicas=1, frozen=False
                 p.data = p.data.float()
     if lora:
         add_adapters(hf, lora)
-    policy = shard(model.as_policy(hf, codec, device, recompute), device, replicas)
+    policy = shard(model.as_policy(hf, codec, device, gradient_checkpointing), device, replicas)
     if frozen:
         hf.model.visual = hf.model.visual if tower else None
         if hasattr(policy, "set_reshard_after_forward"):
@@ -231,7 +231,7 @@ def shard(policy, device, replicas=1):
     world = launch.rank_and_world()[1]
     replicas = replicas or world
     if world % replicas:
-        raise launch.UserError(f"--replicas {replicas}: {world} ranks cannot be divided into so "
+        raise launch.UserError(f"dp_replicate={replicas}: {world} ranks cannot be divided into so "
                                "many")
     if replicas == world and model.compute_dtype(device) == torch.float32:
         # Every rank holds the whole model in fp32, and clip_gradients averages the gradients.
@@ -258,7 +258,7 @@ def shard(policy, device, replicas=1):
 
 
 # ------------------------------------------------------------------------------------------------
-# Adapters (--lora)
+# Adapters (--lora-rank)
 #
 #   y = x W' + 2 (x A') B'      W [out, in] frozen, A [r, in], B [out, r] trained; alpha = 2 r
 #
@@ -330,15 +330,16 @@ def adapter_config(ckpt: str) -> dict | None:
 
 
 def adapter_rank(ckpt: str, rank: int) -> int:
-    """--ckpt, --lora -> the rank of the adapters that a stage trains; 0: it trains whole weights.
+    """--ckpt, --lora-rank -> the rank of the adapters that a stage trains; 0: whole weights.
     Raises UserError if the checkpoint holds adapters of another rank."""
     folder = chat.with_config(ckpt)
     config = adapter_config(folder) if folder else None  # None: resolve_checkpoint refuses it
     if config is None:
         return rank
     if rank not in (0, config["r"]):
-        raise launch.UserError(f"--lora {rank}: {ckpt} holds adapters of rank {config['r']}: leave"
-                               " --lora out to train these, or merge them first (tools/merge.py)")
+        raise launch.UserError(f"--lora-rank {rank}: {ckpt} holds adapters of rank {config['r']}: "
+                               "leave the flag out to train these, or merge them first "
+                               "(tools/merge.py)")
     return config["r"]
 
 
@@ -408,7 +409,7 @@ def check_adapters(policy, path: str) -> None:
     config = adapter_config(path) or {}
     rank, config_rank = len(a) if a is not None else 0, config.get("r", 0)
     if rank != config_rank:
-        raise launch.UserError(f"{path} was trained with --lora {config_rank}, not {rank}")
+        raise launch.UserError(f"{path} was trained with --lora-rank {config_rank}, not {rank}")
     if rank and config["base_digest"] != policy.digest:
         raise launch.UserError(f"{path} holds adapters on another base than {policy.base}")
 
@@ -513,6 +514,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
                 launch.sync(os.path.join(out, name))
         folder = opened.enter_context(runs.atomic_folder(path))
         write(codec.files, folder, weights)
+        hub.write_card(folder, out, state)
         return folder
 
     try:
@@ -564,7 +566,7 @@ def save_whole(files, folder, weights):
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         launch.write_atomic(os.path.join(folder, "model.safetensors.index.json"),
-                           json.dumps(index, indent=2))
+                            json.dumps(index, indent=2))
     # Of the matrices: a few vectors may be exact (chat.ModelFamily).
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.ndim > 1}
     save_files(files, folder, dtypes.pop() if len(dtypes) == 1 else None)
@@ -596,14 +598,13 @@ def load_train_state(policy, optimizer, path):
     states.set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
 
 
-def add_arguments(add):
-    """Flags of a stage that trains a checkpoint."""
-    add("--lora", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
-    add("--clip", type=float, default=1.0, help="gradient norm; 0 = no clipping")
-    add("--recompute", choices=["full", "none"], default="full", help="decoder layers in backward")
-    add("--replicas", type=int, default=1,
-        help="groups of ranks that each hold the whole model in shards (HSDP): one per node; "
-             "0 = every rank holds the whole (toy)")
+def add_arguments(parser, add):
+    """Of a stage that trains a checkpoint. add: add_argument of a group of the parser."""
+    add("--lora-rank", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
+    parser.add_setting("max_grad_norm", "norm at which gradients are clipped; 0 = never", 1.0)
+    parser.add_setting("gradient_checkpointing", "compute decoder layers again in backward", True)
+    parser.add_setting("dp_replicate", "groups of ranks that each hold the whole model in shards "
+                       "(HSDP): one per node; 0 = every rank holds the whole (toy)", 1)
     add("--resume", action=argparse.BooleanOptionalAction, default=None,
         help="go on from --out; default: if it is of the same settings; no: begin anew")
 

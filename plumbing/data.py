@@ -138,7 +138,7 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
         subtitles = source.subtitles(task, times) if source.subtitles else ""
         tokens = prompt_tokens(task, spec, frames, times, subtitles)
         fault = (f"task {task['id']}: {tokens} tokens with {num_frames} frames do not fit into "
-                 f"--context {context}")
+                 f"--max-model-len {context}")
         return (fault if tokens + 32 > context else None), tokens
 
     # Threads, because most of the time goes into decoders.
@@ -146,7 +146,7 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
         looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
     largest, videos = max((tokens for _, tokens in looked), default=0), {t["video"] for t in tasks}
     print(f"{len(tasks)} tasks, {len(videos)} videos; the largest prompt has {largest} tokens with "
-          f"{num_frames} frames, of --context {context}")
+          f"{num_frames} frames, of --max-model-len {context}")
     return [fault for fault, _ in looked if fault]
 
 

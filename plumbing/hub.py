@@ -4,13 +4,17 @@ plumbing/hub.py (tests/test_checkpoint.py): names of checkpoints on the Hugging 
   OWNER/NAME     stands for a checkpoint folder, unless a folder of this name exists: `fetched`
   a commit       is a part of the path of what was fetched, and so of args.json and state.json
   adapters       on a base from the Hub name that base and its commit: `name_of`
+  a model card   of every checkpoint says how it was made: `write_card`
 
 No torch here and no huggingface_hub at the top: both take time to import.
 
 Reads the Hub, or its cache alone with HF_HUB_OFFLINE=1; writes that cache.
 """
+import contextlib
+import json
 import os
 import re
+import subprocess
 
 import launch
 
@@ -52,3 +56,27 @@ def name_of(folder: str) -> dict:
     if not parts:
         return {"base_model_name_or_path": folder}
     return {"base_model_name_or_path": parts[1].replace("--", "/", 1), "revision": parts[2]}
+
+
+def write_card(folder: str, out: str, state: dict) -> None:
+    """Writes README.md of a checkpoint of the run in `out`: the commit of this code, settings, the
+    last numbers of the log. It claims nothing. state: of state.json."""
+    args = state.get("args", {"ckpt": "?"})
+    base = name_of(args["ckpt"])["base_model_name_or_path"]
+    head = f"base_model: {base}\n" * (base.count("/") == 1)  # the Hub refuses the card for a path
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    commit, row = "", ""
+    with contextlib.suppress(OSError):  # no git; state.json has digests of the scripts
+        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], text=True,
+                                capture_output=True).stdout.strip()
+    with contextlib.suppress(OSError), open(os.path.join(out, "log.jsonl")) as file:
+        row = file.readlines()[-1:]
+    made = json.dumps({"step": state.get("step"), "commit": commit, "settings": args}, indent=1)
+    launch.write_atomic(os.path.join(folder, "README.md"), f"""---
+library_name: transformers
+{head}---
+Trained from {base} with ParaVT in flat scripts, and the last line of its log:
+```json
+{made}
+{"".join(row)}```
+""")

@@ -25,7 +25,7 @@ def add_judge_arguments(parser, when, name="the judge's name"):
     add = parser.add_argument_group("judge of open answers").add_argument
     add("--judge-url", type=address, help=f"chat endpoint, asked {when}; default: none")
     add("--judge-model", help=name)
-    add("--judge-key-env", help="environment variable that holds the judge's key")
+    parser.add_setting("judge_key_env", "environment variable that holds the judge's key", type=str)
 
 
 def judge_messages(question, gold, answer):

@@ -185,14 +185,14 @@ def signs(history):
         if lasting(lambda cell: cell["acc"] == 0, cells[-3:]):
             lines[f"type {kind}"] = (
                 f"no rollout of a task of type {kind} has earned accuracy for 3 steps: see whether "
-                "the labels are right and in the form that the answers have (--show-every 1)")
+                "the labels are right and in the form that the answers have (--set show_every=1)")
     # Without a signal no weight moves, so the next steps look the same. A few groups may be equal
     # by chance.
     equal = lasting(lambda row: row["groups"] and row["zero_variance"] == row["groups"], three)
     if equal and sum(row["groups"] for row in three) >= 24:
         lines["signal"] = ("no group has had a signal for 3 steps, because all rollouts of a prompt"
-                           " earn the same: tasks too hard or too easy, --temperature or --group "
-                           "too low, or a broken policy")
+                           " earn the same: tasks too hard or too easy, --temperature or "
+                           "--num-generations too low, or a broken policy")
     return lines
 
 

@@ -16,18 +16,18 @@ def load_models(args, ckpt, codec, source, device, folder):
     """-> (policy, reference or None, optimizer). folder: the checkpoint from which the run goes on,
     or None. Collective."""
     # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
-    policy = checkpoint.load_sharded(ckpt, codec, device, args.recompute, args.replicas,
-                                     lora=args.lora)
+    policy = checkpoint.load_sharded(ckpt, codec, device, args.gradient_checkpointing,
+                                     args.dp_replicate, lora=args.lora_rank)
     # The vision tower is frozen. Features of a frame are computed once and read by all forwards.
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
     reference = None
     # With adapters a second copy of the adapters is enough: the base is frozen.
-    if args.kl > 0 and args.lora:
+    if args.beta > 0 and args.lora_rank:
         reference = AdapterReference(policy)
-    elif args.kl > 0:
-        reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.replicas,
+    elif args.beta > 0:
+        reference = checkpoint.load_sharded(ckpt, codec, device, replicas=args.dp_replicate,
                                             frozen=True)
         reference.features = policy.features  # both read the features of one tower
     if folder:

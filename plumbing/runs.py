@@ -36,16 +36,9 @@ def claim_run(out, inputs):
     """Makes the folder of a training run this run's own, or raises UserError before any long work:
     no log replaces an input, and no other run writes there."""
     rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
-    keep_inputs([os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)], inputs)
+    outputs = [os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)]
+    launch.keep_inputs(outputs, inputs)
     launch.lock(out)  # until this process ends: two runs would delete each other's files
-
-
-def keep_inputs(outputs, inputs):
-    """Raises UserError if a file that will be written is one that is read, also through a link."""
-    read = {os.path.realpath(path) for path in inputs if path}
-    for path in outputs:
-        if os.path.realpath(path) in read:
-            raise launch.UserError(f"{path} would be replaced, but it is an input; change --out")
 
 
 def clean_run(out, start):

@@ -37,7 +37,7 @@ def check_subtitles(tasks: list[dict], root: str) -> None:
     """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
     broken, or that holds no line with a time."""
     for name, start in {(task.get("subtitles"), task.get("subtitle_start")): 0 for task in tasks}:
-        mend = "; mend it, or set subtitles to null in its tasks, or give --subtitles none"
+        mend = "; mend it, or set subtitles to null in its tasks, or give --set subtitles=none"
         try:
             path = video.resolve(name, root) if name else None
             # A silent film may have an empty file, or one with the header WEBVTT alone.

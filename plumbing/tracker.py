@@ -10,11 +10,11 @@ import os
 import launch
 
 
-def add_track_arguments(add):
-    """Flags of a tracker. add: add_argument of a parser's group."""
+def add_track_arguments(parser, add):
+    """Of a tracker. add: add_argument of a group of the parser."""
     add("--track", choices=["trackio", "wandb", "swanlab"],
         help="send the numbers of log.jsonl there too; needs the package of this name")
-    add("--project", default="paravt", help="of --track")
+    parser.add_setting("project", "of --track", "paravt")
 
 
 def check_tracker(args):

@@ -160,6 +160,19 @@ def vision(policy, codec, source):
 
 
 # ------------------------------------------------------------------------------------------------
+# JSONL files
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------
 # Scripts in this process
 
 
@@ -194,18 +207,19 @@ def run_grpo(monkeypatch, toy, tmp_path):
     from tools import replay
 
     monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, args, *_,
-                        **__: ReferenceEngine(ckpt, codec, args.max_seqs))
+                        **__: ReferenceEngine(ckpt, codec, args.max_num_seqs))
 
     def run(*flags, out="run"):
         folder = tmp_path / out
         script = replay if "--rollouts" in flags else grpo
         words = [f"{script.__name__}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
                  folder, "--video-root", toy, *flags]
-        words += () if script is replay else ("--show-every", 0) * ("--show-every" not in flags)
+        words += () if script is replay else ("--set",
+                                              "show_every=0") * ("show_every" not in str(flags))
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
         script.main()
         weights = load_file(folder / "last" / "model.safetensors")
-        return weights, json.loads((folder / "log.jsonl").read_text().splitlines()[-1]), folder
+        return weights, rows_of(folder / "log.jsonl")[-1], folder
 
     return run
 
@@ -254,9 +268,7 @@ def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
 @pytest.fixture
 def hard_tasks(tasks, tmp_path):
     """Task JSONL of the two tasks with the most colours."""
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("".join(json.dumps(t) + "\n" for t in tasks[:2]))
-    return path
+    return write_rows(tmp_path / "tasks.jsonl", tasks[:2])
 
 
 @pytest.fixture

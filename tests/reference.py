@@ -25,7 +25,7 @@ from engine import Completion, Pump
 from plumbing import checkpoint
 
 
-def load_policy(ckpt, codec, device=None, recompute="none"):
+def load_policy(ckpt, codec, device=None, recompute=False):
     """Checkpoint directory -> Policy, fp32, whole on this rank, read by from_pretrained."""
     launch.import_shim()
     from transformers import Qwen3VLForConditionalGeneration
@@ -185,7 +185,7 @@ class ReferenceEngine:
 def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
     """In the place of rollout.make_engine."""
     base = checkpoint.base_of(ckpt)
-    engine = ReferenceEngine(base, codec, max_seqs=args.max_seqs)
+    engine = ReferenceEngine(base, codec, max_seqs=args.max_num_seqs)
     if base != ckpt:
         engine.sync(checkpoint.merged_weights(ckpt))
     return engine

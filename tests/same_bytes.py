@@ -60,7 +60,7 @@ def main():
             "--eval-every", "0", "--out", out("sft"))
         print("cold start, weights  ", weights_digest(out("sft/last")), flush=True)
         run("grpo.py", *toy, "--ckpt", out("sft"), "--data", f"{world}/rl.jsonl", "--steps", "2",
-            "--prompts", "8", "--group", "4", "--out", out("grpo"))
+            "--prompts", "8", "--num-generations", "4", "--out", out("grpo"))
         print("PARA-GRPO, weights   ", weights_digest(out("grpo/last")))
         print("PARA-GRPO, rollouts  ", records_digest(
             out("grpo/rollouts/*.jsonl"), "ids", "mask", "logps", "advantage"), flush=True)

@@ -177,25 +177,18 @@ def test_another_architecture_is_refused(toy, tmp_path):
 def test_a_template_argument_that_the_template_does_not_read_is_refused(toy):
     """A misspelt name would change nothing, without a word. Neither would a part of a name, or a
     name that the template itself sets."""
-    for argument in ("enable_thinkng=false", "messages", "messages=", "add=1", "message=1", "=1"):
-        with pytest.raises(launch.UserError, match=f"{argument.split('=')[0]}: give NAME=VALUE"):
-            chat.load_codec(str(toy / "init"), "image", [argument])
+    for name in ("enable_thinkng", "add", "message", ""):
+        with pytest.raises(launch.UserError, match=f"does not read {name}"):
+            chat.load_codec(str(toy / "init"), "image", {name: 1})
 
 
 @pytest.mark.parametrize("value, wanted", [
-    ("false", "False"), ("False", "False"), ("None", "None"), ("TRUE", "True"), ("-1.5", "-1.5"),
-    ("1.2.3", "1.2.3"), ("01", "01"), ('a"b %}', 'a"b %}'), ("", None)])
-def test_a_template_argument_has_the_value_that_it_spells(toy, tmp_path, value, wanted):
-    """As a template writes it, or Python; all else is a text."""
+    (False, "False"), (None, "None"), (-1.5, "-1.5"), ("01", "01"), ('a"b %}', 'a"b %}'), ("", "")])
+def test_a_template_argument_has_its_value(toy, tmp_path, value, wanted):
     folder = shutil.copytree(toy / "init", tmp_path / "init")
     path = folder / "chat_template.jinja"
     path.write_text("[{{ depth }}]" + path.read_text(encoding="utf-8"), encoding="utf-8")
-    if wanted is None:
-        with pytest.raises(launch.UserError, match="give NAME=VALUE"):
-            chat.load_codec(str(folder), "image", [f"depth={value}"])
-        return
-    codec = chat.load_codec(str(folder), "image", [f"depth={value}"])
-    said = chat.template(codec, [{"role": "user", "content": "x"}])
-    assert said.startswith(f"[{wanted}]")
+    codec = chat.load_codec(str(folder), "image", {"depth": value})
+    assert chat.template(codec, [{"role": "user", "content": "x"}]).startswith(f"[{wanted}]")
 
 

@@ -73,7 +73,7 @@ def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
 
 
 def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
-    with pytest.raises(launch.UserError, match="--replicas 3: 1 ranks"):
+    with pytest.raises(launch.UserError, match="dp_replicate=3: 1 ranks"):
         checkpoint.load_sharded(str(toy / "init"), codec, CPU, replicas=3)
 
 

@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from fixtures import rows_of, write_rows
 from scripted import AGENT, Scripted, play_one
 
 import chat
@@ -48,9 +49,9 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
 
 
 def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, most=64):
-    (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames, most)
-    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    read = str(write_rows(tmp_path / name, rows))
+    conversion.convert([read], str(tmp_path / "out.jsonl"), frames, most)
+    return rows_of(tmp_path / "out.jsonl")
 
 
 def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec, tasks, frames_of):

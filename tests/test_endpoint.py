@@ -151,7 +151,7 @@ def test_a_server_that_refuses_is_found_before_the_run(
     with Server(ANSWER, probe=(*reply, {})) as server:
         engine = endpoint.OpenAIEngine(server.url, "m", key_variable="SOME_KEY", retries=2)
         with pytest.raises(launch.UserError) as refused:
-            engine.knock()
+            engine.check_servers()
         said = str(refused.value)
         assert server.url in said and "\n" not in said and len(said) < 450
         assert not any("s3cret" in part or "\x1b" in part for part in said.split())
@@ -159,5 +159,5 @@ def test_a_server_that_refuses_is_found_before_the_run(
             assert part in said
         assert server.probes == 1 + wait and not server.asked and len(no_pause) == wait
     with Server(ANSWER, probe=None) as server:  # content null, as of a model that still thinks
-        endpoint.OpenAIEngine(server.url, "m").knock()
+        endpoint.OpenAIEngine(server.url, "m").check_servers()
         assert server.probes == 1

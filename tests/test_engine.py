@@ -23,7 +23,7 @@ from engine import Limits, Request, VllmEngine
 from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-HOT = rollout.Agent(temperature=1.0, context=1024, max_new_tokens=16, sub_max_new_tokens=8,
+HOT = rollout.Agent(temperature=1.0, max_model_len=1024, max_new_tokens=16, sub_max_new_tokens=8,
                     max_turns=2)
 TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
 

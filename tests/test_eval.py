@@ -166,7 +166,7 @@ def test_an_answer_carries_what_it_cost(world, codec):
             return "a red square"
         return "Look.\n</think>\n" + CALL * 2 if request.id.endswith("/0") else answer("red")
 
-    done = world("--max-seqs", 2, rows=ROWS[:1], say=say)
+    done = world("--set", "max_num_seqs=2", rows=ROWS[:1], say=say)
     (kept,) = records(done.folder)
     main = [r for r in done.engine.requests if r.id.count("/") == 3]
     subs = [r for r in done.engine.requests if r.id.count("/") == 4]
@@ -244,7 +244,7 @@ def test_only_what_is_missing_is_run_again(world):
 
 
 @pytest.mark.parametrize("flags", [("--temperature", 0.5), ("--no-think-prefix",),
-                                   ("--top-p", 0.8), ("--set", "sub_frames=8")])
+                                   ("--set", "top_p=0.8"), ("--set", "sub_frames=8")])
 def test_records_of_other_settings_are_refused(flags, world):
     """Numbers of two settings in one table are numbers of neither."""
     assert world(rows=ROWS[:1]).code == 0
@@ -320,9 +320,9 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
 
 @pytest.mark.parametrize("flags, drop, why", [
     ((), ("--ckpt",), "--ckpt"), (("--engine", "openai"), (), "--base-url"),
-    (("--frames", -1), (), "positive"), (("--context", 60), (), "too small"),
+    (("--frames", -1), (), "positive"), (("--max-model-len", 60), (), "too small"),
     (("--compare", "/no/such"), (), "summary.json"), (("--samples", 2), (), "--temperature"),
-    (("--bench", "videomme"), ("--data",), "--root"), (("--top-p", "nan"), (), "--top-p"),
+    (("--bench", "videomme"), ("--data",), "--root"), (("--set", "top_p=nan"), (), "top_p"),
     (("--rescore", "/no/such"), (), "tasks.jsonl"),
     (("--judge-url", "http://x"), (), "--judge-model"),
     (("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"), (),

@@ -129,7 +129,7 @@ class Recorder:
 def settings(**changes):
     """The flags of grpo.py, at their defaults unless the oracle's formulas have another number."""
     defaults = vars(grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d"]))
-    ours = dict(pack_tokens=4096, temperature=1.0, kl=0.0, clip=0.0)
+    ours = dict(pack_tokens=4096, temperature=1.0, beta=0.0, max_grad_norm=0.0)
     return SimpleNamespace(**{**defaults, **ours, **changes})
 
 
@@ -247,7 +247,7 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(
         other.load_state_dict(reference.hf.state_dict())
     if case == "capped":
         monkeypatch.setattr(grpo, "policy_loss", functools.partial(grpo.policy_loss, tis_cap=cap))
-    args = settings(temperature=temperature, kl=beta, format_credit=credit)
+    args = settings(temperature=temperature, beta=beta, format_credit=credit)
     (found,), stats = run_update(policy, vision, codec, groups, args, reference)
     n = sum(sum(e.context.mask) for g in groups for e in g)
     parts = [p for g in groups for p in plain_parts(codec, g, 1.0, credit)]

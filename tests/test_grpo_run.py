@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import run_script
+from fixtures import rows_of
 from handmade import colourful
 
 import grpo
@@ -30,14 +31,14 @@ def tasks(toy):
 @pytest.mark.parametrize("flags,term,sample,change", [
     (("--no-answer-suffix",), "fmt", 2, -0.2), (("--anchor", 0), "fmt", 1, -0.2),
     (("--set", "gamma=0"), "fmt", 2, 0.15),
-    (("--tool-reward", 0), "total", 0, -0.8), (("--format-weight", 0.5), "total", 1, -0.5),
-    (("--call-cost", 0.25), "total", 0, -0.25)],
+    (("--tool-reward", 0), "total", 0, -0.8), (("--set", "format_weight=0.5"), "total", 1, -0.5),
+    (("--set", "call_cost=0.25"), "total", 0, -0.25)],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks, flags,
                                                    term, sample, change):
     """Values by hand: sample 1 has a whole thought and answer, sample 2 never closes its thought,
     sample 0 called and answered."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--num-generations", 4, "--lr", 0)
     found = []
     for name, extra in (("a", ()), ("b", flags)):
         _, _, folder = run_grpo(*common, *extra, out=name)
@@ -66,7 +67,8 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
     monkeypatch.setattr(rollout, "run", broken)
     ahead = []
     monkeypatch.setattr(grpo, "look_ahead", lambda pool, tasks, step, *_: ahead.append(step))
-    flags, at = ("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--group", 2, "--lr", 0), 0
+    flags, at = ("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--num-generations", 2, "--lr",
+                 0), 0
     weights, _, folder = run_grpo(*flags)
     m = json.loads((folder / "log.jsonl").read_text().splitlines()[0])
     assert (m["not_ok"], m["groups"], m["skipped_update"], m["tokens"]) == (2, 0, 1, 0)
@@ -81,7 +83,7 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
 # Real rollouts, by the reference engine
 
 
-LIVE = ("--prompts", 2, "--group", 3, "--max-new-tokens", 10)
+LIVE = ("--prompts", 2, "--num-generations", 3, "--max-new-tokens", 10)
 
 
 def read_rollouts(folder):
@@ -93,7 +95,7 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
         run_grpo, toy, monkeypatch, varied_rewards, capsys, tmp_path):
     """Two steps with --val and without: the same samples and weights to the bit. The rows are the
     episodes of rollout.run with tools and without, and `best` links to the best of them."""
-    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()]
+    rows = rows_of(toy / "rl.jsonl")
     (tmp_path / "held").mkdir()
     for row, kind in zip(rows, ("open", "mcq")):
         row.update(type=kind, answer="A", options=["a", "b"] if kind == "mcq" else None,
@@ -116,7 +118,7 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     both = [(True, 3, 1, 0), (False, 3, 1, 0), (True, 1, 1, 0), (False, 1, 1, 0)]
     assert tools == both + [(True, 2, 3, 0)] + both + [(True, 2, 3, 1)] + both
 
-    log = [json.loads(line) for line in (other / "log.jsonl").read_text().splitlines()]
+    log = rows_of(other / "log.jsonl")
     values = {row["step"]: row["val"] for row in log if "val" in row}
     assert sorted(values) == [0, 1, 2] and [row["step"] for row in log] == [0, 1, 1, 2, 2]
     for val in values.values():
@@ -175,23 +177,25 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
 
 def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
     p = parse(monkeypatch)
-    wanted = dict(group=8, clip_eps=0.2, kl=0.01, lr=2e-6, clip=1.0, temperature=0.7,
-                  max_new_tokens=2048,
-                  context=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5,
-                  gamma=0.3, frames="gated", minibatches=1, replicas=1,
+    wanted = dict(num_generations=8, clip_eps=0.2, beta=0.01, lr=2e-6, max_grad_norm=1.0,
+                  temperature=0.7, max_new_tokens=2048,
+                  max_model_len=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5,
+                  gamma=0.3, frames="gated", minibatches=1, dp_replicate=1,
                   sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0, format_credit="struct",
                   think_prefix=True, answer_suffix=True)
     assert {k: p[k] for k in wanted} == wanted
     assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1
-    assert parse(monkeypatch, "--preset", "toy")["context"] == 1024
+    assert parse(monkeypatch, "--preset", "toy")["max_model_len"] == 1024
 
 
 @pytest.mark.parametrize("flags,word", [
-    (("--prompts", 0), "--prompts"), (("--group", 1), "--group must be at least 2"),
+    (("--prompts", 0), "prompts must"),
+    (("--num-generations", 1), "num_generations must be at least 2"),
     (("--set", "minibatches=0"), "minibatches"), (("--temperature", 0), "--temperature"),
-    (("--frames", "many"), "--frames"), (("--kl", -1), "--kl"), (("--anchor", "nan"), "--anchor"),
-    (("--format-weight", "inf"), "--format-weight"), (("--set", "gamma=nan"), "gamma"),
-    (("--save-every", -1), "--save-every"), (("--val", "gone.jsonl"), "gone.jsonl"),
+    (("--frames", "many"), "--frames"), (("--beta", -1), "beta must"),
+    (("--anchor", "nan"), "anchor must"),
+    (("--set", "format_weight=inf"), "format_weight"), (("--set", "gamma=nan"), "gamma"),
+    (("--save-every", -1), "save_every must"), (("--val", "gone.jsonl"), "gone.jsonl"),
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--rollouts", "none.jsonl"), "--rollouts"), (("--preset", "huge"), "--preset")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
@@ -218,10 +222,11 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     checkpoint that opens."""
     done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
                       toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2,
-                      "--prompts", 2, "--group", 2, "--max-new-tokens", 12, "--max-seqs", 8,
+                      "--prompts", 2, "--num-generations", 2, "--max-new-tokens", 12, "--set",
+                      "max_num_seqs=8",
                       ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    log = rows_of(tmp_path / "out" / "log.jsonl")
     assert [m["step"] for m in log] == [1, 2] and all(m["groups"] == 2 for m in log)
     rows = read_rollouts(tmp_path / "out")
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4

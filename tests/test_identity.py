@@ -12,6 +12,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from fixtures import rows_of, write_rows
 from reference import make_engine
 from safetensors.torch import load_file, save_file
 from scripted import ANSWER, Scripted, Server
@@ -31,15 +32,6 @@ SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation, "pi
 SAID = {"id": "said", "video": "videos/rl-0000.mp4", "question": "Which?", "answer": "crimson",
         "options": None, "type": "open", "subtitles": "said.srt"}
 SRT = "1\n00:00:00,000 --> 00:01:00,000\nRed it is\n"
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -71,8 +63,8 @@ def flags_of(script, world):
         "sft": (*common, "--data", world / "sft.jsonl", "--val", world / "val.jsonl",
                 "--batch-size", 2, "--steps", 1),
         "grpo": (*common, "--data", world / "rl.jsonl", "--val", world / "held.jsonl", "--steps", 1,
-                 "--prompts", 2, "--group", 2, "--frames", 4, "--max-new-tokens", 4,
-                 "--show-every", 0),
+                 "--prompts", 2, "--num-generations", 2, "--frames", 4, "--max-new-tokens", 4,
+                 "--set", "show_every=0"),
         "rollout": (*common[:4], "--data", world / "rl.jsonl", "--frames", 4, "--max-new-tokens", 4,
                     "--out", world / "rollout.jsonl"),
         "eval": (*common, "--data", world / "rl.jsonl", "--frames", 4, "--allow-errors",

@@ -11,6 +11,7 @@ import json
 import re
 
 import pytest
+from fixtures import rows_of, write_rows
 from scripted import Scripted, Server
 
 import rewards
@@ -135,11 +136,9 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
 
 @pytest.fixture
 def open_tasks(toy, tmp_path):
-    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()[:2]]
-    path = tmp_path / "open.jsonl"
     same = {"type": "open", "question": "Which colour?", "answer": "deep red"}
-    path.write_text("".join(json.dumps({**row, **same}) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path / "open.jsonl",
+                      [{**row, **same} for row in rows_of(toy / "rl.jsonl")[:2]])
 
 
 def say(request):
@@ -159,16 +158,12 @@ def run(monkeypatch, run_grpo, open_tasks, codec, any_gap):
         sleep = wake = sync = close
 
     monkeypatch.setattr(rollout, "make_engine", lambda *_, **__: Engine(codec, say))
-    return lambda out, *flags: run_grpo("--data", open_tasks, "--frames", 4, "--group", 4,
+    return lambda out, *flags: run_grpo("--data", open_tasks, "--frames", 4, "--num-generations", 4,
                                         "--prompts", 2, *flags, out=out)
 
 
 def judged_by(server):
     return "--judge-url", server.url, "--judge-model", "j"
-
-
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys):

@@ -4,6 +4,7 @@ Tests of launch.py: python -m pytest tests/test_launch.py -q
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,14 +26,11 @@ from plumbing import data
     (FileNotFoundError(2, "No such file", "out/r.jsonl"), 1, "out/r.jsonl: No such file"),
     (OSError(27, "File too large", "r.jsonl"), 1, "r.jsonl: File too large"),
     (PermissionError(1, "Operation not permitted", "log"), 1, "log: Operation not permitted")])
-def test_one_line_instead_of_a_traceback(monkeypatch, capsys, error, code, said):
+def test_one_line_instead_of_a_traceback(start, error, code, said):
     def main():
         raise error
 
-    monkeypatch.setattr(sys, "argv", ["a.py"])
-    with pytest.raises(SystemExit) as end:
-        launch.run_main(main)
-    assert end.value.code == code and capsys.readouterr().err == f"a.py: {said}\n"
+    assert start(SimpleNamespace(__name__="a", main=main)) == (code, "", f"a.py: {said}\n")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -140,7 +138,7 @@ def test_one_process_needs_no_group_and_two_ranks_ask_each_other(monkeypatch):
 
 
 def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
-    """A caller of main(), as a notebook is, may go on for longer than --patience."""
+    """A caller of main(), as a notebook is, may go on for longer than `patience`."""
     import faulthandler
 
     stopped = []

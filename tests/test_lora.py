@@ -1,5 +1,5 @@
 """
-Tests of adapters (--lora): python -m pytest tests/test_lora.py -q
+Tests of adapters (--lora-rank): python -m pytest tests/test_lora.py -q
 
 Against the dense model: the same function at the start, the gradients of W + 2 B A, the same
 log-probs once merged; peft reads the files as the same model. Through both scripts: files, going
@@ -86,13 +86,13 @@ def test_the_reference_is_the_policy_as_it_started_and_leaves_it_as_it_is(adapte
         assert torch.equal(later(pack)[0], own)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec, process_group,
                                                                      recompute):
     """L(W + 2 B A): dL/dB = 2 dL/dW A', dL/dA = 2 B' dL/dW. A forward of the reference stands
     before."""
     policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK)
-    assert policy.hf.is_gradient_checkpointing == (recompute == "full")
+    assert policy.hf.is_gradient_checkpointing == recompute
     reference = policies.AdapterReference(policy)
     moved(policy)
     dense, pack = merged_dense(policy, str(toy / "init"), codec), pack_of(codec)
@@ -166,8 +166,9 @@ def run(monkeypatch, toy, tmp_path):
         **real(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
 
     def run(script, *flags, out="run"):
-        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--show-every", 0,
-                           "--prompts", 2, "--group", 3, "--max-new-tokens", 6, "--kl", 0.1),
+        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--set", "show_every=0",
+                           "--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--beta",
+                           0.1),
                   "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
         words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
                  tmp_path / out, "--video-root", toy, *common[script], *flags]
@@ -188,7 +189,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("script", ["sft", "grpo"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(run, script):
-    flags = ("--lora", RANK, "--lr", 1e-2)
+    flags = ("--lora-rank", RANK, "--lr", 1e-2)
     first = ("--steps", 1, "--warmup", 0, "--min-lr", 1) if script == "sft" else ("--steps", 1)
     both = (*first[2:], "--steps", 2)
     straight = run(script, *flags, *both, out="straight")

@@ -91,7 +91,7 @@ def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
         run_grpo, given_rollouts, hard_tasks):
     """Without suffix and anchor the reward is smaller; the compliance that it is reported with is
     not."""
-    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--group", 4, "--lr", 0)
+    common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--num-generations", 4, "--lr", 0)
     less = ("--no-answer-suffix", "--anchor", 0, "--set", "gamma=0")
     full, plain = (run_grpo(*common, *flags, out=name)[1]
                    for name, flags in (("a", ()), ("b", less)))
@@ -159,7 +159,7 @@ def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks,
     """Further signs follow from the first one, and would name other causes."""
     signs = iter([{}, {"f_tau": "fell", "cut": "cut"}, {"cut": "cut", "type list": "wrong"}])
     monkeypatch.setattr(metrics, "signs", lambda _: next(signs))
-    run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 2, "--group", 4)
+    run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 2, "--num-generations", 4)
     printed = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert printed == ["WARNING step 2: fell"]
 

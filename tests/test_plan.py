@@ -41,20 +41,22 @@ def test_the_largest_pack_is_the_largest_that_fits():
 @pytest.mark.parametrize("flags, says", [
     ((), "fits (limit 75.2"), (("--gpu-gb", 40), "does not fit while"),
     (("--pack-tokens", 100_000), "does not fit while: top layer"),
-    (("--context", 200_000), "NOT ONE"), (("--recompute", "none"), "while: top layer"),
-    (("--replicas", 0), "does not fit while"), (("--engine-share", 0), "fits"),
-    (("--gpus", 2, "--kl", 0, "--recompute", "full"), "does not fit"),
-    (("--gpus", 1), "does not fit"), (("--gpus", 1, "--lora", 64), "fits (limit 75.2")])
+    (("--max-model-len", 200_000), "NOT ONE"),
+    (("--set", "gradient_checkpointing=false"), "while: top layer"),
+    (("--set", "dp_replicate=0"), "does not fit while"), (("--gpu-memory-utilization", 0), "fits"),
+    (("--gpus", 2, "--beta", 0, "--set", "gradient_checkpointing=true"), "does not fit"),
+    (("--gpus", 1), "does not fit"), (("--gpus", 1, "--lora-rank", 64), "fits (limit 75.2")])
 def test_command_line_says_what_fits_and_each_flag_counts(start, flags, says):
     code, out, _ = start(plan, "8B", *flags)
     assert says in out and code == (0 if says.startswith("fits") else 1)
-    assert ("vLLM" in out) == (flags != ("--engine-share", 0))
+    assert ("vLLM" in out) == (flags != ("--gpu-memory-utilization", 0))
 
 
 @pytest.mark.parametrize("flags, why", [(("/no/such",), "neither one of 2B"),
                                         (("8B", "--gpus", "0"), "--gpus"),
-                                        (("8B", "--replicas", "3"), "--gpus"),
-                                        (("8B", "--engine-share", "1"), "--engine-share")])
+                                        (("8B", "--set", "dp_replicate=3"), "--gpus"),
+                                        (("8B", "--gpu-memory-utilization", "1"),
+                                         "--gpu-memory-utilization")])
 def test_bad_input_is_one_line(start, flags, why):
     code, _, err = start(plan, *flags)
     assert code == 2 and why in err

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from conftest import run_script
+from fixtures import rows_of, write_rows
 from handmade import colourful, make_group, record_logps
 from safetensors.torch import load_file
 
@@ -36,9 +37,8 @@ def recorded(toy, codec, tasks, tmp_path_factory):
     episodes = [e for task, k in zip(tasks[:3], (4, 8, 4))
                 for e in make_group(codec, source, task, frames=k)]
     record_logps(hf, codec, source, episodes)
-    path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
-    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in episodes))
-    return path
+    return write_rows(tmp_path_factory.mktemp("recorded") / "r.jsonl",
+                      [e.to_json() for e in episodes])
 
 
 def moved(weights, base):
@@ -53,14 +53,15 @@ def same_update(a, b, base, tolerance=2e-3):
 
 
 @pytest.mark.parametrize("flag", [
-    ("--lr", 1e-4), ("--clip", 1e-3), ("--temperature", 0.5), ("--format-credit", "sequence"),
+    ("--lr", 1e-4), ("--set", "max_grad_norm=1e-3"), ("--temperature", 0.5),
+    ("--format-credit", "sequence"),
     ("--format-credit", "none"),
-    ("--set", "minibatches=2"), ("--kl", 5.0, "--set", "minibatches=2", "--lr", 1e-2),
-    ("--clip-eps", 1e-4, "--set", "minibatches=2")],
+    ("--set", "minibatches=2"), ("--beta", 5.0, "--set", "minibatches=2", "--lr", 1e-2),
+    ("--set", "clip_eps=1e-4", "--set", "minibatches=2")],
                          ids=lambda f: " ".join(map(str, f)))
 def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flag):
     """A knob that does nothing, quietly, is the worst kind; one run with it against one without."""
-    loose = ("--rollouts", recorded, "--clip", 0)
+    loose = ("--rollouts", recorded, "--set", "max_grad_norm=0")
     # the flag alone makes the difference, not what it needs to act
     without = () if len(flag) < 4 else flag[2:]
     a, _, _ = run_grpo(*loose, *without, out="a")
@@ -71,11 +72,10 @@ def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded
 
 def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path):
     """Rollouts of other weights: every log-prob is off by 0.15 nats."""
-    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    rows = rows_of(recorded)
     for r in rows:
         r["logps"] = [lp + 0.15 * m for lp, m in zip(r["logps"], r["mask"])]
-    shifted = tmp_path / "shifted.jsonl"
-    shifted.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    shifted = write_rows(tmp_path / "shifted.jsonl", rows)
     with pytest.raises(launch.RunError,
                        match="between engine and trainer is 0.150 nats, tolerance 0.1"):
         run_grpo("--rollouts", shifted)
@@ -104,8 +104,7 @@ def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tas
     group = make_group(codec, source, tasks[0])
     for e in group:
         e.reward = {"total": 99.0, "paid_task": 99.0, "paid_fmt": 0.0}
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in group))
+    path = write_rows(tmp_path / "r.jsonl", [e.to_json() for e in group])
     for pay in (rewards.RewardConfig(), rewards.RewardConfig(tool_weight=0.0, format_weight=2.0)):
         for e, again in zip(group, replay.read_rollouts([path], pay)):
             assert again.reward == rewards.score(e.turns, e.task, e.calls, True, pay)
@@ -115,7 +114,8 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
                                                          capsys):
     """The JSONL is enough to train on: engine, frames and rewards are not needed again."""
     live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4,
-                               "--prompts", 2, "--group", 3, "--max-new-tokens", 10, out="live")
+                               "--prompts", 2, "--num-generations", 3, "--max-new-tokens", 10,
+                               out="live")
     assert m["skipped_update"] == 0 and m["gap"] < 1e-4 and m["grad_norm"] > 0
     files = sorted((folder / "rollouts").iterdir())
     capsys.readouterr()
@@ -132,10 +132,9 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
     (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"),
     (lambda r: r.pop("vision"), "vision")])
 def test_a_damaged_rollout_file_is_one_line(start, toy, recorded, tmp_path, damage, word):
-    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    rows = rows_of(recorded)
     damage(rows[2])
-    path = tmp_path / "damaged.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    path = write_rows(tmp_path / "damaged.jsonl", rows)
     code, _, err = start(replay, "--ckpt", toy / "init", "--rollouts", path, "--out",
                          tmp_path / "o")
     assert code == 2 and err == f"replay.py: {path}:3: missing '{word}'\n"
@@ -150,7 +149,8 @@ def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
         out = tmp_path / f"ranks{ranks}"
         done = run_script("tools/replay.py", "--preset", "toy", "--ckpt", toy / "init",
                           "--rollouts", recorded, "--video-root", toy, "--out", out,
-                          "--pack-tokens", 600, "--clip", 0, "--kl", 0.01, ranks=ranks)
+                          "--pack-tokens", 600, "--set", "max_grad_norm=0", "--beta", 0.01,
+                          ranks=ranks)
         assert done.returncode == 0, done.stderr
         logs.append(json.loads((out / "log.jsonl").read_text()))
         found.append(load_file(out / "last" / "model.safetensors"))

@@ -160,7 +160,7 @@ def test_no_difference_is_taken_from_a_refused_headline():
     for headlines, difference in (((1.0, 0.0), -1.0), ((None, 0.0), None), ((1.0, None), None)):
         rows = [{"bench": None, "K": k, "tools": "off", "n": 6, "headline": headline}
                 for k, headline in zip(("4", "0"), headlines)]
-        (row,) = scores.needs(rows, here)
+        (row,) = scores.control_tests(rows, here)
         assert (row["difference"], row["against"]) == (difference, "4")
 
 

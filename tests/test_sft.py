@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_script
+from fixtures import rows_of, write_rows
 from reference import forward
 from safetensors.torch import load_file
 
@@ -29,11 +30,6 @@ from plumbing import data, runs
 def chats_of(path, codec, video_root=None, max_len=2048):
     args = SimpleNamespace(video_root=video_root, max_pixels=50176, max_len=max_len)
     return sft.Chats(str(path), codec, args, video.FrameCache())
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def small_rows(toy, split="sft", count=200):
@@ -198,11 +194,11 @@ def trained(toy, tmp_path_factory):
             out = folder / f"out{len(kept)}"
             argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out",
                     out, "--steps", 2, "--batch-size", 3,
-                    "--lr", 1e-3, "--warmup", 0.5, "--recompute", "none", *flags]
+                    "--lr", 1e-3, "--warmup", 0.5, "--set", "gradient_checkpointing=false", *flags]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", list(map(str, argv)))
                 sft.main()
-            rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+            rows = rows_of(out / "log.jsonl")
             kept[flags] = SimpleNamespace(rows=rows,
                                           weights=load_file(out / "last" / "model.safetensors"),
                                           out=out)
@@ -215,7 +211,9 @@ def distance(a, b, part=""):
     return max((a.weights[n] - b.weights[n]).abs().max().item() for n in a.weights if part in n)
 
 
-@pytest.mark.parametrize("flags", [("--optimizer", "muon"), ("--beta2", 0.5), ("--clip", 1e-7)],
+@pytest.mark.parametrize("flags",
+                         [("--optimizer", "muon"), ("--beta2", 0.5),
+                          ("--set", "max_grad_norm=1e-7")],
                          ids=lambda f: f[-2].lstrip("-"))
 def test_optimisation_flags_change_the_weights(trained, flags):
     assert distance(trained(), trained(*flags)) > 1e-5
@@ -247,7 +245,7 @@ def training(toy, tmp_path_factory):
     held = write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
     arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held,
                  "--steps", STEPS, "--batch-size", 10, "--optimizer", "adamw", "--lr", 4e-3,
-                 "--replicas", 1, "--eval-every", 0, "--save-every", STEPS // 2]
+                 "--set", "dp_replicate=1", "--eval-every", 0, "--save-every", STEPS // 2]
     done = run_script("sft.py", *arguments, "--out", folder / "out", ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
     return folder / "out", done, arguments
@@ -256,7 +254,7 @@ def training(toy, tmp_path_factory):
 def test_two_ranks_learn_the_toy(training):
     """Loss falls clearly, on data and held out; everything the next stage needs is there."""
     out, done, _ = training
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    rows = rows_of(out / "log.jsonl")
     losses = [r["loss"] for r in rows if "loss" in r]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     assert losses[0] > 5 and sum(losses[-5:]) / 5 < 0.4 * losses[0]
@@ -273,8 +271,7 @@ def test_a_broken_video_is_a_counted_named_skip(training):
     """40 chats, 10 a batch: every epoch of four steps tries it once, on whichever rank, and counts
     it as one."""
     out, done, _ = training
-    counts = [json.loads(line).get("skipped_chats", 1)
-              for line in (out / "log.jsonl").read_text().splitlines()]
+    counts = [row.get("skipped_chats", 1) for row in rows_of(out / "log.jsonl")]
     assert counts[3::4] == [1] * 7 and set(counts) == {0, 1}
     assert done.stdout.count("skipped broken-one: ") in (7, 8) and "broken.mp4" in done.stdout
 
@@ -302,7 +299,7 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     assert max((whole[n] - resumed[n]).abs().max().item() for n in whole) < 1e-6
     # there was something left to learn
     assert max((whole[n] - middle[n]).abs().max().item() for n in whole) > 1e-2
-    again = [json.loads(line) for line in (half / "log.jsonl").read_text().splitlines()]
+    again = rows_of(half / "log.jsonl")
     first = [json.loads(line) for line in log]
     assert [r["step"] for r in again] == [r["step"] for r in first]
     losses = [[r.get("loss", r.get("val_loss")) for r in rows] for rows in (again, first)]

@@ -5,7 +5,6 @@ Everything else is tested on this world, so it must be the same everywhere, and 
 say it is.
 """
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import TOY
+from fixtures import rows_of
 
 import rewards
 import rollout
@@ -24,10 +24,6 @@ import video
 def digests(folder):
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
             for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def rows_of(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -91,7 +87,7 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
     in each, in colours that no border has."""
     asked_twice = set()
     for name in ("rl.jsonl", "eval.jsonl"):
-        for task in rows_of(toy, name):
+        for task in rows_of(toy / name):
             scenes = scenes_in(seconds_of(task["video"], toy))
             assert len(scenes) == 4 and scenes[-1][1] == 64
             border = re.fullmatch(r"Which colours flash while the border is (\w+)\?",
@@ -118,7 +114,7 @@ def test_the_data_speaks_the_protocol(toy):
     """Its calls parse and name the windows that the thought marks; its turns earn the whole format
     reward."""
     flashes = "|".join(set(toy_world.colours()) - BORDERS)
-    for row in rows_of(toy, "sft.jsonl"):
+    for row in rows_of(toy / "sft.jsonl"):
         (kind,) = re.fullmatch(r"\w+-\d{4}-(direct|call|plain|sub)-\d+", row["id"]).groups()
         texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         if kind == "sub":

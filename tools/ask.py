@@ -32,7 +32,7 @@ import launch
 import rewards
 import rollout
 from evaluation import endpoint, protocol_loop, systems
-from plumbing import data
+from plumbing import arguments, data
 
 # ------------------------------------------------------------------------------------------------
 # An episode as events
@@ -164,27 +164,14 @@ def line_of(event, took, options=None) -> str:
 
 def questions(args):
     """-> iterator of tasks about --video: --question alone, or the lines of the terminal or a
-    pipe."""
+    pipe, each a question with its options after |."""
     if args.question:
         yield film_task(args, 1, args.question, args.options)
         return
-    number = 0
-    while line := typed_question():
-        number += 1
-        yield film_task(args, number, line[0], line[1:])
-
-
-def typed_question() -> list[str] | None:
-    """The next line of standard input that is not empty -> [question, option, ..]; None at the end:
-    Ctrl-D or Ctrl-C at a terminal, the end of a pipe."""
-    line = ""
-    while not line:
-        try:
-            line = input("question (| before each option; Ctrl-D ends): " * sys.stdin.isatty())
-            line = line.strip()
-        except (EOFError, KeyboardInterrupt):
-            return None
-    return [part.strip() for part in line.split("|")]
+    launch.say("a question a line, | before each option; Ctrl-D ends")
+    for number, line in enumerate(filter(str.strip, sys.stdin), 1):
+        question, *options = map(str.strip, line.split("|"))
+        yield film_task(args, number, question, options)
 
 
 def film_task(args, number=0, question="", options=None) -> dict:
@@ -216,7 +203,7 @@ def videos_below(path):
 
 
 def parse_args():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     parser.conflict_handler = "resolve"  # --subtitles is a file here
     add = parser.add_argument_group("what to ask").add_argument
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
@@ -234,19 +221,18 @@ def parse_args():
     add("--tools", nargs=1, choices=["on", "off"], default=["on"], help="offer crop_video")
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
-    rollout.add_agent_arguments(parser, tools=False, extra=systems.rare_settings())
+    rollout.add_agent_arguments(parser, tools=False)
     add("--subtitles", dest="subtitle_file", metavar="FILE",
         help="of the film, SRT or WebVTT: lines spoken while a frame is shown")
     # One answer, the same each time.
-    parser.set_defaults(temperature=0.0, engine_share=0.9)
+    parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9)
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
-    early = launch.peek(parser)
+    early = arguments.parse_early(parser)
     parser.set_defaults(**systems.protocols()[early.protocol].native)
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_lengths(), type="list")
     args = parser.parse_args()
     for invalid, reason in [(args.options and not args.question, "--options belong to --question"),
-                            (args.protocols, "--protocols is of eval.py"),
                             *evaluation.run_faults(args)]:
         if invalid:
             raise launch.UserError(reason)
@@ -278,10 +264,10 @@ def set_up(args):
     if args.out:
         launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     launch.say(f"{args.ckpt or args.model}: loading")
-    codec = chat.load_codec(ckpt, args.channel, args.template_args) if ckpt else None
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.Sampler(engine, codec, suite.source, agent)
-    return protocol_loop.player(sampler, protocol, args.frames[0])
+    return protocol_loop.choose_loop(sampler, protocol, args.frames[0])
 
 
 def main():

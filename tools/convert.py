@@ -35,7 +35,7 @@ import launch
 import rewards
 import rollout
 from evaluation import benchmarks
-from plumbing import data
+from plumbing import arguments, data
 
 # Columns of a task, under the names that data sets give them. --map adds one in front.
 COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("question", "problem"),
@@ -586,7 +586,7 @@ def convert(paths, out, frames, max_frames=64, names=None):
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL or CSV")
     parser.add_argument("--out", required=True, help="JSONL to write")
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
@@ -598,7 +598,7 @@ def main():
         raise launch.UserError(f"--map: give OURS=THEIRS, OURS one of {', '.join(COLUMNS)}")
     if not args.out.endswith(".jsonl"):
         raise launch.UserError(f"--out {args.out} should end in .jsonl")
-    launch.at_least(1, args, "frames")
+    arguments.require_min(1, args, "frames")
     convert(args.files, args.out, args.frames, names=names)
 
 

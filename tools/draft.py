@@ -34,7 +34,7 @@ import rewards
 import rollout
 import video
 from evaluation.endpoint import ChatRequest, OpenAIEngine
-from plumbing import data, endpoint
+from plumbing import arguments, data, endpoint
 from tools import ask
 
 WRITE = """These frames are one part of a longer video, each after its time. Write one question
@@ -135,7 +135,7 @@ def write_page(path, root, rows):
 def main():
     from tqdm import tqdm
 
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("videos", nargs="+", metavar="VIDEOS", help="files, or folders that hold them")
     add("--base-url", required=True, type=endpoint.address, help="http://127.0.0.1:8000/v1, say")
@@ -152,7 +152,7 @@ def main():
     add("--workers", type=int, default=8, help="requests at once")
     add("--seed", type=int, default=0, help="of the windows and of the endpoint")
     args = parser.parse_args()
-    launch.at_least(1, args, "questions", "seconds", "frames", "max_pixels", "workers")
+    arguments.require_min(1, args, "questions", "seconds", "frames", "max_pixels", "workers")
     stem, root = args.out.removesuffix(".jsonl"), video.root_of(args, args.out)
     names = [os.path.relpath(p, root) for path in args.videos for p in ask.videos_below(path)]
     if not args.out.endswith(".jsonl") or not names:
@@ -169,7 +169,7 @@ def main():
     if any(row["settings"] != settings for row in rows):
         raise launch.UserError(f"{drafts} holds drafts of other settings; choose another --out")
     engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, workers=args.workers)
-    engine.knock()
+    engine.check_servers()
     source = video.Source(root, video.FrameCache(2**28, 60.0, args.workers), 1024, args.max_pixels)
     done, failed = {row["id"] for row in rows}, []
 

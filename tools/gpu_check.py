@@ -65,7 +65,7 @@ import sft
 import toy
 import video
 from engine import Limits, VllmEngine
-from plumbing import checkpoint, data
+from plumbing import arguments, checkpoint, data
 from tools import plan
 
 ROOT, CPU = sys.path[0], torch.device("cpu")
@@ -252,7 +252,7 @@ def check_rollouts(table, device, args, cycles=3):
     ckpt, codec, tasks, source = make_world(args, gpu, 256 * 256 if gpu else 32 * 32)
     engine = VllmEngine(ckpt, codec, Limits(room, 16, 256 * 256, gpu_memory=0.3, sleeping=True,
                                             max_num_batched_tokens=CHUNK if gpu else None))
-    agent = rollout.Agent(context=room, max_new_tokens=48, sub_max_new_tokens=24, max_turns=1,
+    agent = rollout.Agent(max_model_len=room, max_new_tokens=48, sub_max_new_tokens=24, max_turns=1,
                           temperature=1.0)
     policy = load_policy(ckpt, codec, source, device)
     sampler = rollout.Sampler(engine, codec, source, agent)
@@ -460,7 +460,7 @@ def check_steps(table, device, args):
     """SFT steps and a GRPO update through FSDP2, as sft.py and grpo.py take them."""
     ckpt, codec, trees, source = group_world(args)
     check_adapters(table, device, ckpt, codec, trees, source)
-    policy = load_policy(ckpt, codec, source, device, recompute="full")
+    policy = load_policy(ckpt, codec, source, device, gradient_checkpointing=True)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
     losses = learn(policy, optimizer, model.pack_trees(codec, alone(trees)), 3)
     table.add(f"{place(device)} SFT: loss after two steps / before", losses[-1] / losses[0], 0.999,
@@ -478,7 +478,7 @@ def check_steps(table, device, args):
         branch.values["sampler"] = [next(logp) for _ in branch.ids]
     tokens = sum(len(branch.ids) for branch in branches)
     settings = grpo.build_parser().parse_args(
-        "--ckpt none --data none --temperature 1 --kl 0 --pack-tokens 32768".split())
+        "--ckpt none --data none --temperature 1 --beta 0 --pack-tokens 32768".split())
     stats = grpo.update(policy, None, optimizer, trees, tokens, settings)
     after = flat(model.trained_parameters(policy))
     table.add(f"{place(device)} GRPO: log-prob gap of a trainer with itself", stats["gap"],
@@ -499,7 +499,7 @@ def learn(policy, optimizer, pack, steps):
 
 def check_adapters(table, device, ckpt, codec, trees, source):
     """Steps of adapters."""
-    policy = load_policy(ckpt, codec, source, device, recompute="full", lora=8)
+    policy = load_policy(ckpt, codec, source, device, gradient_checkpointing=True, lora=8)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
 
     # One step more than of whole weights, because B is zero and moves first.
@@ -513,11 +513,11 @@ def check_grpo(table, device, args):
     if not args.ckpt:
         return table.skip("grpo.py", "no --ckpt")
     out, prompts = os.path.join(args.folder, "grpo"), math.ceil(8 / args.ranks) * args.ranks
-    flags = (f"--frames 8 --prompts {prompts} --group 2 --steps 2 --context 4096 --pack-tokens 8192"
-             " --max-new-tokens 512 --patience 400").split()
+    flags = (f"--frames 8 --prompts {prompts} --num-generations 2 --steps 2 --max-model-len 4096 "
+             "--pack-tokens 8192 --max-new-tokens 512 --set patience=400").split()
     done = subprocess.run(
         [sys.executable, *torchrun(args), "grpo.py", "--ckpt", args.ckpt, "--out", out, "--data",
-         os.path.join(args.folder, "toy", "rl.jsonl"), *flags, *["--cpu"] * args.cpu],
+         os.path.join(args.folder, "toy", "rl.jsonl"), *flags, *["--set", "cpu=true"] * args.cpu],
         cwd=ROOT, stdout=sys.stderr)
     table.add("grpo.py: exit code", abs(done.returncode), 0)
     rows = [row for row in launch.read_jsonl(os.path.join(out, "log.jsonl")) if "train_s" in row]
@@ -603,7 +603,7 @@ def read_rows(folder, stage):
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--ckpt", help="folder of a published checkpoint, for engine and grpo.py")
     parser.add_argument("--out", default="gpu_check", help="writes OUT.json and OUT.log")
     parser.add_argument("--ranks", type=int, help="default: one for each GPU, two without a GPU")

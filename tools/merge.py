@@ -6,8 +6,8 @@ merge.py (tests/test_lora.py): adapters and their base -> one checkpoint of whol
 sft.py, grpo.py, rollout.py and eval.py load a folder of adapters without this step. Merge the
 adapters for a tool that cannot load them, or to train all weights afterwards.
 
-Reads a checkpoint folder that sft.py or grpo.py saved with --lora, and the base named there. Writes
---out, whole or not at all.
+Reads a checkpoint folder of adapters, as sft.py or grpo.py saved it, and the base named there.
+Writes --out, whole or not at all.
 
   python tools/merge.py grpo_out --out whole
 """
@@ -17,11 +17,11 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
 import launch
-from plumbing import checkpoint, runs
+from plumbing import arguments, checkpoint, runs
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     parser.add_argument("ckpt", help="checkpoint of adapters, or a run folder")
     parser.add_argument("--out", required=True, help="folder to write")
     args = parser.parse_args()

@@ -32,13 +32,17 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import chat
 import launch
 import rollout
 from evaluation import results
-from plumbing import data, runs
+from plumbing import arguments, data, runs
 
 # ------------------------------------------------------------------------------------------------
 # Rollout JSONL that somebody may have edited, merged or written by another program
+
+
+CONTEXT = ("ids", "mask", "logps", "vision")  # fields of a record that texts alone lack
 
 
 def read_rollouts(paths: list[str]) -> list[dict]:
@@ -46,7 +50,7 @@ def read_rollouts(paths: list[str]) -> list[dict]:
     line or the task."""
     rows, tasks, prompts = {}, {}, {}
     for path in paths:
-        for row in launch.read_jsonl(path, record_shape(), record_fault):
+        for row in launch.read_jsonl(path, (*rollout.RECORD_FIELDS, *CONTEXT, "K"), record_fault):
             name, key = str(row["task"]["id"]), (row["group"], row["sample"])
             prompt = row["ids"][: row["spans"][0][0]] if row["spans"] else None
             problem = (
@@ -61,34 +65,28 @@ def read_rollouts(paths: list[str]) -> list[dict]:
     return list(rows.values())
 
 
-def record_shape() -> dict:
-    """Fields of a rollout record and their shapes, see misfit."""
-    item = {"spec": {"video": str}, "key": str, "frames": int, "height": int, "width": int,
-            "seconds": [float]}
-    context = {"ids": [int], "mask": [int], "logps": [float], "vision": [item]}
-    call = {"turn": int, "parseable": bool, "status": str, "summary": str, "sub_tokens": int,
-            "sub": (None, context)}
-    return {"task": {"id": (str, int), "video": str, "question": str, "type": str}, "group": str,
-            "sample": int, "version": int, "K": int, "status": str, "error": (None, str),
-            "think_open": bool, "turns": [str], "pieces": [[str]], "finish": [str],
-            "spans": [[int]], "calls": [call], "reward": dict, "advantage": dict, "timing": dict,
-            **context}
-
-
 def record_fault(row: dict) -> str | None:
     """-> None, or what is wrong with a line of a rollout JSONL that has all fields."""
-    if problem := misfit(row, record_shape()):
-        return f"{problem} is missing, or not of the kind that rollout.py writes"
+    try:
+        return task_fault(row) or context_fault(row)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:  # of another kind or form
+        return f"not as rollout.py writes it ({type(error).__name__}: {error})"
+
+
+def task_fault(row: dict) -> str | None:
+    """-> None, or what is wrong with the task and the status of a record."""
     task, statuses = row["task"], ("ok", "video_error", "label_error", "context", "engine_error")
     if task.get("answer", "") is not None and (  # null: a question that somebody asked
             problem := data.task_fault({"answer": None, **task})):
         return f"'task': {problem}"
-    if row["status"] not in statuses:
-        return f"'status': {row['status']!r} is unknown"
+    return None if row["status"] in statuses else f"'status': {row['status']!r} is unknown"
+
+
+def context_fault(row: dict) -> str | None:
+    """-> None, or what does not fit together in the contexts of a record."""
     parts = [row, *(call["sub"] for call in row["calls"] if call.get("sub"))]
-    for item in (item for part in parts for item in part["vision"]):
-        sizes = item["frames"], item["height"], item["width"]
-        if len(item) != 6 or min(sizes) < 1 or len(item["seconds"]) != sizes[0]:
+    for item in (chat.VisionItem(**fields) for part in parts for fields in part["vision"]):
+        if min(item.frames, item.height, item.width) < 1 or len(item.seconds) != item.frames:
             return "'vision' must list the frames of the context"
     # The mask marks the sampled ids: of the main agent those of its spans, which follow a prompt.
     marks, ends = [0] * len(row["ids"]), [0, *sum(row["spans"], [])]
@@ -105,23 +103,6 @@ def record_fault(row: dict) -> str | None:
                               "each other")
 
 
-def misfit(value, shape, name: str = "record") -> str | None:
-    """-> None, or where a JSON value has another shape: "record.task.id", say. shape: a type, None,
-    [shape of all items], {key: shape}, or a tuple of shapes of which one fits."""
-    if isinstance(shape, tuple):
-        return name if all(misfit(value, one, name) for one in shape) else None
-    if isinstance(shape, list) and isinstance(value, list):
-        if all(kind is shape[0] for kind in set(map(type, value))):  # 30,000 ids, at once
-            return None
-        return next(filter(None, (misfit(part, shape[0], name) for part in value)), None)
-    if isinstance(shape, dict) and isinstance(value, dict):
-        parts = (misfit(value.get(key), one, f"{name}.{key}") for key, one in shape.items())
-        return next(filter(None, parts), None)
-    # Not isinstance: True is an int. A whole number is a float in JSON.
-    valid = value is shape or type(value) is shape or (shape is float and type(value) is int)
-    return None if valid else name
-
-
 # ------------------------------------------------------------------------------------------------
 # Rollouts -> data
 
@@ -129,10 +110,9 @@ def misfit(value, shape, name: str = "record") -> str | None:
 def read_evaluation(path: str) -> list[dict]:
     """Records of eval.py of real frames -> rows as rollout.py writes them, but without ids. Raises
     UserError naming file and line."""
-    blank = {"ids": [], "mask": [], "logps": [], "vision": [], "spans": [], "advantage": {},
-             "version": 0}  # fmt: skip
-    shape = {name: kind for name, kind in record_shape().items() if name not in blank}
-    rows = launch.read_jsonl(path, shape, lambda row: misfit(row, shape) or data.task_fault(
+    blank = {**{name: [] for name in CONTEXT}, "spans": [], "advantage": {}, "version": 0}
+    required = [name for name in (*rollout.RECORD_FIELDS, "K") if name not in blank]
+    rows = launch.read_jsonl(path, required, lambda row: data.task_fault(
         {"answer": None, **row["task"]}, unlabelled=True))
     settings = results.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
     if settings.get("protocol", "paravt") != "paravt":
@@ -238,7 +218,7 @@ def write(path: str, rows: list[dict]) -> None:
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("rollouts", nargs="+", metavar="JSONL", help="rollouts")
     add("--best", metavar="CHATS", help="SFT chats to write; default: none are written")
@@ -270,7 +250,7 @@ def main():
         if not 0 <= low <= high <= 1:
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
-    runs.keep_inputs(outputs, args.rollouts)
+    launch.keep_inputs(outputs, args.rollouts)
     grouped = groups(args.rollouts)
     if args.best:
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes

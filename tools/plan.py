@@ -2,7 +2,7 @@
 plan.py (tests/test_plan.py): the memory that a model size takes, per GPU and per node, before you
 rent the machine.
 
-  python tools/plan.py 8B --gpus 8 --gpu-gb 80 --context 32768
+  python tools/plan.py 8B --gpus 8 --gpu-gb 80 --max-model-len 32768
 
 The numbers are calculated from the configuration alone. tests/slow/test_fake_gpu.py compares them
 with traced steps (the peak within 10%, the memory between steps within 1%, at the widths of 8B and
@@ -19,12 +19,13 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
 import launch
+from plumbing import arguments
 
 PHASE = 11  # columns of a number in the table
 # Bytes that vLLM keeps while it sleeps: CUDA graphs and libraries. Others report 0.8 to 1.5 GB;
 # tools/gpu_check.py measures them.
 ENGINE_ASLEEP = 1.5e9
-SEQUENCES = 64  # that the engine samples at once, the default of --max-seqs
+SEQUENCES = 64  # that the engine samples at once, the default of --set max_num_seqs
 
 
 def public_size(hidden, layers, heads, intermediate, tied, depth, width, inner, levels):
@@ -147,7 +148,7 @@ def layer_activation_bytes(text, width, repeated=False, kind="full_attention"):
     return norms + rotated + attention + mlp + statistics
 
 
-def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=True, engine_gb=None,
+def ledger(config, gpus, pack_tokens, recompute=True, replicas=1, reference=True, engine_gb=None,
            width=2, chunk=1024, repeated=False, feature_cache_gb=1.0, counts=None,
            lora=0):  # fmt: skip
     """Bytes per GPU -> {phase: {item: bytes}}: "rollout" and "sync" (only with an engine), then
@@ -167,7 +168,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
                for kind in layer_kinds(text)}
     inner = max(of_kind.values())
     # a token, all layers
-    stored = sum(hidden * width if recompute == "full" else of_kind[k] for k in layer_kinds(text))
+    stored = sum(hidden * width if recompute else of_kind[k] for k in layer_kinds(text))
     head = width * text.vocab_size * hidden  # the largest matrix
     trained = lora * n["sides"] if lora else n["trained"]
     resting = {"weights, fp32 shard": 4 * trained / shards,
@@ -185,7 +186,7 @@ def ledger(config, gpus, pack_tokens, recompute="full", replicas=1, reference=Tr
         resting["vLLM, asleep"] = ENGINE_ASLEEP
     # The part of one layer that is computed again, with the largest gradients. Before the backward
     # of the first layer, the logits stand in the same place.
-    recomputed = hidden * width if recompute == "full" else inner
+    recomputed = hidden * width if recompute else inner
     one = pack_tokens * (inner - recomputed + width * (3 * text.intermediate_size + 5 * hidden))
     logits = chunk * text.vocab_size * (8 + width)
     layer = {**resting,
@@ -296,7 +297,7 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
         lines.append(f"vLLM: {weights / 1e9:.1f} GB of weights, about {profile / 1e9:.1f} of "
                      f"activations and CUDA graphs, KV cache for {tokens} tokens: "
                      f"{tokens / context:.1f} contexts of {context} at once"
-                     + ("" if enough else "; NOT ONE: raise its share or lower --context"))
+                     + ("" if enough else "; NOT ONE: raise its share or lower --max-model-len"))
         over += [] if enough else ["vLLM"]
     return "\n".join(lines), not over
 
@@ -306,33 +307,36 @@ def table_row(head, cells):
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("size", metavar="SIZE", help="2B, 4B, 8B, 32B (Qwen3-VL), 3.5-9B or a checkpoint folder")
     add("--gpus", type=int, default=8, help="ranks, all nodes together")
     add("--gpu-gb", type=float, default=80.0, help="GB of one GPU")
-    add("--context", type=int, default=32768, help="tokens of one context")
+    add("--max-model-len", type=int, default=32768, help="tokens of one context")
     add("--pack-tokens", type=int, default=49152, help="as in grpo.py; the default of sft.py is "
         "32768. A pack is never below one context")
-    add("--recompute", choices=["full", "none"], default="full", help="as in grpo.py")
-    add("--replicas", type=int, default=1, help="as in grpo.py")
-    add("--kl", type=float, default=0.01, help="0 = no reference model")
-    add("--lora", type=int, default=0, help="rank of adapters, as in grpo.py; 0 = off")
-    add("--engine-share", type=float, default=0.5, help="as in grpo.py; 0 = no engine (sft.py)")
-    add("--frame-cache-gb", type=float, default=4.0, help="as in grpo.py: GiB per rank")
+    parser.add_setting("gradient_checkpointing", "as in grpo.py", True)
+    parser.add_setting("dp_replicate", "as in grpo.py", 1)
+    add("--beta", type=float, default=0.01, help="0 = no reference model")
+    add("--lora-rank", type=int, default=0, help="rank of adapters, as in grpo.py; 0 = off")
+    add("--gpu-memory-utilization", type=float, default=0.5,
+        help="as in grpo.py; 0 = no engine (sft.py)")
+    parser.add_setting("frame_cache_gb", "as in grpo.py: GiB per rank", 4.0)
     args = parser.parse_args()
-    args.replicas = args.replicas or args.gpus  # 0: every rank holds the whole
-    positive = min(args.gpus, args.context, args.pack_tokens, args.replicas) >= 1
-    if (not positive or args.gpus % args.replicas or not args.gpu_gb > 0
-            or not 0 <= args.engine_share < 1):
-        raise launch.UserError("--gpus, --gpu-gb, --context, --pack-tokens and --replicas must be "
-                               "above 0, --gpus a multiple of --replicas, --engine-share below 1")
+    args.dp_replicate = args.dp_replicate or args.gpus  # 0: every rank holds the whole
+    positive = min(args.gpus, args.max_model_len, args.pack_tokens, args.dp_replicate) >= 1
+    if (not positive or args.gpus % args.dp_replicate or not args.gpu_gb > 0
+            or not 0 <= args.gpu_memory_utilization < 1):
+        raise launch.UserError("--gpus, --gpu-gb, --max-model-len, --pack-tokens and dp_replicate "
+                               "must be above 0, --gpus a multiple of dp_replicate, "
+                               "--gpu-memory-utilization below 1")
     config = read_config(args.size)
     with chat.as_user_error(args.size, "config.json"):  # a text where a number belongs
         text, fits = plan_text(
-            config, args.gpus, args.gpu_gb, args.context, max(args.pack_tokens, args.context),
-            args.engine_share, args.frame_cache_gb, recompute=args.recompute,
-            replicas=args.replicas, reference=args.kl > 0, lora=args.lora)  # fmt: skip
+            config, args.gpus, args.gpu_gb, args.max_model_len,
+            max(args.pack_tokens, args.max_model_len), args.gpu_memory_utilization,
+            args.frame_cache_gb, recompute=args.gradient_checkpointing,
+            replicas=args.dp_replicate, reference=args.beta > 0, lora=args.lora_rank)  # fmt: skip
     print(text)
     sys.exit(0 if fits else 1)
 

@@ -28,7 +28,7 @@ import rewards
 import rollout
 import video
 from evaluation import results
-from plumbing import checkpoint, metrics, policies, runs
+from plumbing import arguments, checkpoint, metrics, policies, runs
 from plumbing.judge import open_judge
 from tools import pick
 
@@ -82,7 +82,7 @@ def still_there(group: list[rollout.Episode], features: model.VisionFeatures) ->
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--rollouts", nargs="+", required=True, help="rollout JSONL files")
     grpo.add_update_arguments(parser)
     args = grpo.parse_flags(parser)
@@ -101,11 +101,11 @@ def main():
         launch.say(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
     films = [(e.task["video"], e.film) for e in episodes]
-    if moved := results.of_other_films(films, source.root):
+    if moved := results.changed_videos(films, source.root):
         launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
                    f" for example {moved[0]}")
     launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
-    codec = chat.load_codec(ckpt, args.channel, args.template_args)
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     complete(episodes, codec)
     policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, None)
     log = metrics.open_log(args, 0, f"one update from the rollouts of {len(args.rollouts)} files | "

@@ -58,6 +58,7 @@ import launch
 import rollout
 import video
 from engine import Pump
+from plumbing import arguments
 from tools import ask
 
 # ------------------------------------------------------------------------------------------------
@@ -711,7 +712,7 @@ async def streamed(head, events, codec, limit):
 
 
 def parse_args():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument_group("server").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
@@ -722,21 +723,22 @@ def parse_args():
     add("--api-key-env", help="environment variable with the key that clients send")
     add("--max-mb", type=float, default=256.0, help="MiB of one request")
     add("--films-gb", type=float, default=4.0, help="GiB of clients' films that are kept")
-    add("--live", type=int, default=0, help="episodes at once; 0 = twice --max-seqs")
+    add("--live", type=int, default=0, help="episodes at once; 0 = twice max_num_seqs")
     add("--waiting", type=int, default=256, help="questions under way or waiting; then 429")
     add("--seconds", type=float, default=600.0, help="for one question, waiting included")
     rollout.add_agent_arguments(parser)
-    if launch.peek(parser).preset == "toy":
+    if arguments.parse_early(parser).preset == "toy":
         parser.set_defaults(**rollout.toy_lengths())
     # The same answer each time. Films of any folder must be asked for.
-    parser.set_defaults(temperature=0.0, video_root=".", engine_share=0.9, subtitles="none")
+    parser.set_defaults(temperature=0.0, video_root=".", gpu_memory_utilization=0.9,
+                        subtitles="none")
     args = parser.parse_args()
-    launch.at_least(1, args, "frames", "waiting")
-    launch.at_least(0, args, "live")
+    arguments.require_min(1, args, "frames", "waiting")
+    arguments.require_min(0, args, "live")
     for name in ("max_mb", "films_gb", "seconds"):
         if not 0 < getattr(args, name) < float("inf"):
             raise launch.UserError(f"--{name.replace('_', '-')} must be above 0")
-    args.live = args.live or 2 * args.max_seqs
+    args.live = args.live or 2 * args.max_num_seqs
     args.name = args.name or os.path.basename(os.path.realpath(args.ckpt))
     if args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key_env:
         raise launch.UserError(f"--host {args.host} lets other machines in: give --api-key-env")
@@ -761,7 +763,7 @@ def main():
     source = replace(source, root=os.path.realpath(source.root))
     key = os.environ[args.api_key_env].strip().encode() if args.api_key_env else None
     launch.say(f"{args.ckpt}: loading the engine")
-    codec = chat.load_codec(ckpt, args.channel, args.template_args)
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     engine = rollout.make_engine(ckpt, codec, args)
     films = Films(source.root, int(args.films_gb * 2**30))
     agents = Agents(rollout.Sampler(engine, codec, source, agent), args)

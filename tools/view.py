@@ -31,6 +31,7 @@ from urllib.parse import quote
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
+from plumbing import arguments
 
 # ---- files of the other scripts ----------------------------------------------------------------
 
@@ -471,7 +472,7 @@ def line_of(out, data):
 
 
 def main():
-    parser = launch.parser(__doc__)
+    parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="+", metavar="RUN_OR_JSONL", help="folders of runs or evaluations, or JSONL")
     add("--out", default="page.html", help="HTML file to write")

@@ -380,7 +380,7 @@ class Reader:
 
 def readers():
     if "readers" not in now:
-        now["readers"] = ours("readers")
+        now["readers"] = ours("qwen_vl_sampling")
     return now["readers"]
 
 
@@ -915,7 +915,7 @@ def ours(name):
 def ask_paper(checkout, script):
     driver = ours("paper_driver")
     driver.Fault = Fault
-    ask = driver.prepared(checkout, script)
+    ask = driver.prepare_driver(checkout, script)
 
     def asked(item):
         now.update(item=item)  # whose video the reader shows

@@ -25,7 +25,7 @@ import numpy as np
 import rollout
 from engine import Completion
 from evaluation import benchmarks, endpoint, paper_texts, protocol_loop, systems
-from evaluation.protocol_loop import QUESTION, filled
+from evaluation.protocol_loop import QUESTION, fill_template
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 EVALUATION = os.path.join(os.path.dirname(os.path.dirname(HERE)), "evaluation")
@@ -329,11 +329,11 @@ def ours(args, protocol, some, task, root):
 def theirs(protocol, checkout, some, tasks, films):
     """Cases and their tasks -> what the publisher's code sends for each."""
     items = [{"bench": one.split, "row": one.row, "said": one.said, "video": films.path(one.film),
-              "shape": FILMS[one.film], "task": task, "asked": filled(QUESTION, task),
+              "shape": FILMS[one.film], "task": task, "asked": fill_template(QUESTION, task),
               "frames": one.frames, "files": {"videomme/subtitle/made-up.srt":
                                               subtitles(one.spoken)} if one.spoken else {}}
              for one, task in zip(some, tasks)]
-    return paper_texts.run(checkout, protocol, items, os.path.join(HERE, "child.py"),
+    return paper_texts.run_driver(checkout, protocol, items, os.path.join(HERE, "child.py"),
                            [EVALUATION])
 
 
@@ -370,7 +370,7 @@ def compared(args, some, sent, bodies, episode):
         both[1].append(f"our own episode failed: {episode.error}")
     if "server" in sent:
         both[0] += server_lines(sent["server"])
-        both[1] += server_lines(SERVER.format(context=args.context).split())
+        both[1] += server_lines(SERVER.format(context=args.max_model_len).split())
     return both
 
 

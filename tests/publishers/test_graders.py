@@ -151,6 +151,6 @@ def test_a_publishers(grader, bench, tmp_path, request):
               "video": os.devnull, "shape": [8, 1, 32, 32]}
              for row, (text, *_) in zip(rows, cases(bench))]
     name = "paper-direct" if grader == "ParaVT" else f"lmms-eval:{bench}"
-    sent = paper_texts.run(path, name, items, os.path.join(HERE, "child.py"), [EVALUATION])
+    sent = paper_texts.run_driver(path, name, items, os.path.join(HERE, "child.py"), [EVALUATION])
     found = [one.get("result", one) for one in sent]
     counted(grader, bench, [one.get("score") or 0.0 for one in found])

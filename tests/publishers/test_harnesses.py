@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from evaluation import benchmarks, scores
-from evaluation.windows import judged
+from evaluation.windows import window_stats
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_headline_of_video_mme_v2_and_its_levels_are_lmms_evals(functions):
             records[name, "64", "on", 0] = {**looked(name, []), "task": task, "score": score}
             rows.append({**tags, "second_head": "s", "third_head": "t", "video_id": film,
                          "question_id": name, "score": score})
-    found = scores.summarise([*benchmarks.credited(records).values()], "videomme_v2")
+    found = scores.summarise([*benchmarks.apply_group_scores(records).values()], "videomme_v2")
     wanted = theirs["_compute_all_subscores"](rows)
     assert 100 * found["headline"] == pytest.approx(wanted["overall_score"])
     assert 100 * found["acc"] == pytest.approx(wanted["overall_acc"])
@@ -119,7 +119,7 @@ def test_the_numbers_of_cgbench_are_vlmevalkits(functions):
                  (("long_acc", right), ("clue_acc", clue[-1]), ("miou", iou))]
     theirs["load"] = lambda _: pandas.DataFrame(rows)
     wanted = theirs["get_dimention_rating_mcq_grouding"]("")
-    found = judged(records, scores.mean_of)
+    found = window_stats(records, scores.mean_of)
     for name in ("miou", "rec@iou", "acc@iou"):
         assert found[name] == pytest.approx(wanted[name]["overall"], abs=2e-4), name  # theirs round
     long = sum(record["score"] for record in records) / len(records)

@@ -29,8 +29,8 @@ from tools import replay
 HALF = torch.bfloat16
 SFT = ("--preset", "toy", "--optimizer", "adamw", "--lr", 1e-4, "--steps", 1, "--batch-size", 8,
        "--warmup", 0)
-UPDATE = ("--preset", "toy", "--kl", 0.01, "--lr", 1e-4)
-GRPO = (*UPDATE, "--prompts", 2, "--group", 2, "--frames", 8, "--show-every", 0,
+UPDATE = ("--preset", "toy", "--beta", 0.01, "--lr", 1e-4)
+GRPO = (*UPDATE, "--prompts", 2, "--num-generations", 2, "--frames", 8, "--set", "show_every=0",
         "--max-new-tokens", 24)
 
 

@@ -28,7 +28,7 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
     with Server(reply) as one, Server(reply) as two:
         engine = endpoint.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
         engine.codec = None
-        engine.knock()
+        engine.check_servers()
         assert engine.max_seqs == 4
         agent = replace(AGENT, think_prefix=False, tools=False)
         found = play(engine, tasks[:1], frames_of, agent, group=2)
@@ -43,7 +43,7 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
         found = play(engine, tasks[:1], frames_of, agent, group=6)
         assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
         with pytest.raises(launch.UserError, match="no server answers"):
-            engine.knock()
+            engine.check_servers()
 
 
 @pytest.mark.parametrize("status", [401, 403])

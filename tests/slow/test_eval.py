@@ -38,11 +38,11 @@ def test_intervals_are_of_videos_drawn_with_replacement():
     """40 of 80 right: 0.5 with a standard error of sqrt(.25 / 80) = .056. When the 80 are 8 videos
     that are right or wrong as a whole, the error is that of 8 coins: sqrt(.25 / 8) = .177."""
     alone = [record(i, i % 2) for i in range(80)]
-    value, draws = scores.resampled(alone, None)
+    value, draws = scores.bootstrap(alone, None)
     low, high = scores.interval(draws)
     assert value == 0.5 and len(draws) == 2000
     assert high - low == pytest.approx(2 * 1.96 * 0.0559, rel=0.12)
-    value, draws = scores.resampled([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
+    value, draws = scores.bootstrap([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
                                         None)
     low, high = scores.interval(draws)
     assert value == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)

@@ -430,7 +430,7 @@ def stored(size, layers=None):
 
 def load(lora=0):
     """-> (policy, its optimizer with moments), as a step finds them."""
-    policy = checkpoint.load_sharded("nowhere", CODEC, DEVICE, "full", lora=lora)
+    policy = checkpoint.load_sharded("nowhere", CODEC, DEVICE, True, lora=lora)
     devices = {x.device for x in (*policy.parameters(), *policy.buffers())}
     assert devices == {DEVICE}, "something stayed on the host"
     weights = model.trained_parameters(policy)

@@ -44,7 +44,8 @@ def command(toy, tmp_path):
                   "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4,
                           "--optimizer", "adamw")}[script]
         return [path, "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy,
-                "--out", tmp_path / "out", "--save-every", 1, "--replicas", 1, *common, *flags]
+                "--out", tmp_path / "out", "--save-every", 1, "--set", "dp_replicate=1", *common,
+                *flags]
 
     return command
 
@@ -124,7 +125,7 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     """
     fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=f"saved(1); {hang}"))
     fault += textwrap.dedent(less_patience)
-    done = run("sft", fault, "--steps", 4, "--patience", 60)
+    done = run("sft", fault, "--steps", 4, "--set", "patience=60")
     assert done.returncode != 0 and "step 0001/0004" in done.stdout
     assert "Timeout" in done.stderr  # faulthandler's
     assert re.search(r'sft_faulty.py", line \d+ in backward', done.stderr)  # where rank 1 hung
@@ -258,7 +259,7 @@ def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
              "--rdzv_backend", "c10d", "--rdzv_endpoint", place, tmp_path / "varied.py",
              os.path.join(ROOT, "tests", "reference.py"), os.path.join(ROOT, "grpo.py"),
              "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out",
-             tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--replicas", 2]
+             tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--set", "dp_replicate=2"]
     nodes = [subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               text=True, cwd=ROOT) for _ in range(2)]
     ended = [finish(node) for node in nodes]

@@ -188,9 +188,11 @@ def stage(script, folder, out, steps, window):
         {"sft": stand_in_for_sft, "grpo": stand_in_for_grpo}[script](policy, disk, window)
         data = folder / "data"
         words = ["--ckpt", folder / "base", "--data", data, "--val", data, "--out", out,
-                 "--steps", steps, "--save-every", 1, "--eval-every", 1, "--patience", 60]
-        words += {"sft": ["--batch-size", 1, "--clip", 0, "--min-lr", 1, "--warmup", 0],
-                  "grpo": ["--prompts", 2, "--group", 2, "--kl", 0, "--show-every", 0]}[script]
+                 "--steps", steps, "--save-every", 1, "--eval-every", 1, "--set", "patience=60"]
+        words += {"sft": ["--batch-size", 1, "--set", "max_grad_norm=0", "--min-lr", 1, "--warmup",
+                          0],
+                  "grpo": ["--prompts", 2, "--num-generations", 2, "--beta", 0, "--set",
+                           "show_every=0"]}[script]
         sys.argv = [f"{script}.py", *map(str, words)]
         disk.on = window == 0
         {"sft": sft, "grpo": grpo}[script].main()
@@ -359,7 +361,7 @@ def rollouts(folder, out, *flags, after=None, signal_number=None):
         rollout.load_overview = no_room
         rollout.make_engine = lambda *_, **__: types.SimpleNamespace(max_seqs=4, close=bool)
         sys.argv = ["rollout.py", "--ckpt", str(folder / "base"), "--data", str(folder / "data"),
-                    "--group", "3", "--out", str(out), *flags]
+                    "--num-generations", "3", "--out", str(out), *flags]
         disk.on = True
         rollout.main()
 

@@ -198,7 +198,7 @@ def resumed(out, ckpt="c"):
 def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
     """Every file of a checkpoint that two ranks have saved, the list of files itself included."""
     words = command("sft", toy, toy / "init", tmp_path / "run", "--steps", 2, "--optimizer",
-                    "adamw", "--replicas", 1)
+                    "adamw", "--set", "dp_replicate=1")
     done = run_script(*words, ranks=2)
     assert done.returncode == 0, done.stderr
     older, newer = (tmp_path / "run" / f"step_{n:06d}" for n in (1, 2))

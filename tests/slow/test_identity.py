@@ -162,7 +162,7 @@ FAULTS = {
 def test_a_record_that_no_rollout_wrote_is_refused_with_the_field(recorded, fault):
     row = FAULTS[fault](recorded[0])
     line = json.dumps(row)
-    _, why = launch.read_row(line, pick.record_shape(), pick.record_fault)
+    _, why = launch.read_row(line, (), pick.record_fault)
     assert why and "\n" not in why
     assert launch.read_row(json.dumps(recorded[0]), (), pick.record_fault)[1] is None
 

@@ -20,7 +20,7 @@ from plumbing import checkpoint
 def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
     for ranks in (1, 2):
         done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
-                          toy / "sft.jsonl", "--lora", RANK, "--steps", 2, "--batch-size", 4,
+                          toy / "sft.jsonl", "--lora-rank", RANK, "--steps", 2, "--batch-size", 4,
                           "--lr", 1e-2, "--out", tmp_path / f"ranks{ranks}", ranks=ranks)
         assert done.returncode == 0, done.stderr[-2000:]
     one, two = (adapters(tmp_path / f"ranks{n}") for n in (1, 2))

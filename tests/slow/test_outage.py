@@ -8,8 +8,9 @@ import shutil
 import threading
 
 import pytest
+from fixtures import rows_of, write_rows
 from test_grpo_run import LIVE, tasks  # noqa: F401  (a fixture)
-from test_sft import small_rows, write_rows
+from test_sft import small_rows
 
 import chat
 import grpo
@@ -128,7 +129,7 @@ def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no
         spoilt[:] = tries
         _, _, folder = run_grpo("--data", toy / "rl.jsonl", "--val", val, "--steps", 1, *LIVE,
                                 "--frames", 4, out=out)
-        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        log = rows_of(folder / "log.jsonl")
         vals.append([row["val"] for row in log if "val" in row])
         best.append((folder / "best").exists())
     assert vals[0] == vals[1] and [val["n"] for val in vals[0]] == [3, 3]
@@ -156,9 +157,9 @@ def train_sft(absent, toy, tmp_path, start, monkeypatch):
         monkeypatch.setattr(sft, "held_out_loss", lambda *given: absent(
             away, f"val {next(evaluations)}", lambda: real["held_out_loss"](*given)))
         ended = start(sft, "--ckpt", toy / "init", "--data", data, "--val", held, "--out",
-                      tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--recompute", "none",
-                      "--eval-every", 0, *flags)
-        log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+                      tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--set",
+                      "gradient_checkpointing=false", "--eval-every", 0, *flags)
+        log = rows_of(tmp_path / "out/log.jsonl")
         return *ended, log
 
     return train
@@ -200,7 +201,7 @@ def test_a_held_out_film_that_goes_for_good_freezes_no_best(train_sft, tmp_path,
             os.remove(tmp_path / "videos" / "other.mp4")
         return real(value, *more)
 
-    rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "val.jsonl")
     (item,) = chat.videos_in(rows[0]["messages"])
     shutil.copy(tmp_path / item["video"], tmp_path / "videos" / "other.mp4")
     item["video"] = "videos/other.mp4"

@@ -61,8 +61,8 @@ def small_run(toy, tmp_path_factory):
     start = ("--preset", "toy", "--ckpt", toy / "init")
     agent = ("--max-new-tokens", 40, "--set", "sub_max_new_tokens=6")
     sft = ("--data", toy / "sft.jsonl", "--steps", 3, "--batch-size", 4)
-    grpo = ("--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--group", 3,
-            "--show-every", 0, *agent)
+    grpo = ("--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--num-generations", 3,
+            "--set", "show_every=0", *agent)
     evaluation = ("--data", toy / "eval.jsonl", "--frames", 4, "--tools", "on", "off",
                   "--limit", 3, *agent)
     for name, words in (("sft", sft), ("grpo", grpo), ("eval", evaluation)):

@@ -408,10 +408,10 @@ def run_script_here(monkeypatch, script, *flags):
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--recompute", "full")
-UPDATE = ("--context", 2048, "--temperature", 1.0, "--lr", 1e-3, "--max-pixels", 1024)
-GRPO = ("--prompts", 1, "--group", 2, "--frames", 4, "--max-new-tokens", 12, "--set",
-        "sub_max_new_tokens=6", "--max-turns", 1, "--show-every", 0, *UPDATE)
+SFT = ("--steps", 1, "--batch-size", 2, "--max-len", 4096, "--set", "gradient_checkpointing=true")
+UPDATE = ("--max-model-len", 2048, "--temperature", 1.0, "--lr", 1e-3, "--max-pixels", 1024)
+GRPO = ("--prompts", 1, "--num-generations", 2, "--frames", 4, "--max-new-tokens", 12, "--set",
+        "sub_max_new_tokens=6", "--max-turns", 1, "--set", "show_every=0", *UPDATE)
 
 
 @pytest.fixture
@@ -444,12 +444,12 @@ def check_ends(engine, codec, ckpt, tasks, source):
     """vLLM and the reference engine. Greedy: the same ids although the model likes <|endoftext|>
     best. Hot: never a banned id, and a turn ends in <|im_end|> or not at all."""
     plain = ReferenceEngine(str(ckpt), codec)
-    agent = rollout.Agent(temperature=0.0, context=2048, max_new_tokens=12, tools=False)
+    agent = rollout.Agent(temperature=0.0, max_model_len=2048, max_new_tokens=12, tools=False)
     one, two = (next(rollout.run(rollout.Sampler(e, codec, source, agent), tasks, 4)).context
                 for e in (engine, plain))
     assert one.ids == two.ids and sum(one.mask) == 12
     assert np.abs(np.subtract(one.logps, two.logps)).max() < 1e-3
-    agent = rollout.Agent(temperature=1.5, context=2048, max_new_tokens=16, tools=False)
+    agent = rollout.Agent(temperature=1.5, max_model_len=2048, max_new_tokens=16, tools=False)
     for episode in [e for some in (engine, plain)
                     for e in rollout.run(rollout.Sampler(some, codec, source, agent), tasks, 4,
                                          group=2)]:

@@ -208,7 +208,7 @@ def trained_weights(folder):
     return load_file(folder / name if (folder / name).exists() else folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora", 3)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("flags", [(), ("--lora-rank", 3)], ids=["whole", "adapters"])
 def test_two_ranks_train_what_one_trains(world35, tmp_path, flags):
     """Shards: a gated-delta layer is three groups of FSDP2, each with its own hooks."""
     for ranks in (1, 2):
@@ -257,8 +257,9 @@ def test_grpo_with_vllm_end_to_end(world35, tmp_path, stale):
     with (mock.patch.object(rollout, "make_engine", make_engine),
           mock.patch.object(VllmEngine, "sync", sync)):
         try:
-            run(grpo, out, "--preset", "toy", "--prompts", 2, "--group", 2, "--frames", 8, "--kl",
-                0.01, "--show-every", 0, "--max-new-tokens", 24, "--lr", 1e-2, "--steps", 2,
+            run(grpo, out, "--preset", "toy", "--prompts", 2, "--num-generations", 2, "--frames", 8,
+                "--beta",
+                0.01, "--set", "show_every=0", "--max-new-tokens", 24, "--lr", 1e-2, "--steps", 2,
                 "--ckpt", world35 / "init", "--data", world35 / "rl.jsonl")
         except launch.RunError as error:
             assert stale and "gap" in str(error)

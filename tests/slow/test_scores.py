@@ -66,7 +66,7 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
         n_resamples=np.inf if exact else 999, random_state=np.random.default_rng(0))
     own, other = ({r["task"]["id"]: r for r in records} for records in (a, b))
     records = scores.paired(own, other)
-    assert scores.resampled(records, bench)[0] == pytest.approx(found.statistic)
+    assert scores.bootstrap(records, bench)[0] == pytest.approx(found.statistic)
     p = scores.sign_flip_p(records, bench)
     assert 0.01 < p < 0.9
     if exact:
@@ -116,7 +116,7 @@ def test_the_way_to_an_answer_is_taken_apart_by_hand():
     assert {name: row["windows"][name] for name in wanted} == wanted
     assert "called 0.800, found 0.750, told 1.000, right 0.667" in scores.table([row])
     compared = scores.compare([("sft", {"results": [row]}, {})])
-    head, line = scores.comparison(compared).splitlines()[:2]
+    head, line = scores.comparison_table(compared).splitlines()[:2]
     assert head.split()[-4:] == [*wanted] and line.split()[-4:] == "0.80 0.75 1.00 0.67".split()
     # One frame of the window, at 12 s, misses the flash. No episode is left for the later steps.
     short = one("f", 1.0, there)

@@ -147,7 +147,7 @@ def test_a_question_sets_the_frames_of_its_overview(running):
     server = running()
     for fields, times in (({}, 4), ({"frames": 9}, 9), ({"fps": 0.25}, 16), ({"fps": 0.001}, 1)):
         assert len(server.post(**fields).json()["trace"][0]["times"]) == times
-    server.agents.sampler = replace(server.agents.sampler, agent=replace(AGENT, context=64))
+    server.agents.sampler = replace(server.agents.sampler, agent=replace(AGENT, max_model_len=64))
     response = server.post()
     assert response.status_code == 400 and "ask with fewer frames" in response.text
 

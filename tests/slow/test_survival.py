@@ -120,7 +120,7 @@ def test_the_same_numbers_go_to_a_tracker(run, monkeypatch, script):
         init=lambda **given: started.append(given), __spec__=types.SimpleNamespace(origin="here"),
         log=lambda numbers, step: sent.append((step, numbers)), finish=lambda: sent.append("end")))
     for steps in (1, 2):
-        folder = run(script, "--steps", steps, "--track", "trackio", "--project", "mine")
+        folder = run(script, "--steps", steps, "--track", "trackio", "--set", "project=mine")
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     numbers = [tracker.flat({**row, "step": None}) for row in rows]
     assert sent == [(1, numbers[0]), "end", (2, numbers[1]), "end"] and len(numbers[0]) > 4
