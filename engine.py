@@ -10,7 +10,7 @@ Departs from the usual server beside the trainer: no copy of the weights on disk
 engine's log-probs are those of the distribution that was sampled from: temperature and banned ids
 applied, no top-p and no top-k (eval.py alone may set these).
 
-Reads a checkpoint folder; writes nothing. Used by rollout.py and evaluation/endpoint.py; copy Pump
+Reads a checkpoint folder; writes nothing. Used by rollout.py and evaluation/endpoint.py; copy EngineLoop
 for any engine that has submit(request), abort(request id) and poll().
 """
 import asyncio
@@ -62,7 +62,7 @@ class Completion:
 # The pump
 
 
-class Pump:
+class EngineLoop:
     """Lets coroutines await an engine that only knows submit(request), abort(id) and poll().
 
     One thread owns the engine. In each turn of `steps`, every episode that can goes on; then the
@@ -124,7 +124,7 @@ class Pump:
                     answer.set_result(done)
 
 
-async def in_flight(pump: Pump, episodes, live: int):
+async def in_flight(pump: EngineLoop, episodes, live: int):
     """Runs coroutines (an iterator) on the pump, at most `live` at once -> async iterator of their
     results, in the order in which they finish. Raises the first error of a coroutine or of the
     engine."""
@@ -156,7 +156,7 @@ async def in_flight(pump: Pump, episodes, live: int):
 
 
 @dataclass
-class Limits:
+class EngineConfig:
     """The largest requests that an engine can serve, and the memory that the engine may take."""
 
     context: int  # tokens
@@ -175,7 +175,7 @@ class VllmEngine:
     In this process because the worker then shares the shim, the ranks and the trainer's tensors.
     """
 
-    def __init__(self, ckpt: str, codec: chat.ChatProcessor, limits: Limits):
+    def __init__(self, ckpt: str, codec: chat.ChatProcessor, limits: EngineConfig):
         """ckpt: folder of a whole checkpoint, not of adapters. With torchrun on GPUs collective."""
         import torch
 
@@ -258,7 +258,7 @@ class VllmEngine:
         return finished
 
     def sleep(self) -> float | None:
-        """Frees weights and KV cache while the trainer works, if Limits.sleeping is set -> GB
+        """Frees weights and KV cache while the trainer works, if EngineConfig.sleeping is set -> GB
         of the GPU in use after that, by all processes. None without sleep."""
         import torch
 
@@ -300,7 +300,7 @@ class VllmEngine:
 # ---- below: vLLM's options, inputs and memory (a reader of the step may stop here) --------------
 
 
-def gpu_options(limits: Limits) -> dict:
+def gpu_options(limits: EngineConfig) -> dict:
     """Arguments of vllm.LLM on a GPU."""
     return dict(dtype="bfloat16", enable_flashinfer_autotune=False,
                 gpu_memory_utilization=limits.gpu_memory, enable_sleep_mode=limits.sleeping,
@@ -309,7 +309,7 @@ def gpu_options(limits: Limits) -> dict:
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
 
 
-def cpu_options(config, base: chat.ModelFamily, limits: Limits) -> dict:
+def cpu_options(config, base: chat.ModelFamily, limits: EngineConfig) -> dict:
     """Arguments of vllm.LLM on a CPU. config: transformers' of the checkpoint."""
     import torch
     from vllm import ModelRegistry

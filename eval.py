@@ -113,7 +113,7 @@ def parse_args(protocol: str | None = None):
     name = protocol or early.protocol
     parser.set_defaults(**systems.protocols()[name].native)
     if early.preset == "toy":
-        parser.set_defaults(**rollout.toy_lengths())
+        parser.set_defaults(**rollout.toy_defaults())
     args = parser.parse_args()
     args.protocol = name
     if "all" in args.bench:
@@ -175,7 +175,7 @@ class Suite:
 
     bench: str | None
     tasks: list  # the first --limit
-    agent: rollout.Agent
+    agent: rollout.AgentConfig
     source: rollout.Source  # of the videos and subtitles
     out: str = ""  # leaf folder of the records
     digest: str = ""  # see results.settings_digest
@@ -213,7 +213,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         records = results.read_records(out, digest)
         films = [(r["task"]["video"], r.get("film")) for r in records.values()]
         if moved := results.changed_videos(films, source.root):
-            launch.say(f"{out}: {len(moved)} of {len(records)} records are of films that have "
+            launch.print0(f"{out}: {len(moved)} of {len(records)} records are of films that have "
                        f"changed since, for example {moved[0]}; delete their lines to ask again")
         done = {item: r["timing"].get("total_s") for item, r in records.items()
                 if not runs.is_retried(r)}
@@ -249,7 +249,7 @@ def unfinished(suites: list[Suite], args) -> list[tuple]:
 def evaluate(args):
     """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    launch.beat(args.patience)
+    launch.reset_watchdog(args.patience)
     if args.data:  # a bad row is named now, because torch takes seconds to load
         data.read_tasks(args.data)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
@@ -262,10 +262,10 @@ def evaluate(args):
         check_prompts(protocol, suite.tasks, suite.agent, 1)
         launch.lock(suite.out)
     if world > 1:
-        # No deadline for collectives, as ranks end hours apart. launch.beat ends a rank that hangs.
+        # No deadline for collectives, as ranks end hours apart. launch.reset_watchdog ends a rank that hangs.
         launch.start_process_group(0, args.cpu or args.engine == "openai")
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
-    launch.beat(args.patience)  # reading benchmarks and hashing weights may have taken minutes
+    launch.reset_watchdog(args.patience)  # reading benchmarks and hashing weights may have taken minutes
     jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
     # shares: for each rank and job the places of the tasks that the rank asks
@@ -277,7 +277,7 @@ def evaluate(args):
     engine = None
     if needed:
         if sys.stdout.isatty():  # a script that reads stdout gets the table alone
-            launch.say(f"{args.ckpt or args.engine} -> {args.out}: loading")
+            launch.print0(f"{args.ckpt or args.engine} -> {args.out}: loading")
         # Without a checkpoint there are no ids: prompts stay messages, and answers stay text.
         codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)
@@ -321,7 +321,7 @@ def make_engine(suites, args, ckpt, codec, protocol):
                  if task["type"] == "grounding"]  # the server reads these files itself
         engine = endpoint.make_engine(args, bool(protocol.prefill), protocol.jpeg, tools,
                                       next(filter(os.path.exists, films), None))
-    largest = max(1, *map(rollout.most_frames, args.frames))
+    largest = max(1, *map(rollout.max_num_frames, args.frames))
     # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:
         rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)
@@ -348,7 +348,7 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             tools, show = scores.parts_of(mode)
             agent = replace(suite.agent, tools=tools == "on")
             source = replace(suite.source, show=show)
-            sampler = rollout.Sampler(meter, codec, source, agent, max_live=args.live or None)
+            sampler = rollout.RolloutWorker(meter, codec, source, agent, max_live=args.live or None)
             if show == "options":
                 todo = [reordered(task) for task in todo]
             episodes = run(sampler, todo, protocol, frames=k, group=args.samples)
@@ -358,7 +358,7 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash then loses only the episodes under way
                     bar.update()
-                    launch.beat(args.patience)
+                    launch.reset_watchdog(args.patience)
 
 
 def main():

@@ -57,7 +57,7 @@ import model
 import rewards
 import rollout
 import video
-from engine import Pump
+from engine import EngineLoop
 from plumbing import arguments, checkpoint, data, metrics, policies, runs, tracker
 from plumbing.judge import add_judge_arguments, open_judge
 
@@ -125,9 +125,9 @@ def group_tree(group, credit, first=0):
         branch_len = len(c.ids) - cut
         values = {"advantage": token_advantages(e, credit)[cut:], "sampler": c.logps[cut:],
                   "rollout": [number] * branch_len}
-        branches.append(model.Span(c.ids[cut:], c.mask[cut:], values, c.items[1:]))
+        branches.append(model.TokenSpan(c.ids[cut:], c.mask[cut:], values, c.items[1:]))
     nothing = {name: [0.0] * cut for name in branches[0].values}
-    prompt = model.Span(shared[0], [0] * cut, nothing)  # mask 0: not read
+    prompt = model.TokenSpan(shared[0], [0] * cut, nothing)  # mask 0: not read
     return model.Tree(prompt, group[0].context.items[:1], branches)
 
 
@@ -237,7 +237,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
         packs = [model.pack_trees(policy.codec, members) for members in filled]
         # Ranks may have different numbers of packs, but FSDP gathers weights in every forward, with
         # all ranks. So ranks with fewer packs add spare ones, which carry no gradient (real False).
-        minibatches.append(model.even_packs(policy.codec, packs))
+        minibatches.append(model.pad_packs_over_ranks(policy.codec, packs))
 
     # old_t: the policy before the FIRST step of this batch. With one step old = logp. With more,
     # later minibatches meet a policy that has moved, so all of them are scored beforehand.
@@ -283,7 +283,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
 # The loop
 
 
-def share(tasks, step, args, rank, world):
+def tasks_of_rank(tasks, step, args, rank, world):
     """-> (tasks of this rank, {group: place in the batch}). If a batch spans two epochs it may hold
     a task twice; the two are one larger group."""
     # Every rank draws the same batch and then takes its own part of it.
@@ -291,16 +291,16 @@ def share(tasks, step, args, rank, world):
     order, costs = {}, {}
     for task in batch:
         # The step is part of the name: a task that comes again later is another group.
-        name = launch.name_of(step, task["id"])
+        name = launch.join_key(step, task["id"])
         order.setdefault(name, len(order))
         # K is the only cost that is known before sampling. 1000: equally many prompts a rank.
         costs[name] = costs.get(name, 0) + 1000 + rollout.overview_frames(
             args.frames, args.seed, step, task["id"])
-    rank_groups = data.deal(order, costs.get, rank, world)
-    return [t for t in batch if launch.name_of(step, t["id"]) in rank_groups], order
+    rank_groups = data.balance_over_ranks(order, costs.get, rank, world)
+    return [t for t in batch if launch.join_key(step, t["id"]) in rank_groups], order
 
 
-def look_ahead(decoders, tasks, step, args, source, quiet):
+def prefetch_overviews(decoders, tasks, step, args, source, quiet):
     """Decodes, in the threads `decoders`, the overviews that step `step` will need. Each begins at
     a moment at which the Event `quiet` is set. The futures are not read: a broken video is counted
     when its episode comes."""
@@ -319,11 +319,11 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
     that decode the overviews of the next step meanwhile and during the update."""
     ranks = launch.rank_and_world()
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
-    rank_tasks, order = share(tasks, step, args, *ranks)
-    pump = Pump(sampler.engine, sampler.threads)
+    rank_tasks, order = tasks_of_rank(tasks, step, args, *ranks)
+    pump = EngineLoop(sampler.engine, sampler.threads)
     if decoders:  # they begin as soon as no decode of this step waits
-        following, _ = share(tasks, step + 1, args, *ranks)
-        look_ahead(decoders, following, step + 1, args, sampler.source, pump.quiet)
+        following, _ = tasks_of_rank(tasks, step + 1, args, *ranks)
+        prefetch_overviews(decoders, following, step + 1, args, sampler.source, pump.quiet)
     try:
         episodes = list(rollout.run(sampler, rank_tasks, args.frames, args.num_generations, step,
                                     pump=pump))
@@ -349,7 +349,7 @@ class Run:
     policy: model.Policy
     reference: object  # of the KL; None without
     optimizer: object
-    sampler: rollout.Sampler  # with the engine, where frames come from, and the judge
+    sampler: rollout.RolloutWorker  # with the engine, where frames come from, and the judge
     engine_dtype: object  # dtype in which weights travel to the engine
     gap_tolerance: float  # nats, see check_gap
     log: metrics.Log  # on rank 0, None on the others
@@ -438,7 +438,7 @@ def main():
         if due or stopping and done > run.start:
             checkpoint.save_run(policy, policy.codec, run.optimizer, args.out, done,
                                 {**best, "args": vars(args), "inputs": run.inputs})
-            launch.beat(args.patience)
+            launch.reset_watchdog(args.patience)
         if step % 10 == 9:
             data.give_back_memory()
         if stopping:
@@ -459,7 +459,7 @@ def phase(name, seconds, args):
     began = time.monotonic()
     yield
     seconds[name] = time.monotonic() - began
-    launch.beat(args.patience)
+    launch.reset_watchdog(args.patience)
 
 
 # ---- below: set-up, held-out tasks, records, flags (a reader of the step may stop here) ------
@@ -479,7 +479,7 @@ def setup(args):
             codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
             rollout.check_positions(codec, agent)
             faults += data.preflight(
-                tasks + val_tasks, source, rollout.most_frames(args.frames), agent.max_model_len,
+                tasks + val_tasks, source, rollout.max_num_frames(args.frames), agent.max_model_len,
                 partial(rollout.prompt_tokens, codec, agent))
             data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
         return None
@@ -488,7 +488,7 @@ def setup(args):
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     _, world, device = launch.start_process_group(args.patience, args.cpu)
-    launch.beat(args.patience)
+    launch.reset_watchdog(args.patience)
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
@@ -499,9 +499,9 @@ def setup(args):
                                            checkpoint.base_of(ckpt))
     start = state.get("step", 0)
     if start >= args.steps:
-        launch.say(f"nothing to do: {args.out} has {start} steps of {args.steps}")
+        launch.print0(f"nothing to do: {args.out} has {start} steps of {args.steps}")
         return launch.end_process_group()
-    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
+    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     rollout.check_context(codec, tasks + val_tasks, agent, source, args.frames)
@@ -516,7 +516,7 @@ def setup(args):
     log = metrics.open_log(args, start, f"{size} a step, K {args.frames} | "
                            f"{checkpoint.weights_line(policy)} | format credit "
                            f"{args.format_credit}")
-    sampler = rollout.Sampler(engine, codec, source, agent, pay_of(args), judge)
+    sampler = rollout.RolloutWorker(engine, codec, source, agent, reward_config(args), judge)
     return Run(tasks, val_tasks, policy, reference, optimizer, sampler, engine_dtype,
                gap_tolerance(engine_dtype), log, inputs, start, metrics.best_so_far(state, -1.0))
 
@@ -536,7 +536,7 @@ def check_gap(step, gap, tolerance):
             "at another --temperature")
 
 
-def pay_of(args):
+def reward_config(args):
     """Flags -> rewards.RewardConfig, whose fields they are."""
     config = rewards.RewardConfig
     return config(**{f.name: getattr(args, f.name) for f in fields(config)})
@@ -556,7 +556,7 @@ def evaluate(log, sampler, val_tasks, step, args):
         tasks = [t for t in val_tasks[rank::world] if not rows.get((t["id"], tools), {}).get("ran")]
         for e in rollout.run(tester, tasks, args.frames, 1, 0):
             # The whole evaluation may take longer than `patience`, one episode may not.
-            launch.beat(args.patience)
+            launch.reset_watchdog(args.patience)
             if e.error and tools and step == 0 and (e.task["id"], tools) not in rows:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
             rows[e.task["id"], tools] = {
@@ -626,7 +626,7 @@ def parse_flags(parser):
     if early.preset == "toy":
         parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, beta=0.0,
                             gradient_checkpointing=False, dp_replicate=0, temperature=1.0,
-                            **rollout.toy_lengths())
+                            **rollout.toy_defaults())
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, gamma=0.0, frames=64)

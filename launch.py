@@ -171,7 +171,7 @@ def use_gpu(cpu=False):
 
 def start_process_group(patience=1800.0, cpu=False):
     """Joins torchrun's process group, or makes one of a single process -> (rank, world, device).
-    patience: see beat. A collective waits a minute longer, so that beat prints its stacks first.
+    patience: see reset_watchdog. A collective waits a minute longer, so that beat prints its stacks first.
     cpu: see use_gpu."""
     from datetime import timedelta
 
@@ -209,13 +209,13 @@ def end_process_group(engine=None):
         engine.close()
     if dist.is_initialized():  # closing vLLM may have ended the group
         dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()  # see beat: the process may have more to do
+    faulthandler.cancel_dump_traceback_later()  # see reset_watchdog: the process may have more to do
     if several:  # threads of gloo and vLLM have aborted the interpreter's exit, once in 20 runs
         sys.stdout.flush()
         os._exit(0)
 
 
-def beat(patience):
+def reset_watchdog(patience):
     """Marks the end of a phase: the next one may take `patience` seconds (0 = for ever). A rank
     that takes longer prints the stacks of its threads and exits, and torchrun ends the others."""
     if patience:
@@ -280,7 +280,7 @@ def broadcast(values):
     return gather_rows([values])[0]
 
 
-def say(text):
+def print0(text):
     """Prints one line, on rank 0 alone, before work that shows no progress of its own."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
@@ -388,7 +388,7 @@ def lock(out, name=".lock"):
         raise UserError(f"--out {out}: another run writes there ({file.read().strip()}); wait for "
                         "its end, or choose another --out") from None
     except OSError as e:
-        say(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out")
+        print0(f"{path}: no locks here ({e.strerror}); do not start a second run with this --out")
         return
     file.truncate(0)
     print(f"pid {os.getpid()} on {os.uname().nodename} since {time.ctime()}", file=file, flush=True)
@@ -404,7 +404,7 @@ def unlock():
         lock.files.popitem()[1].close()
 
 
-def sync(path):
+def fsync(path):
     """Returns once a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -422,9 +422,9 @@ def write_atomic(path, text):
     try:
         with open(temp, "w", encoding="utf-8") as f:
             f.write(text)
-        sync(temp)
+        fsync(temp)
         os.replace(temp, path)
-        sync(os.path.dirname(os.path.abspath(path)))  # else a power loss may take the new name
+        fsync(os.path.dirname(os.path.abspath(path)))  # else a power loss may take the new name
     except OSError as e:  # with the name and the reason, which users are told
         raise type(e)(e.errno, why(e), path) from None
     finally:
@@ -436,12 +436,12 @@ def write_atomic(path, text):
 # Numbers of a run
 
 
-def name_of(*parts) -> str:
+def join_key(*parts) -> str:
     """The parts with slashes between them. A slash in a part is escaped, so that no task id can
     imitate the parts after it."""
     return "/".join(str(part).replace("%", "%25").replace("/", "%2F") for part in parts)
 
 
-def stable_number(*parts) -> int:
+def stable_hash(*parts) -> int:
     """A 64-bit number that depends on the parts alone, on every rank and in every process."""
-    return int.from_bytes(hashlib.sha256(name_of(*parts).encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(join_key(*parts).encode()).digest()[:8], "big")

@@ -125,7 +125,7 @@ class VisionFeatures:
 
 
 @dataclass
-class Span:
+class TokenSpan:
     """A run of ids. mask 1: the token is trained. values: numbers per token by name (advantage,
     sampler, ..), which are read if the mask is 1."""
 
@@ -139,7 +139,7 @@ class Span:
 class Tree:
     """A context and the responses that continue it. A tree without branches is one sequence."""
 
-    prefix: Span
+    prefix: TokenSpan
     items: list = field(default_factory=list)  # [chat.VisionItem] of the prefix
     branches: list = field(default_factory=list)
 
@@ -267,7 +267,7 @@ def fill_packs(trees: list[Tree], budget: int) -> list[list[Tree]]:
             if piece.branches and len(piece) + len(b.ids) > budget:
                 pieces.append(piece)
                 # The prefix's own trained tokens, if any, count in the first piece only.
-                silent = Span(t.prefix.ids, [0] * len(t.prefix.ids), t.prefix.values)
+                silent = TokenSpan(t.prefix.ids, [0] * len(t.prefix.ids), t.prefix.values)
                 piece = Tree(silent, t.items, [])
             piece.branches.append(b)
         pieces.append(piece)
@@ -281,7 +281,7 @@ def fill_packs(trees: list[Tree], budget: int) -> list[list[Tree]]:
     return packs
 
 
-def even_packs(codec, packs):
+def pad_packs_over_ranks(codec, packs):
     """This rank's packs as (pack, True), then spare ones as (pack, False), until all ranks have
     equally many. Collective.
 
@@ -293,7 +293,7 @@ def even_packs(codec, packs):
     longest = torch.tensor(len(packs))  # in host memory, so the host does not wait for a GPU
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     # Two ids, the second one trained: the smallest pack with a loss to go backward from.
-    spare = pack_trees(codec, [Tree(Span([codec.eos, codec.eos], [0, 1]))])
+    spare = pack_trees(codec, [Tree(TokenSpan([codec.eos, codec.eos], [0, 1]))])
     return [(pack, True) for pack in packs] + [(spare, False)] * (int(longest.item()) - len(packs))
 
 
@@ -354,7 +354,7 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
         return out[None], None
     if shared > 1:  # the CPU kernel has no shared key heads
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    return PartsAttention.apply(query, key, value, plan.layout, scaling).transpose(1, 2), None
+    return PrefixTreeAttention.apply(query, key, value, plan.layout, scaling).transpose(1, 2), None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -579,7 +579,7 @@ def delta_kernel(device):
 # Attention kernels
 
 
-class PartsAttention(torch.autograd.Function):
+class PrefixTreeAttention(torch.autograd.Function):
     """Attention of trees on a CPU, without masks and without copies of the prefix: all branches
     attend to the prefix in one kernel call, then each branch to itself.
 
@@ -686,7 +686,7 @@ def engine_dtype(codec: chat.ChatProcessor, device: torch.device) -> torch.dtype
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, codec.base.cpu_dtype)
 
 
-def as_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: bool) -> Policy:
+def wrap_policy(hf, codec: chat.ChatProcessor, device: torch.device, recompute: bool) -> Policy:
     """transformers' model -> Policy with our attention and a frozen tower. recompute: backward
     computes the decoder layers again instead of keeping their activations."""
     from transformers import AttentionInterface

@@ -49,7 +49,7 @@ import chat
 import launch
 import rewards
 import video
-from engine import Limits, Pump, Request, VllmEngine, in_flight
+from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
 from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
 from plumbing.subtitles import check_subtitles, task_subtitles
@@ -137,7 +137,7 @@ def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int)
     if frames != "gated":
         return int(frames)
     # "K": not the digest of a sampling seed.
-    return GATED_FRAMES[launch.stable_number("K", seed, step, task_id) % len(GATED_FRAMES)]
+    return GATED_FRAMES[launch.stable_hash("K", seed, step, task_id) % len(GATED_FRAMES)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def flag(default, text, choices=None, is_setting=False):
 
 
 @dataclass
-class Agent:
+class AgentConfig:
     """The rules of an episode. A field is a flag of the command lines or a setting of --set."""
 
     temperature: float = flag(0.7, "of sampling; 0 = greedy")
@@ -262,26 +262,26 @@ RECORD_FIELDS = ("task", "group", "sample", "version", "status", "error", "think
 
 
 @dataclass
-class Sampler:
+class RolloutWorker:
     """Everything that turns tasks into episodes."""
 
     engine: object  # submit(Request), poll() -> [Completion], max_seqs: the size of the batch
     codec: chat.ChatProcessor
     source: Source
-    agent: Agent
+    agent: AgentConfig
     pay: rewards.RewardConfig = rewards.RewardConfig()  # the terms of the reward and their weights
     judge: object = None  # endpoint.Judge, whose verdicts pay open answers; None: token F1
     threads: int = field(default_factory=video.decode_threads)  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
     open_context: callable = open_context  # of sub-agents; evaluation/systems.py has another
-    pump: Pump = None  # of the run, in the copy that the run's episodes are given
+    pump: EngineLoop = None  # of the run, in the copy that the run's episodes are given
 
 
 # ------------------------------------------------------------------------------------------------
 # The episode
 
 
-async def run_episode(episode: Episode, sampler: Sampler) -> Episode:
+async def run_episode(episode: Episode, sampler: RolloutWorker) -> Episode:
     """The main agent: overview, then turns that look closer, then a turn that answers.
 
     No text that the model writes can make this raise: bad calls, broken videos, full contexts and
@@ -376,7 +376,7 @@ def turn_seed(episode, agent, *turn):
     """31-bit seed of a main turn (one number), or of a sub-agent (turn, number of the call)."""
     # The seed depends on the request alone: the order in which episodes finish changes no sample.
     parts = agent.seed, episode.version, episode.task["id"], episode.sample, *turn
-    return launch.stable_number(*parts) >> 32 & 0x7FFFFFFF
+    return launch.stable_hash(*parts) >> 32 & 0x7FFFFFFF
 
 
 def record_turn(episode, codec, completion, finish):
@@ -517,17 +517,17 @@ def load_error(error) -> dict:
 # All episodes of a batch
 
 
-def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_episode, pump=None,
+def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=run_episode, pump=None,
         done=()):
     """THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
     scored Episodes, in the order in which they finish.
 
     frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
     task. step: enters every seed and every draw of K, and is the version of the weights in a
-    record. play: coroutine function (Episode, Sampler) -> Episode. pump: a new Pump, for a caller
+    record. play: coroutine function (Episode, RolloutWorker) -> Episode. pump: a new EngineLoop, for a caller
     that watches it. done: (group, sample) of episodes to leave out.
     """
-    sampler = replace(sampler, pump=pump or Pump(sampler.engine, sampler.threads))
+    sampler = replace(sampler, pump=pump or EngineLoop(sampler.engine, sampler.threads))
 
     # More episodes than the engine's batch keep the batch full while some of them decode.
     live = sampler.max_live or 2 * sampler.engine.max_seqs
@@ -546,7 +546,7 @@ def run(sampler: Sampler, tasks: list, frames=64, group=1, step=0, play=run_epis
     # their numbers go on, so that their seeds differ.
     counts, numbered, seed = collections.Counter(), [], sampler.agent.seed
     for task in tasks:
-        numbered.append((task, launch.name_of(step, task["id"]), counts[task["id"]]))
+        numbered.append((task, launch.join_key(step, task["id"]), counts[task["id"]]))
         counts[task["id"]] += group
     # A generator: an Episode and its coroutine exist only once there is room for them.
     coroutines = (play_and_score(Episode(
@@ -641,7 +641,7 @@ def add_agent_arguments(parser, tools: bool = True) -> None:
     """Flags and settings of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields
     of Agent and Source. tools=False leaves --tools to the caller (eval.py runs both modes)."""
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
-    for f in fields(Agent):
+    for f in fields(AgentConfig):
         if f.metadata["is_setting"]:
             parser.add_setting(f.name, f.metadata["help"], f.default)
         elif tools or f.name != "tools":
@@ -661,10 +661,10 @@ def add_agent_arguments(parser, tools: bool = True) -> None:
     parser.add_setting("max_num_seqs", "sequences in the engine's batch", 64)
 
 
-def agent_settings(args, data_path: str | None) -> tuple[Agent, Source]:
+def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, Source]:
     """Parsed flags -> (Agent, Source). data_path: of the task file, None for a benchmark. Raises
     UserError naming the flag."""
-    agent = Agent(**{f.name: getattr(args, f.name) for f in fields(Agent)})
+    agent = AgentConfig(**{f.name: getattr(args, f.name) for f in fields(AgentConfig)})
     arguments.require_min(1, args, "max_new_tokens", "max_model_len", "max_parallel",
                           "max_num_seqs")
     arguments.require_min(0, args, "max_turns")
@@ -711,7 +711,7 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     # for all. --check looks at all.
     first = None  # error of the first video
     for task in tasks[:8]:
-        spec = source.overview_spec(task, most_frames(frames))
+        spec = source.overview_spec(task, max_num_frames(frames))
         try:
             overview, _, subtitles, _ = source.load_overview(spec, task)
         except video.VideoError as error:
@@ -741,7 +741,7 @@ def prompt_tokens(codec, agent, task, spec, frames, times, subtitles) -> int:
     return tokens
 
 
-def most_frames(frames: int | str) -> int:
+def max_num_frames(frames: int | str) -> int:
     """--frames -> the largest K that a run can ask for."""
     return max(GATED_FRAMES) if frames == "gated" else int(frames)
 
@@ -763,14 +763,14 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
 
     launch.use_gpu(args.cpu)
     # The engine reserves memory for the largest context: all frames that one may hold.
-    num_frames, (crops, window_frames) = most_frames(args.frames), windows
+    num_frames, (crops, window_frames) = max_num_frames(args.frames), windows
     if args.crop_response == "frames":
         crops, window_frames = args.max_turns * args.max_parallel, args.sub_frames
     largest, videos = max(num_frames, args.sub_frames, window_frames), 1 + crops  # of a video item
     if codec.channel == "image":  # every frame is an item, and all crops add to the overview
         largest, videos = max(largest, num_frames + crops * window_frames), 1
     base = checkpoint.base_of(ckpt)
-    engine = VllmEngine(base, codec, Limits(
+    engine = VllmEngine(base, codec, EngineConfig(
         args.max_model_len, largest, args.max_pixels, args.max_num_seqs,
         args.gpu_memory_utilization, sleeping, videos))
     if base != ckpt:  # the engine loads the base; weights with merged adapters replace it
@@ -778,7 +778,7 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
     return engine
 
 
-def toy_lengths() -> dict[str, int]:
+def toy_defaults() -> dict[str, int]:
     """Lengths of the toy world: a context is a few hundred tokens, a window 8 frames."""
     return dict(max_model_len=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
 
@@ -810,7 +810,7 @@ def parse_args():
     add_judge_arguments(parser, "whether an open answer says what the label says")
     # A preset changes defaults, which yield to flags. So the preset must be known first.
     if arguments.parse_early(parser).preset == "toy":
-        parser.set_defaults(temperature=1.0, **toy_lengths())  # as grpo.py samples the toy
+        parser.set_defaults(temperature=1.0, **toy_defaults())  # as grpo.py samples the toy
     args = parser.parse_args()
     arguments.require_min(1, args, "num_generations")
     check_rollout_file(args.out, args.data)
@@ -859,30 +859,30 @@ def main():
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
                              data.files_of(args, (args.data, tasks))[1])
     wanted = len(tasks) * args.num_generations
-    names = {(launch.name_of(args.step, t["id"]), n)
+    names = {(launch.join_key(args.step, t["id"]), n)
              for t in tasks for n in range(args.num_generations)}
     rows = runs.claim_file(args.out, args, inputs, names, {*RECORD_FIELDS, "ids"})
-    for path in (args.out, runs.beside(args.out)):
+    for path in (args.out, runs.args_path(args.out)):
         for leftover in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
             os.remove(leftover)
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
         write(rows, args.out)  # perhaps a kill came first
-        return launch.say(f"nothing to do: {args.out} has all {wanted} rollouts")
-    launch.say(f"{args.ckpt}: loading the tokenizer, then the engine")
+        return launch.print0(f"nothing to do: {args.out} has all {wanted} rollouts")
+    launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     check_context(codec, tasks, agent, source, args.frames)
     judge = open_judge(args, verdicts_beside(args.out))
-    sampler = Sampler(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
+    sampler = RolloutWorker(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
 
-    runs.write_args(runs.beside(args.out), args, inputs=inputs)
+    runs.write_args(runs.args_path(args.out), args, inputs=inputs)
     stop_asked, began = launch.stop_on_signal(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.num_generations, args.step, done=done)
     with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
         if part.tell():
             part.write("\n")  # ends a line that a kill has torn
         for episode in tqdm(episodes, total=wanted, initial=len(done), disable=None):
-            launch.beat(args.patience)  # an engine that hangs ends the run, with its stacks
+            launch.reset_watchdog(args.patience)  # an engine that hangs ends the run, with its stacks
             rows.append(episode.to_json())
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone

@@ -171,7 +171,7 @@ class Chats:
         return sequence
 
     def cost(self, index):
-        """About how many frames a row has, known without decoding; data.deal balances by this."""
+        """About how many frames a row has, known without decoding; data.balance_over_ranks balances by this."""
         videos = chat.videos_in(self.rows[index]["messages"])
         # A crop without max_frames shows 16; 12 more for the text of the chat.
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 12
@@ -223,7 +223,7 @@ def batch_packs(chats, step, codec, args, rank, world):
     if (first + args.batch_size - 1) // len(chats.rows) > (first - 1) // len(chats.rows):
         chats.broken.clear()  # the batch begins an epoch: a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
-    rank_rows = data.deal(picked, chats.cost, rank, world)
+    rank_rows = data.balance_over_ranks(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens)
     lost = chats.broken.intersection(rank_rows)
     away = bool(lost) and chats.cache.away()
@@ -239,7 +239,7 @@ def make_packs(chats, indices, codec, pack_tokens, retry=False):
     frames = {}
     # None: a chat with a broken video. A rank may be left with no pack at all; see backward.
     sequences = [s for s in (chats.read(i, frames, retry) for i in indices) if s is not None]
-    trees = [model.Tree(model.Span(s.ids, s.mask), s.items) for s in sequences]
+    trees = [model.Tree(model.TokenSpan(s.ids, s.mask), s.items) for s in sequences]
     packs = [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
     return packs, frames
 
@@ -279,7 +279,7 @@ def build_optimizers(policy, args, device):
         optimizers.append(torch.optim.Muon(layers, lr=args.muon_lr, momentum=0.95, weight_decay=0.0,
                                            adjust_lr_fn="match_rms_adamw"))
         if device.type == "cpu":
-            muon.share(optimizers[-1], layers)
+            muon.rank_matrices(optimizers[-1], layers)
     return optimizers
 
 
@@ -296,7 +296,7 @@ def backward(policy, packs):
     # Known before backward: a sum over all packs is divided by N, not each pack by its own number.
     n = max(1.0, count.item())  # a batch of broken videos has no token: 0 / 1, not NaN
     loss = torch.zeros((), device=device, dtype=torch.float64)  # nats per token, this rank's part
-    for pack, real in model.even_packs(policy.codec, packs):
+    for pack, real in model.pad_packs_over_ranks(policy.codec, packs):
         logp, _ = policy(pack)  # [trained tokens of the pack] nats
         # A spare pack (real = False) runs for its collectives alone and adds nothing to the loss.
         part = -real * logp.sum() / n
@@ -346,8 +346,8 @@ def main():
     launch.make_out(args.out)
     runs.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
-    launch.beat(args.patience)  # from here on a phase that hangs ends the run
-    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
+    launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
+    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     train, val_chats = open_data(args, codec, cache)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
@@ -359,7 +359,7 @@ def main():
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
     if start >= steps:
-        launch.say(f"nothing to do: {args.out} has {start} steps of {steps}")
+        launch.print0(f"nothing to do: {args.out} has {start} steps of {steps}")
         return launch.end_process_group()
 
     policy = checkpoint.load_sharded(ckpt, codec, device, args.gradient_checkpointing,
@@ -422,7 +422,7 @@ def main():
                       "tokens_per_s": sum(lengths) / seconds, "wait_s": waited, "step_s": seconds,
                       "skipped_chats": len(broken), "bad_steps": bad}  # fmt: skip
             log.write(record, step_line(record, steps, log.eta(step + 1, steps)))
-        launch.beat(args.patience)
+        launch.reset_watchdog(args.patience)
 
         # 3. The held-out loss, and a checkpoint.
         # `last` links to the newest checkpoint, `best` to the one with the lowest held-out loss.
@@ -438,7 +438,7 @@ def main():
                                best["last_unread"]):
                 best.update(best=value, best_step=step + 1, best_unread=unread)
             best["last_unread"] = unread
-            launch.beat(args.patience)
+            launch.reset_watchdog(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(stop_event.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
@@ -450,7 +450,7 @@ def main():
             # resume_point reads all of it again and compares the settings.
             checkpoint.save_run(policy, codec, optimizers, args.out, done,
                                 {**best, "args": vars(args), "inputs": inputs})
-            launch.beat(args.patience)
+            launch.reset_watchdog(args.patience)
         if stopping:
             break
 

@@ -48,7 +48,7 @@ from plumbing import arguments, disk_cache
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-READER = 5  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 5  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -118,7 +118,7 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     return (int(best) // 2 + 1) * multiple, int(across.flat[best]) * multiple
 
 
-def _on_display(starts, looks):
+def _frame_at(starts, looks):
     """Frame starts [N], look times [L] in seconds -> sorted unique indices [<=L] of frames seen."""
     # 1 ms of grace: a look at 16.04 sees the frame that starts there, 16.0400009 as a float32.
     indices = np.searchsorted(starts, np.asarray(looks) + 1e-3, side="right") - 1  # [L]
@@ -135,12 +135,12 @@ def overview_indices(starts, duration, num_frames, keys=()):
         raise ValueError(f"num_frames must be at least 1, not {num_frames}")
     looks = (np.arange(num_frames) + 0.5) * duration / num_frames  # [K] centres of equal segments
     if not len(keys):
-        return _on_display(starts, looks)
+        return _frame_at(starts, looks)
     after = np.searchsorted(starts[keys], looks).clip(1, max(1, len(keys) - 1))  # [K]
     pair = keys[np.stack([after - 1, after]).clip(0, len(keys) - 1)]  # [2, K], one on each side
     near = pair[np.abs(starts[pair] - looks).argmin(0), np.arange(num_frames)]  # [K]
     close = np.abs(starts[near] - looks) <= duration / num_frames / 2  # [K]
-    return np.union1d(near[close], _on_display(starts, looks[~close]))
+    return np.union1d(near[close], _frame_at(starts, looks[~close]))
 
 
 def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_frames=16):
@@ -158,7 +158,7 @@ def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_fra
     wanted = (high - low) * fps if num_frames is None else num_frames  # looks
     # round() would send 2.5 to 2. The minimum comes first, because a huge fps has no whole number.
     n = max(math.floor(min(wanted, max_frames) + 0.5), 1)
-    return _on_display(starts, low + (np.arange(n) + 0.5) * (high - low) / n)  # as in an overview
+    return _frame_at(starts, low + (np.arange(n) + 0.5) * (high - low) / n)  # as in an overview
 
 
 def resolve(video, root=None):
@@ -220,7 +220,7 @@ def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
     valid_times = [t for t in times if 0 <= t < info.duration]  # seconds; other times are left out
     if not valid_times:
         raise ValueError(f"no time lies in the video, which runs from 0 to {info.duration:g} s")
-    return cache.frames(path, _on_display(starts, valid_times), min_pixels, max_pixels)
+    return cache.frames(path, _frame_at(starts, valid_times), min_pixels, max_pixels)
 
 
 def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
@@ -285,7 +285,7 @@ class Source:
         """-> (Frames, seconds of the video, text of the subtitles, identity)."""
         # One call for all, because each reads the disk and this runs in a decoder's thread.
         film = identity(resolve(spec["video"], self.root))
-        duration, frames, subtitle_text = self.duration(spec), self.load_same(spec, film), ""
+        duration, frames, subtitle_text = self.duration(spec), self.load_unchanged(spec, film), ""
         if self.subtitles and task.get("subtitles"):
             subtitle_text = self.subtitles(task, frames.seconds)
         return frames, duration, subtitle_text, film
@@ -293,13 +293,13 @@ class Source:
     def load_window(self, spec, film):
         """A crop as the model asked for -> (the same clamped to the video, Frames). film: the
         identity at the overview. Raises as `load` does, and VideoError for another film."""
-        frames = self.load_same(spec, film)
+        frames = self.load_unchanged(spec, film)
         # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
         # the record name the part that was shown.
         start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
         return {**spec, "start": start, "end": end}, frames
 
-    def load_same(self, spec, film):
+    def load_unchanged(self, spec, film):
         """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
         try:
             return self.load(spec)
@@ -330,7 +330,7 @@ def _folder_identity(path):
     return _folders[path][1]
 
 
-def _promised_end(file):
+def _container_end(file):
     """Open file -> (part of the container, byte at which the header says that it ends, bytes)."""
     head, size = file.read(64), os.fstat(file.fileno()).st_size  # lengths of AVI and Matroska
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
@@ -431,7 +431,7 @@ def _stream(path):
     import av
     try:
         with open(path, "rb") as file:
-            part, end, size = _promised_end(file)
+            part, end, size = _container_end(file)
         if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
             raise VideoError(path, f"truncated: {part} ends at byte {end}, the file at byte {size}")
         # Other formats name further files, anywhere on the disk (playlists), or draw text (tty).
@@ -490,7 +490,7 @@ def _open(path):
             if packet.size:  # else: the flush at the end
                 sets = _parameter_sets(stream.codec_context, packet)
                 changed |= {kind for kind, new in sets.items() if new}
-                pts = _tick(packet, reorders or changed)  # a joined clip may have B-frames
+                pts = _pts_of(packet, reorders or changed)  # a joined clip may have B-frames
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
                 begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
@@ -505,7 +505,7 @@ def _open(path):
     # In decoding order: time of display, time of decoding, length [P] in ticks; three flags.
     pts, dts, lengths, keys, hidden, begins = np.array(
         [row for row in packets if row[0] is not None], np.int64).reshape(-1, 6).T
-    came = [_tick(frame, reorders) for frame in early]
+    came = [_pts_of(frame, reorders) for frame in early]
     # Frames before the first frame that decodes are left over from a cut and do not count.
     displayed = (hidden == 0) & (came[0] is not None and pts >= came[0])
     ticks, counts = np.unique(pts[displayed], return_counts=True)
@@ -526,7 +526,7 @@ def _open(path):
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
     can_seek = len(key_ticks) and (sure or likely and not keys.all())
     if disordered or lacks_times or not can_seek:  # then the file is decoded in a row
-        times, end = _show(path)
+        times, end = _display_pts(path)
         starts, back = np.unique(times[::-1], return_index=True)  # [N] the last of one time
         # Numbers of frames in the decoder's order; none at which decoding can begin.
         ticks, key_ticks = len(times) - 1 - back, key_ticks[:0]
@@ -566,12 +566,12 @@ def _parameter_sets(codec, packet):
     return sets
 
 
-def _tick(item, reorders):
+def _pts_of(item, reorders):
     """Packet or frame, whether the stream reorders frames -> time of display, None: unknown."""
     return item.dts if item.pts is None and not reorders else item.pts
 
 
-def _show(path):
+def _display_pts(path):
     """Path -> (time of each frame in the decoder's order, end of the last), in ticks.
 
     ffmpeg's rule: the stated time of display (pts). If the pts so far went back more often than the
@@ -656,7 +656,7 @@ def _decode(container, stream, wanted, key_ticks):
     drop = codec.name == "h264" or codec.name == "hevc" and one_layer
     for packet in container.demux(stream):
         # A packet without bytes is the flush at the end. A hidden frame may share a time.
-        tick = _tick(packet, codec.has_b_frames)
+        tick = _pts_of(packet, codec.has_b_frames)
         useful = not packet.size or tick in wanted and not packet.is_discard
         if not missing and not useful:  # only now: the fields of a frame may come one by one
             yield from codec.decode(None)  # frames held back to reorder them
@@ -694,7 +694,7 @@ def _images(path, ticks, key_ticks):
                 frames = (_decode(container, stream, set(run), key_ticks) if seeks
                           else container.decode(stream))
                 for number, frame in enumerate(frames):
-                    tick = _tick(frame, reorders) if len(key_ticks) else number
+                    tick = _pts_of(frame, reorders) if len(key_ticks) else number
                     if tick in run:
                         run.remove(tick)
                         pending.remove(tick)
@@ -720,7 +720,7 @@ def _read(path, ticks, key_ticks, height, width):
     return images
 
 
-def _answer(request):
+def _dispatch(request):
     """Arguments of _read -> its result; a path alone -> starts, fields of VideoInfo, ticks and
     key_ticks. Whatever is computed about a video is computed here: its errors are VideoErrors."""
     try:
@@ -797,7 +797,7 @@ def _serve():
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             try:
-                pipe.send((None, _answer(pipe.recv())))
+                pipe.send((None, _dispatch(pipe.recv())))
             except (VideoError, ImportError) as error:
                 # A VideoError as text, because here the class belongs to __main__.
                 pipe.send((getattr(error, "why", error), None))
@@ -814,7 +814,7 @@ class Decoders:
     def ask(self, request):
         """_answer of an idle or a new child; without a timeout, of this thread."""
         if self.timeout is None:
-            return _answer(request)
+            return _dispatch(request)
         with self.lock:
             child = self.idle.pop() if self.idle else ChildDecoder(self.timeout)
         try:
@@ -843,7 +843,7 @@ class Decoders:
         [child.close() for child in idle]
 
 
-class Memory:
+class MemoryCache:
     """Values by key, shared by threads; the least recently used are dropped.
 
     Threads that ask for the same key at the same time wait for the first of them. If that thread
@@ -855,7 +855,7 @@ class Memory:
         self.most, self.bytes, self.lock = max_bytes, 0, threading.Lock()  # bytes kept now
         self.entries = {}  # key -> Future of (value, bytes), oldest first
 
-    def once(self, key, read, last=True):
+    def get_or_compute(self, key, read, last=True):
         """Value of `key`: kept, or read by another thread, or read() -> (value, bytes). last: the
         value itself may be dropped at once, if it is larger than all."""
         with self.lock:
@@ -890,7 +890,7 @@ class FrameCache:
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
         self.folder = folder and disk_cache.DiskCache(folder, folder_bytes)
         # timeout: seconds, see ChildDecoder
-        self.memory, self.decoders = Memory(max_bytes), Decoders(timeout, workers)
+        self.memory, self.decoders = MemoryCache(max_bytes), Decoders(timeout, workers)
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
         self.witnesses = ()  # the videos that were opened last; if all have gone, the disk has
 
@@ -932,7 +932,7 @@ class FrameCache:
 
     def table(self, path):
         """Path -> VideoTable: from memory, or from the folder, or read."""
-        state = os.path.realpath(path), *identity(path), READER
+        state = os.path.realpath(path), *identity(path), CACHE_VERSION
 
         def read():
             starts, *info, ticks, key_ticks = self.stored(
@@ -941,7 +941,7 @@ class FrameCache:
             table = VideoTable(state, starts, VideoInfo(*info), ticks, key_ticks)
             return table, 3 * starts.nbytes  # at most
 
-        table = self.memory.once(state, read, last=False)  # a look that needs the table comes next
+        table = self.memory.get_or_compute(state, read, last=False)  # a look that needs the table comes next
         self.witnesses = (state[0], *(w for w in self.witnesses if w != state[0]))[:4]
         return table
 
@@ -973,7 +973,7 @@ class FrameCache:
             self.sets.update(dict.fromkeys(names, frames))
             return frames, images.nbytes
 
-        return self.memory.once(key, read)
+        return self.memory.get_or_compute(key, read)
 
 
 def _digest(value):

@@ -46,7 +46,7 @@ import launch
 import model
 import rollout
 import video
-from engine import Limits, VllmEngine
+from engine import EngineConfig, VllmEngine
 from plumbing import arguments, checkpoint
 
 
@@ -113,10 +113,10 @@ def our_step(args, policy, codec, filler):
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, torch.device("cpu"))
     context = args.prompt + args.response + 64
-    engine = VllmEngine(args.ckpt, codec, Limits(context, args.images, max_seqs=args.group))
-    agent = rollout.Agent(temperature=1.0, max_new_tokens=args.response, max_model_len=context,
+    engine = VllmEngine(args.ckpt, codec, EngineConfig(context, args.images, max_seqs=args.group))
+    agent = rollout.AgentConfig(temperature=1.0, max_new_tokens=args.response, max_model_len=context,
                           tools=False, think_prefix=False)
-    sampler = rollout.Sampler(engine, codec, source, agent)
+    sampler = rollout.RolloutWorker(engine, codec, source, agent)
     task = {"id": "t", "video": "stills", "question": filler, "answer": "x", "type": "open"}
     flags = "--ckpt none --data none --temperature 1 --beta 0 --pack-tokens 1000000"
     settings = grpo.build_parser().parse_args(flags.split())
@@ -206,11 +206,11 @@ def compare_prompts(args, policy, codec):
     """Prints the row and checks that both sides leave the same gradient."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 256, args.prompt).tolist()  # ids of letters
-    branches = [model.Span(rng.integers(0, 256, args.response).tolist(), [1] * args.response)
+    branches = [model.TokenSpan(rng.integers(0, 256, args.response).tolist(), [1] * args.response)
                 for _ in range(args.group)]  # mask 1: every token of a response is trained
     unread = [0] * args.prompt
-    packs = {"ours": [model.Tree(model.Span(prompt, unread), [], branches)], "repeated": [
-        model.Tree(model.Span(prompt + branch.ids, unread + branch.mask)) for branch in branches]}
+    packs = {"ours": [model.Tree(model.TokenSpan(prompt, unread), [], branches)], "repeated": [
+        model.Tree(model.TokenSpan(prompt + branch.ids, unread + branch.mask)) for branch in branches]}
     packs = {side: [model.pack_trees(codec, [tree]) for tree in trees]
              for side, trees in packs.items()}
     norms, parameters = {}, model.trained_parameters(policy)

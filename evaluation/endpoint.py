@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.endpoint import PROBE, Client, Reply, address, passing, refusal
+from plumbing.endpoint import PROBE, Client, Reply, address, is_retryable, refusal
 from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
@@ -162,7 +162,7 @@ class OpenAIEngine(Client):
                 done, status, after = await self.probe(url, self.timeout)
                 # A server that is busy or still loading is asked again. An address without a
                 # server is more often a mistake.
-                if not done.error or not passing(status) or status == 0 or attempt == self.retries:
+                if not done.error or not is_retryable(status) or status == 0 or attempt == self.retries:
                     break
                 await self.pause(max(2.0**attempt, after))
             if done.error:
@@ -268,7 +268,7 @@ class OpenAIEngine(Client):
                     done, status, after = await self.complete(url, request, body, self.timeout)
                 finally:  # also if the request is given up
                     self.busy[url] -= 1
-                fails = done.error is not None and passing(status)
+                fails = done.error is not None and is_retryable(status)
                 self.retry_at[url] = time.monotonic() + 30 if fails else 0.0
                 # A wrong key would fail every item. Some endpoints answer 403 for one text alone.
                 if status in (401, 402, 403, 404):
@@ -298,7 +298,7 @@ class OpenAIEngine(Client):
                 return
             for url in self.busy:
                 done, status, after = await self.probe(url, min(30.0, self.timeout))
-                if not passing(status):  # an answer, also if it is no text
+                if not is_retryable(status):  # an answer, also if it is no text
                     self.failed, self.retry_at[url] = 0, 0.0
                     return
             if time.monotonic() >= until:

@@ -149,7 +149,7 @@ class Source(rollout.Source):
             order = np.arange(len(frames.seconds))
             images = np.broadcast_to(np.uint8(127), frames.images.shape)
         elif self.show == "shuffled" and "frames" in spec:
-            order = np.argsort([launch.stable_number("show", spec["video"], len(frames.seconds), i)
+            order = np.argsort([launch.stable_hash("show", spec["video"], len(frames.seconds), i)
                                 for i in range(len(frames.seconds))])
             images = frames.images[order]
         else:

@@ -204,7 +204,7 @@ def reordered(task):
     options = data.bare_options(task.get("options") or [])
     if task["type"] != "mcq" or any(map(names_others, options)):
         return task
-    order = sorted(range(len(options)), key=lambda i: launch.stable_number("order", task["id"], i))
+    order = sorted(range(len(options)), key=lambda i: launch.stable_hash("order", task["id"], i))
     answer = order.index(string.ascii_uppercase.index(task["answer"]))
     task = {**task, "options": [options[i] for i in order], "order": order,
             "answer": string.ascii_uppercase[answer]}

@@ -227,7 +227,7 @@ def describe(args):
     texts = read_texts(args)
     # A task that fills every place of a template with the name of the place.
     task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
-    agent = rollout.Agent(tools=args.tools == ["on"])
+    agent = rollout.AgentConfig(tools=args.tools == ["on"])
     messages = protocol.opening(task, args.frames[0], agent, "", 60.0)
     frames = f"{args.frames[0]}"
     frames = f"{args.overview_fps:g} a second, 1 to {frames}" if args.overview_fps else frames
@@ -685,7 +685,7 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
     if not wanted:  # all frames have been seen
         return Reply([{"role": "user", "content": text}])
     spec = {**path, "times": wanted}
-    frames = await sampler.pump.load(sampler.source.load_same, spec, episode.film)
+    frames = await sampler.pump.load(sampler.source.load_unchanged, spec, episode.film)
     episode.notes["shown_times"].update(wanted)
     reply = Reply([])
     content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": text}]

@@ -193,7 +193,7 @@ def load_sharded(ckpt, codec, device, gradient_checkpointing=False, replicas=1, 
                 p.data = p.data.float()
     if lora:
         add_adapters(hf, lora)
-    policy = shard(model.as_policy(hf, codec, device, gradient_checkpointing), device, replicas)
+    policy = shard(model.wrap_policy(hf, codec, device, gradient_checkpointing), device, replicas)
     if frozen:
         hf.model.visual = hf.model.visual if tower else None
         if hasattr(policy, "set_reshard_after_forward"):
@@ -304,10 +304,10 @@ def start_adapters(hf, saved: dict) -> None:
             bound = p.shape[1] ** -0.5
             value = torch.empty(p.shape).uniform_(-bound, bound,
                                                   generator=torch.Generator().manual_seed(seed))
-        p.detach().copy_(own_rows(p, value.to(p.device)))
+        p.detach().copy_(local_shard(p, value.to(p.device)))
 
 
-def own_rows(weight, full: torch.Tensor):
+def local_shard(weight, full: torch.Tensor):
     """This rank's part of a whole tensor, split in the way that `weight` is split."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -479,7 +479,7 @@ def save_run(policy, codec, optimizer, out, step, state):
     state = {"step": step, "code": runs.code_digests(), **state}
     save_checkpoint(policy, codec, path, state, optimizer)
     if launch.rank_and_world()[0] == 0:
-        runs.settle(path, state)
+        runs.update_links(path, state)
 
 
 def save_checkpoint(policy, codec, path, state, optimizer=None):
@@ -511,7 +511,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
         # The log reaches the disk before a checkpoint that is newer than its last line.
         for name in ("log.jsonl", "rollouts"):
             with contextlib.suppress(FileNotFoundError):
-                launch.sync(os.path.join(out, name))
+                launch.fsync(os.path.join(out, name))
         folder = opened.enter_context(runs.atomic_folder(path))
         write(codec.files, folder, weights)
         hub.write_card(folder, out, state)

@@ -108,7 +108,7 @@ def report_check(faults, of):
 # Films of tasks
 
 
-def deal(items, cost, rank, world):
+def balance_over_ranks(items, cost, rank, world):
     """This rank's part of a batch. Items are dealt out by falling cost, each to the rank with the
     least work so far."""
     totals, parts = [0] * world, [[] for _ in range(world)]

@@ -89,7 +89,7 @@ class Client:
             return Reply(status, error=f"bad answer: more than {MAX_REPLY >> 20} MiB")
         if not 200 <= status < 300:  # a redirect too, as the key goes to no other host
             after = reply.headers.get("Retry-After", "")  # seconds; a date is passed over
-            wait = float(after) if passing(status) and after.isdecimal() else 0.0
+            wait = float(after) if is_retryable(status) and after.isdecimal() else 0.0
             message = f"HTTP {status}: {message_of(content, self.key())}"
             return Reply(status, error=message.rstrip(": "), wait=wait)
         try:
@@ -118,7 +118,7 @@ class Client:
         self.loop.stop()
 
 
-def passing(status):
+def is_retryable(status):
     """Whether another try may succeed. status: as in OpenAIEngine.post."""
     return status in (0, 429) or status >= 500
 

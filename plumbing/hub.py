@@ -31,7 +31,7 @@ def fetched(path: str, revision: str | None = None) -> str:
         from huggingface_hub.constants import HF_HUB_CACHE
         from huggingface_hub.utils import WeakFileLock
 
-        launch.say(f"{path}: no such folder here, so the Hub is asked")
+        launch.print0(f"{path}: no such folder here, so the Hub is asked")
         try:
             os.makedirs(HF_HUB_CACHE, exist_ok=True)
             # One rank of a machine downloads. The others wait, then find the files in the cache.

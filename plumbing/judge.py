@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import Future
 
 import launch
-from plumbing.endpoint import PROBE, Client, Reply, address, passing, refusal
+from plumbing.endpoint import PROBE, Client, Reply, address, is_retryable, refusal
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
@@ -104,7 +104,7 @@ class Judge(Client):
             if self.ending or self.failed > 4:
                 return Reply(0, error="the judge is away")
             reply = await self.post(self.url, body, 60.0)
-            self.failed = self.failed + 1 if reply.error and passing(reply.status) else 0
+            self.failed = self.failed + 1 if reply.error and is_retryable(reply.status) else 0
             if not self.failed or attempt == 4:
                 return reply
             await self.pause(max(2.0**attempt, min(reply.wait, 60.0)))

@@ -129,7 +129,7 @@ def write_args(path, args, **fields):
     launch.write_atomic(path, json.dumps(content, indent=1))
 
 
-def changes(args, inputs, run):
+def settings_diff(args, inputs, run):
     """What is not as it was at the start before -> [text of a flag or an input]. inputs: see
     identities. run: {"args": .., "inputs": ..} of that start."""
     # How far, how fast, where, and who is told: two parts of one run may differ in these.
@@ -155,27 +155,27 @@ def resume_point(out, args, resume, inputs=None, base=None):
     """
     folder, state = (None, {}) if resume is False else undamaged_checkpoint(out)
     if args.ckpt != state.get("args", {}).get("ckpt"):  # else the run there began from it
-        check_apart(args.ckpt, base, out)
+        refuse_ckpt_in_out(args.ckpt, base, out)
     if folder is None:
         # Damaged after it was saved: the user decides.
         if resume is not False and (torn := step_folders(out)):
             raise launch.UserError(f"{torn[0]} is not whole (its state.json lists its files), and "
                                    "nothing else here is; --no-resume begins anew and deletes it")
         return None, {}
-    differ = changes(args, inputs or {}, state)
+    differ = settings_diff(args, inputs or {}, state)
     if resume is None and differ:
         raise launch.UserError(f"--out {out} holds a run of other settings: "
                                f"{', '.join(differ[:3])}; choose another --out, or --resume to go "
                                "on with the new ones, or --no-resume to delete it")
     for text in differ:
-        launch.say(f"{folder}: {text}")
+        launch.print0(f"{folder}: {text}")
     # Values on other held-out rows cannot be compared.
     if any(text.startswith("--val ") for text in differ):
-        launch.say(f"{folder}: other held-out rows, so `best` begins anew")
+        launch.print0(f"{folder}: other held-out rows, so `best` begins anew")
         state = {k: v for k, v in state.items() if not k.startswith("best")}
     if launch.rank_and_world()[0] == 0:  # a kill may have come before the links
         clean_run(out, state["step"])
-        settle(folder, state)
+        update_links(folder, state)
     return folder, state
 
 
@@ -188,9 +188,9 @@ def claim_file(out, args, inputs, names, required):
     launch.make_out(folder)
     launch.lock(folder, f".{name}.lock")
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
-    old = chat.read_object(beside(out)) if paths and os.path.isfile(beside(out)) else {}
-    differ = (changes(args, inputs, {"args": old, "inputs": old["inputs"]}) if old.get("inputs")
-              else [f"{beside(out)} is missing or old"])
+    old = chat.read_object(args_path(out)) if paths and os.path.isfile(args_path(out)) else {}
+    differ = (settings_diff(args, inputs, {"args": old, "inputs": old["inputs"]}) if old.get("inputs")
+              else [f"{args_path(out)} is missing or old"])
     if paths and differ:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
                                f"{', '.join(differ[:3])}; choose another --out, or delete the file")
@@ -201,12 +201,12 @@ def claim_file(out, args, inputs, names, required):
     return [row for name, row in rows.items() if name in names]
 
 
-def beside(out):
+def args_path(out):
     """The file of the settings of rollouts that are written to `out`."""
     return f"{out.removesuffix('.jsonl')}.args.json"
 
 
-def check_apart(ckpt, base, out):
+def refuse_ckpt_in_out(ckpt, base, out):
     """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
     old checkpoints."""
     for folder in filter(None, (chat.with_config(ckpt), base)):
@@ -239,7 +239,7 @@ def is_retried(record):
 # Its checkpoints
 
 
-def settle(folder, state):
+def update_links(folder, state):
     """On rank 0, after a save and at a start: `last` links to the newest checkpoint `folder` and
     `best` to the one that its state names; older ones are deleted. The run has all that it needs,
     so an error is one line, and the run goes on."""
@@ -249,10 +249,10 @@ def settle(folder, state):
         best = f"step_{state.get('best_step') or 0:06d}"  # 0: no folder has this name
         if os.path.isdir(os.path.join(out, best)):
             symlink(os.path.join(out, "best"), best)
-        launch.sync(out)  # before older checkpoints go
+        launch.fsync(out)  # before older checkpoints go
         prune_checkpoints(folder)
     except OSError as error:
-        launch.say(f"{error}: `last`, `best` or an old checkpoint stays as it was, and the run "
+        launch.print0(f"{error}: `last`, `best` or an old checkpoint stays as it was, and the run "
                    f"goes on; the newest whole checkpoint is {folder}")
 
 
@@ -296,10 +296,10 @@ def undamaged_checkpoint(out):
         saved = state.get("crc32", {})  # older versions wrote no sums
         sums = checksums(folder, sorted(saved))
         damaged = [name for name in saved if sums[name] != saved[name]]
-        damaged += ["state.json"] * (state.get("own_crc32") not in (None, own_sum(state)))
+        damaged += ["state.json"] * (state.get("own_crc32") not in (None, state_crc32(state)))
         if not damaged:
             return folder, state
-        launch.say(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
+        launch.print0(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
                    "older checkpoint")
     return None, {}
 
@@ -319,11 +319,11 @@ def mark_complete(folder, state, sums):
         raise OSError("a file cannot be read back")
     files = {name: os.path.getsize(os.path.join(folder, name)) for name in sums}
     state = {**state, "files": files, "crc32": sums}
-    marker = json.dumps({**state, "own_crc32": own_sum(state)}, indent=1)
+    marker = json.dumps({**state, "own_crc32": state_crc32(state)}, indent=1)
     launch.write_atomic(os.path.join(folder, "state.json"), marker)
 
 
-def own_sum(state):
+def state_crc32(state):
     """CRC-32 of the content of state.json but for this sum, which it may hold as own_crc32."""
     return zlib.crc32(json.dumps({**state, "own_crc32": None}, sort_keys=True).encode())
 
@@ -373,11 +373,11 @@ def atomic_folder(path):
             for name in (os.path.join(folder, name) for name in names):
                 with contextlib.suppress(OSError):  # a filesystem without modes
                     os.chmod(name, mode)  # safetensors makes files that others cannot read
-                launch.sync(name)
-            launch.sync(folder)
+                launch.fsync(name)
+            launch.fsync(folder)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temp, path)
-        launch.sync(parent)
+        launch.fsync(parent)
     finally:
         shutil.rmtree(temp, ignore_errors=True)  # there is none after a success
 

@@ -9,7 +9,7 @@ from reference import forward
 import chat
 import model
 import video
-from model import Span, Tree
+from model import TokenSpan, Tree
 
 
 class Album:
@@ -54,11 +54,12 @@ def response(seed, n):
 
 
 def plain_tree(ids, items, answer):
-    return Tree(Span(ids + answer, [0] * len(ids) + [1] * len(answer)), items)
+    return Tree(TokenSpan(ids + answer, [0] * len(ids) + [1] * len(answer)), items)
 
 
 def branched_tree(ids, items, answers):
-    return Tree(Span(ids, [0] * len(ids)), items, [Span(a, [1] * len(a)) for a in answers])
+    return Tree(TokenSpan(ids, [0] * len(ids)), items,
+                [TokenSpan(a, [1] * len(a)) for a in answers])
 
 
 def logprobs(policy, codec, vision, trees, **options):
@@ -78,9 +79,9 @@ def separate_and_packed(codec, album):
     # Rollouts that were shown windows of their own after their first turn.
     looks = [looked(codec, album.item(seed, frames, height), seed) for seed, frames, height in
              ((6, 1, 64), (7, 3, 96))]
-    separate += [Tree(Span(a + span.ids, [0] * len(a) + span.mask), [first, *span.items])
+    separate += [Tree(TokenSpan(a + span.ids, [0] * len(a) + span.mask), [first, *span.items])
                  for span in looks]
-    return separate, [*packed, Tree(Span(a, [0] * len(a)), [first], looks)]
+    return separate, [*packed, Tree(TokenSpan(a, [0] * len(a)), [first], looks)]
 
 
 def looked(codec, item, seed):
@@ -88,4 +89,4 @@ def looked(codec, item, seed):
     turns, (place,) = [response(seed, 6), response(seed + 1, 8)], user(item)
     compact = chat.tool_response_ids(codec, [{**place, "role": "tool"}], True, [item])
     glue = chat.expand(codec, compact, [item])
-    return Span(turns[0] + glue + turns[1], [1] * 6 + [0] * len(glue) + [1] * 8, {}, [item])
+    return TokenSpan(turns[0] + glue + turns[1], [1] * 6 + [0] * len(glue) + [1] * 8, {}, [item])

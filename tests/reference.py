@@ -21,7 +21,7 @@ import chat
 import launch
 import model
 import rollout
-from engine import Completion, Pump
+from engine import Completion, EngineLoop
 from plumbing import checkpoint
 
 
@@ -32,7 +32,7 @@ def load_policy(ckpt, codec, device=None, recompute=False):
 
     hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
     device = device or torch.device("cpu")
-    return model.as_policy(hf.to(device), codec, device, recompute)
+    return model.wrap_policy(hf.to(device), codec, device, recompute)
 
 
 def forward(policy, pack, features, **more):
@@ -109,8 +109,8 @@ def decode_step(policy, ids, positions, seen, features, mask, cache):
     return F.linear(out.last_hidden_state[:, -1], policy.hf.lm_head.weight).float()
 
 
-async def patient_steps(pump, plain_steps=Pump.steps):
-    """Pump.steps for engines with `patient`: polls only after every episode has gone on as far as
+async def patient_steps(pump, plain_steps=EngineLoop.steps):
+    """EngineLoop.steps for engines with `patient`: polls only after every episode has gone on as far as
     it can, and after all pending decodes. The same batches then come again, and the same bits."""
     if not getattr(pump.engine, "patient", False):
         return await plain_steps(pump)
@@ -129,7 +129,7 @@ async def patient_steps(pump, plain_steps=Pump.steps):
                 future.set_result(done)
 
 
-Pump.steps = patient_steps
+EngineLoop.steps = patient_steps
 
 
 class ReferenceEngine:

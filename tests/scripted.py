@@ -20,7 +20,7 @@ CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end
 # flags of short runs of grpo.py
 LIVE = ("--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--temperature", 1.0,
         "--frames", 4, "--set", "sub_max_new_tokens=4", "--set", "show_every=0")
-AGENT = rollout.Agent(max_model_len=4096, max_new_tokens=512, sub_max_new_tokens=64)
+AGENT = rollout.AgentConfig(max_model_len=4096, max_new_tokens=512, sub_max_new_tokens=64)
 
 
 def call(start, end, **more):
@@ -180,9 +180,9 @@ class Server:
 
 def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
     """All episodes, in the order of tasks and samples; of an endpoint, which has no codec, by the
-    loop of the other systems. more: of the Sampler."""
+    loop of the other systems. more: of the RolloutWorker."""
     order = {task["id"]: n for n, task in enumerate(tasks)}
-    sampler = rollout.Sampler(engine, engine.codec, source, agent, **more)
+    sampler = rollout.RolloutWorker(engine, engine.codec, source, agent, **more)
     if engine.codec:
         done = list(rollout.run(sampler, tasks, frames, group, step))
     else:

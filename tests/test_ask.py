@@ -18,7 +18,7 @@ FILM = {"id": "q", "video": "videos/rl-0000.mp4", "question": "Which?", "options
 
 def sampler(codec, toy, *main, **more):
     engine = Scripted(codec, list(main), **more)
-    return rollout.Sampler(engine, codec, rollout.Source(str(toy), video.FrameCache()), AGENT)
+    return rollout.RolloutWorker(engine, codec, rollout.Source(str(toy), video.FrameCache()), AGENT)
 
 
 def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, capsys):

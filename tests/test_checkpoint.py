@@ -18,7 +18,7 @@ from album import logprobs, response
 from safetensors.torch import save_file
 
 import launch
-from model import Span, Tree
+from model import TokenSpan, Tree
 from plumbing import checkpoint, hub, metrics, runs
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec
         logits = hf(input_ids=ids).logits[0, :-1]
     logits[:, list(codec.suppress_tokens)] -= 100
     wanted = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    ours = logprobs(policy, codec, None, [Tree(Span(ids[0].tolist(), [0] + [1] * 19))])
+    ours = logprobs(policy, codec, None, [Tree(TokenSpan(ids[0].tolist(), [0] + [1] * 19))])
     assert (ours - wanted).abs().max() < 1e-5
     text = ("Which colours appear between 16 and 24?<|im_end|>\n"
             "<answer>red</answer> 日本 <12.0 seconds>")

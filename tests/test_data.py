@@ -67,7 +67,8 @@ def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
 
 
 def test_the_most_costly_are_dealt_first():
-    assert [data.deal([1, 1, 1, 3], int, rank, 2) for rank in (0, 1)] == [[3], [1, 1, 1]]
+    assert [data.balance_over_ranks([1, 1, 1, 3], int, rank, 2) for rank in (0, 1)] == [[3],
+                                                                                        [1, 1, 1]]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 import chat
 import model
 import rollout
-from engine import Limits, Request, VllmEngine
+from engine import EngineConfig, Request, VllmEngine
 from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-HOT = rollout.Agent(temperature=1.0, max_model_len=1024, max_new_tokens=16, sub_max_new_tokens=8,
+HOT = rollout.AgentConfig(temperature=1.0, max_model_len=1024, max_new_tokens=16,
+                          sub_max_new_tokens=8,
                     max_turns=2)
 TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
 
@@ -54,7 +55,7 @@ def vllm_engines(base, codecs):
     def get(channel, context=1024, max_seqs=16, chunk=None):
         kind = channel, context, max_seqs, chunk
         if kind not in made:
-            made[kind] = VllmEngine(base, codecs[channel], Limits(
+            made[kind] = VllmEngine(base, codecs[channel], EngineConfig(
                 context, 128, max_seqs=max_seqs, max_videos=6, max_num_batched_tokens=chunk))
         return made[kind]
 
@@ -65,14 +66,14 @@ def vllm_engines(base, codecs):
 
 def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
     features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
-    tree = model.Tree(model.Span(ids, mask), items)
+    tree = model.Tree(model.TokenSpan(ids, mask), items)
     return logprobs(policy, codec, features, [tree], temperature=temperature).numpy()
 
 
 @pytest.fixture(scope="module")
 def engine(saved, codec):
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    limits = Limits(context=1024, max_frames=16, max_pixels=8192, max_seqs=8)
+    limits = EngineConfig(context=1024, max_frames=16, max_pixels=8192, max_seqs=8)
     engine = VllmEngine(str(saved[1]), codec, limits)
     yield engine
     engine.close()

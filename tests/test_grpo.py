@@ -337,7 +337,7 @@ def test_ranks_share_prompts_and_frames_about_evenly(world):
     tasks = [{"id": f"t{i}"} for i in range(48)]  # three steps an epoch
     args = SimpleNamespace(prompts=16, frames="gated", seed=0)
     for step in range(5):
-        shares = [grpo.share(tasks, step, args, rank, world) for rank in range(world)]
+        shares = [grpo.tasks_of_rank(tasks, step, args, rank, world) for rank in range(world)]
         everybody = [f"{step}/{task['id']}" for mine, _ in shares for task in mine]
         assert sorted(everybody) == sorted(shares[0][1]) and len(set(everybody)) == 16
         assert all(order == shares[0][1] and len(mine) == 16 // world for mine, order in shares)

@@ -199,7 +199,7 @@ def test_a_window_beyond_the_end_of_a_film_that_was_replaced_is_no_fault_of_the_
     replace_film(films)
     for window in ({"start": 900, "end": 901}, {"times": [900.0]}):
         with pytest.raises(video.VideoError, match="changed during the episode"):
-            source.load_same({**spec, **window}, film)
+            source.load_unchanged({**spec, **window}, film)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -109,7 +109,8 @@ def test_the_order_is_a_function_of_step_and_seed_alone():
 @given(costs=st.lists(st.integers(1, 100), max_size=30), world=st.integers(1, 5))
 def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     indices = [100 + i for i in range(len(costs))]
-    parts = [data.deal(indices, lambda i: costs[i - 100], rank, world) for rank in range(world)]
+    parts = [data.balance_over_ranks(indices, lambda i: costs[i - 100], rank,
+                                     world) for rank in range(world)]
     assert sorted(i for part in parts for i in part) == indices
     loads = [sum(costs[i - 100] for i in part) for part in parts]
     assert max(loads) - min(loads) <= max(costs, default=0)
@@ -145,7 +146,7 @@ def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: stopped.append(True))
     launch.start_process_group()
     assert torch.tensor([1e-39]).mul(0.5).item() == 0  # denormals are zeros from now on
-    launch.beat(600.0)
+    launch.reset_watchdog(600.0)
     assert not stopped
     launch.end_process_group()
     assert stopped

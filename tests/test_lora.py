@@ -38,15 +38,15 @@ def moved(policy, scale=0.3):
     with torch.no_grad():
         for name, p in policy.named_parameters():
             if name.endswith(".lora_B"):
-                p.copy_(checkpoint.own_rows(p, torch.randn(p.shape, generator=draw) * scale))
+                p.copy_(checkpoint.local_shard(p, torch.randn(p.shape, generator=draw) * scale))
     return policy
 
 
 def pack_of(codec):
     draw = torch.Generator().manual_seed(1)
     ids = [torch.randint(10, 250, (n,), generator=draw).tolist() for n in (20, 9, 7)]
-    branches = [model.Span(i, [1] * len(i)) for i in ids[1:]]
-    return model.pack_trees(codec, [model.Tree(model.Span(ids[0], [0] * 20), [], branches)])
+    branches = [model.TokenSpan(i, [1] * len(i)) for i in ids[1:]]
+    return model.pack_trees(codec, [model.Tree(model.TokenSpan(ids[0], [0] * 20), [], branches)])
 
 
 def merged_dense(policy, ckpt, codec):

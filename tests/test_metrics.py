@@ -120,13 +120,14 @@ def logged(steps, **changes):
 
 def test_a_healthy_run_shows_no_sign_of_death():
     for steps in range(1, 12):
-        assert metrics.signs(logged(steps)) == {}
+        assert metrics.run_warnings(logged(steps)) == {}
     # A type that comes in few steps, a step that failed whole, a tag that nothing opened.
     rare = [{"list": 0.5, "mcq": 0.0} if i == 4 else {"list": 0.5} for i in range(9)]
     closure = {**dict.fromkeys(rewards.KINDS, 0.9), "tool_code": None}
-    assert metrics.signs(logged(9, kinds=rare, closure=closure)) == {}
+    assert metrics.run_warnings(logged(9, kinds=rare, closure=closure)) == {}
     gone = [0.9] * 8 + [None]
-    assert metrics.signs(logged(9, f_tau=gone, entropy=gone, cut_turns=gone, groups=[8] * 8 + [0],
+    assert metrics.run_warnings(logged(9, f_tau=gone, entropy=gone, cut_turns=gone,
+                                       groups=[8] * 8 + [0],
                              zero_variance=[0] * 9)) == {}
 
 
@@ -148,7 +149,7 @@ def test_a_healthy_run_shows_no_sign_of_death():
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word, changes, since):
     rows = logged(9, **changes)
-    found = [metrics.signs(rows[:2 * step - 1]) for step in range(1, 10)]
+    found = [metrics.run_warnings(rows[:2 * step - 1]) for step in range(1, 10)]
     assert set().union(*found) == {name}  # and nothing else is blamed
     assert next(step for step, signs in enumerate(found, 1) if signs) == since
     assert word in found[since - 1][name]
@@ -158,7 +159,7 @@ def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks,
                                            capsys):
     """Further signs follow from the first one, and would name other causes."""
     signs = iter([{}, {"f_tau": "fell", "cut": "cut"}, {"cut": "cut", "type list": "wrong"}])
-    monkeypatch.setattr(metrics, "signs", lambda _: next(signs))
+    monkeypatch.setattr(metrics, "run_warnings", lambda _: next(signs))
     run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 2, "--num-generations", 4)
     printed = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert printed == ["WARNING step 2: fell"]

@@ -30,7 +30,7 @@ import launch
 import model
 import sft
 import video
-from model import Span, Tree
+from model import TokenSpan, Tree
 from plumbing import checkpoint, data
 
 LEARNING = SimpleNamespace(optimizer="muon", lr=1e-3, muon_lr=1e-2, beta2=0.99)
@@ -104,7 +104,7 @@ layouts = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 12), ma
 def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
     """FlexAttention computes whole blocks without asking and parts of others: a block in the wrong
     list would show a branch to its neighbour, or hide a prompt, on a GPU alone."""
-    trees = [Tree(Span([5] * p, [0] * p), [], [Span([6] * n, [1] * n) for n in branches])
+    trees = [Tree(TokenSpan([5] * p, [0] * p), [], [TokenSpan([6] * n, [1] * n) for n in branches])
              for p, branches in lengths]
     pack = model.pack_trees(SimpleNamespace(pad=-1, patch=16, merge=2), trees)
     wanted = dense_mask(pack.layout)
@@ -247,7 +247,7 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
-    mine = data.deal([0, 1, 2, 3, 4, 5, 7], chats.cost, rank, world)
+    mine = data.balance_over_ranks([0, 1, 2, 3, 4, 5, 7], chats.cost, rank, world)
     packs, _ = sft.make_packs(chats, mine, codec, pack_tokens)
     policy.features = vision
     optimizers = sft.build_optimizers(policy, LEARNING, device)
@@ -304,7 +304,7 @@ def test_ranks_share_the_matrices_that_a_step_of_muon_reaches(monkeypatch):
         monkeypatch.setattr(launch, "rank_and_world", lambda place=place: place)
         monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, owner, rank=rank: (
             sent.update({owner: flat.clone()}) if owner == rank else None))
-        muon.share(optimizer, layers)
+        muon.rank_matrices(optimizer, layers)
         optimizer.step()
         alone = alone or layers
     assert len(sent) == 2 and (sent[0] == alone[0].detach().flatten()).all()
@@ -387,7 +387,7 @@ def sized_trees(draw_sizes):
     for p, branches in draw_sizes:
         spans = []
         for n in (p, *branches):
-            spans.append(Span(list(range(number, number + n)), [0] + [1] * (n - 1)))
+            spans.append(TokenSpan(list(range(number, number + n)), [0] + [1] * (n - 1)))
             number += n
         trees.append(Tree(spans[0], [], spans[1:]))
     return trees
@@ -423,8 +423,8 @@ def test_a_tree_over_the_budget_is_split_by_branches_without_changing_its_loss(
     """The prefix's own trained tokens count once, and values travel with their branch."""
     item = album.item(1)
     ids, _, _ = prompt(codec, item, "Which?")
-    branches = [Span(response(i, 6), [1] * 6, {"advantage": [float(i)] * 6}) for i in range(4)]
-    prefix = Span(ids, [0] * (len(ids) - 2) + [1, 1], {"advantage": [9.0] * len(ids)})
+    branches = [TokenSpan(response(i, 6), [1] * 6, {"advantage": [float(i)] * 6}) for i in range(4)]
+    prefix = TokenSpan(ids, [0] * (len(ids) - 2) + [1, 1], {"advantage": [9.0] * len(ids)})
     whole = model.pack_trees(codec, [Tree(prefix, [item], branches)])
     packs = model.fill_packs([Tree(prefix, [item], branches)], len(ids) + 12)
     assert [len(t.branches) for members in packs for t in members] == [2, 2]

@@ -64,7 +64,7 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
         agent.tools = args.tools == ["on"]
         protocol, _ = systems.make_protocol(args)
         engine = endpoint.make_engine(args, bool(protocol.prefill))
-        sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
+        sampler = rollout.RolloutWorker(engine, None, systems.source_of(source, args), agent)
         (episode,) = protocol_loop.run(sampler, [TASK], protocol, 2)
         engine.close()
         sent = [readable(body) for body in server.asked]
@@ -84,7 +84,7 @@ def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, 
     plays = []
     monkeypatch.setattr(rollout, "run",
                         lambda *given, play: plays.append(play is rollout.run_episode))
-    sampler = rollout.Sampler(None, codec, source, rollout.Agent())
+    sampler = rollout.RolloutWorker(None, codec, source, rollout.AgentConfig())
     for some, protocol in ((sampler, protocol_loop.Protocol()),
                            (sampler, protocol_loop.Protocol(one_call=True)),
                            (replace(sampler, codec=None), protocol_loop.Protocol()),

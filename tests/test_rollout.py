@@ -286,7 +286,7 @@ def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, 
     error = Completion("", error="HTTP 500")
     engine = Scripted(codec, [calls((0, 8)), ANSWER],
                       sub=lambda request: replace(error, id=request.id))
-    sampler = rollout.Sampler(engine, codec, source, AGENT)
+    sampler = rollout.RolloutWorker(engine, codec, source, AGENT)
     (episode,) = rollout.run(sampler, tasks[:1], 4)
     assert episode.status == kind and episode.error.startswith("a call: error: the window")
     assert is_retried(episode.to_json()) and episode.turns[-1] == ANSWER
@@ -398,7 +398,7 @@ def test_no_episode_waits_for_another(codec, tasks, frames_of):
     fast = f"0/{tasks[1]['id']}/0"
     engine = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER],
                       hold=lambda r: tasks[0]["id"] in r.id and f"{fast}/1" not in engine.answered)
-    done = list(rollout.run(rollout.Sampler(engine, codec, frames_of, AGENT), tasks[:2], 4))
+    done = list(rollout.run(rollout.RolloutWorker(engine, codec, frames_of, AGENT), tasks[:2], 4))
     assert [e.task["id"] for e in done] == [tasks[1]["id"], tasks[0]["id"]]
     slow = engine.log.index(("answer", f"0/{tasks[0]['id']}/0/0"))
     begun = engine.log.index(("submit", f"0/{tasks[0]['id']}/0/0"))

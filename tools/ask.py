@@ -168,7 +168,7 @@ def questions(args):
     if args.question:
         yield film_task(args, 1, args.question, args.options)
         return
-    launch.say("a question a line, | before each option; Ctrl-D ends")
+    launch.print0("a question a line, | before each option; Ctrl-D ends")
     for number, line in enumerate(filter(str.strip, sys.stdin), 1):
         question, *options = map(str.strip, line.split("|"))
         yield film_task(args, number, question, options)
@@ -230,7 +230,7 @@ def parse_args():
     early = arguments.parse_early(parser)
     parser.set_defaults(**systems.protocols()[early.protocol].native)
     if early.preset == "toy":
-        parser.set_defaults(**rollout.toy_lengths(), type="list")
+        parser.set_defaults(**rollout.toy_defaults(), type="list")
     args = parser.parse_args()
     for invalid, reason in [(args.options and not args.question, "--options belong to --question"),
                             *evaluation.run_faults(args)]:
@@ -253,7 +253,7 @@ def parse_args():
 
 
 def set_up(args):
-    """Flags -> (Sampler, episode loop). Raises UserError before the engine is loaded."""
+    """Flags -> (RolloutWorker, episode loop). Raises UserError before the engine is loaded."""
     protocol, _ = systems.make_protocol(args)
     flags = argparse.Namespace(**{**vars(args), "tools": args.tools == ["on"]})
     agent, source = rollout.agent_settings(flags, args.video)
@@ -263,10 +263,10 @@ def set_up(args):
     ckpt, _ = evaluation.whole_checkpoint(args)
     if args.out:
         launch.make_out(os.path.dirname(os.path.abspath(args.out)))
-    launch.say(f"{args.ckpt or args.model}: loading")
+    launch.print0(f"{args.ckpt or args.model}: loading")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
-    sampler = rollout.Sampler(engine, codec, suite.source, agent)
+    sampler = rollout.RolloutWorker(engine, codec, suite.source, agent)
     return protocol_loop.choose_loop(sampler, protocol, args.frames[0])
 
 

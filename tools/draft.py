@@ -59,7 +59,7 @@ def draw_window(name, number, args, duration):
     share = duration / args.questions
     length = min(args.seconds, share)
     start = number * share + (share - length) * (
-        launch.stable_number("window", args.seed, name, number) / 2**64)
+        launch.stable_hash("window", args.seed, name, number) / 2**64)
     return [round(start, 2), min(round(start + length, 2), duration)]
 
 

@@ -64,7 +64,7 @@ import rollout
 import sft
 import toy
 import video
-from engine import Limits, VllmEngine
+from engine import EngineConfig, VllmEngine
 from plumbing import arguments, checkpoint, data
 from tools import plan
 
@@ -205,7 +205,7 @@ def check_engine(table, device, args):
     if args.ckpt:
         ckpt, codec = args.ckpt, chat.load_codec(args.ckpt, "video")
     free_bytes, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-    engine = VllmEngine(ckpt, codec, Limits(4096, 64, max_seqs=8, gpu_memory=0.3, sleeping=True,
+    engine = VllmEngine(ckpt, codec, EngineConfig(4096, 64, max_seqs=8, gpu_memory=0.3, sleeping=True,
                                             max_num_batched_tokens=CHUNK))
     messages = rollout.main_messages(tasks[0], 64)
     spec = messages[1]["content"][0]
@@ -250,12 +250,12 @@ def check_rollouts(table, device, args, cycles=3):
     room = 4096 if gpu else 1024  # tokens of a context
     # 16 frames of 64 tokens are two chunks. A CPU's engine takes no chunks of random samples.
     ckpt, codec, tasks, source = make_world(args, gpu, 256 * 256 if gpu else 32 * 32)
-    engine = VllmEngine(ckpt, codec, Limits(room, 16, 256 * 256, gpu_memory=0.3, sleeping=True,
+    engine = VllmEngine(ckpt, codec, EngineConfig(room, 16, 256 * 256, gpu_memory=0.3, sleeping=True,
                                             max_num_batched_tokens=CHUNK if gpu else None))
-    agent = rollout.Agent(max_model_len=room, max_new_tokens=48, sub_max_new_tokens=24, max_turns=1,
+    agent = rollout.AgentConfig(max_model_len=room, max_new_tokens=48, sub_max_new_tokens=24, max_turns=1,
                           temperature=1.0)
     policy = load_policy(ckpt, codec, source, device)
-    sampler = rollout.Sampler(engine, codec, source, agent)
+    sampler = rollout.RolloutWorker(engine, codec, source, agent)
     gaps, asleep, failed = [], [], 0
     for n in range(1 + cycles):
         if n:
@@ -283,7 +283,7 @@ def check_rollouts(table, device, args, cycles=3):
 def gap(policy, contexts):
     """Mean |log-prob of the engine - of the trainer| over the sampled ids, in nats."""
     pack = model.pack_trees(policy.codec, [
-        model.Tree(model.Span(c.ids, c.mask, {"sampler": c.logps}), c.items) for c in contexts])
+        model.Tree(model.TokenSpan(c.ids, c.mask, {"sampler": c.logps}), c.items) for c in contexts])
     logp, _ = policy(pack)  # [n]
     return (logp.cpu() - pack.values["sampler"]).abs().mean().item()
 
@@ -310,9 +310,9 @@ def group_world(args):
         for i, text in enumerate(texts):
             ids = chat.encode(codec, text) + [codec.eos]
             advantage = [(-1.0) ** i] * len(ids)  # a sum of zero, as group advantages have
-            branches.append(model.Span(ids, [1] * len(ids), {"advantage": advantage}))
+            branches.append(model.TokenSpan(ids, [1] * len(ids), {"advantage": advantage}))
         zeros = [0.0] * len(prompt)
-        span = model.Span(prompt, [0] * len(prompt), {"advantage": zeros, "sampler": zeros})
+        span = model.TokenSpan(prompt, [0] * len(prompt), {"advantage": zeros, "sampler": zeros})
         trees.append(model.Tree(span, [item], branches))
     return ckpt, codec, trees, source
 
@@ -325,7 +325,7 @@ def alone(trees):
         for branch in tree.branches:
             # Only the branches get the sampler's log-probs, later.
             values = {name: prompt.values[name] + of for name, of in branch.values.items()}
-            span = model.Span(prompt.ids + branch.ids, prompt.mask + branch.mask, values)
+            span = model.TokenSpan(prompt.ids + branch.ids, prompt.mask + branch.mask, values)
             out.append(model.Tree(span, tree.items))
     return out
 
@@ -557,7 +557,7 @@ def stages():
 def run_stage(args):
     """The stage --stage, in a process of its own."""
     check, _, remedy = stages()[args.stage]
-    launch.beat(LIMIT)  # a rank that hangs prints its stacks and ends
+    launch.reset_watchdog(LIMIT)  # a rank that hangs prints its stacks and ends
     rank, _, device = launch.start_process_group(LIMIT, args.cpu)
     launch.import_shim()
     table = Table(os.path.join(args.folder, f"{args.stage}.{rank}.jsonl"), rank, remedy)

@@ -118,7 +118,7 @@ def read_evaluation(path: str) -> list[dict]:
     if settings.get("protocol", "paravt") != "paravt":
         raise launch.UserError(f"{path}: not of --protocol paravt, whose turns alone sft.py can "
                                "train on")
-    # Fields of rollout.Agent.
+    # Fields of rollout.AgentConfig.
     windows = {name: settings[name] for name in ("sub_fps", "sub_frames", "sub_question",
                                                  "crop_response") if name in settings}
     return [{**blank, **row, "windows": windows} for row in rows
@@ -180,7 +180,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True,
     response = settings.get("crop_response", crop_response)
     messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken, response)
     windows = iter(episode.context.items[1:] if episode.context else ())
-    name = launch.name_of(episode.version, task["id"], episode.sample)
+    name = launch.join_key(episode.version, task["id"], episode.sample)
     rows = [{"id": name, "messages": messages}]
     if tools:
         rows[0]["tools"] = rollout.tool_schema(response)
@@ -192,7 +192,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True,
                 # The window as it was shown. Records of eval.py do not hold the frames.
                 if settings:
                     spec = rollout.window_spec(argparse.Namespace(**call), task,
-                                               rollout.Agent(**settings))
+                                               rollout.AgentConfig(**settings))
                 else:
                     spec = call["sub"]["vision"][0]["spec"] if "sub" in call else next(windows).spec
                 spec = {key: value for key, value in spec.items() if value is not None}

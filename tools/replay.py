@@ -86,7 +86,7 @@ def main():
     parser.add_argument("--rollouts", nargs="+", required=True, help="rollout JSONL files")
     grpo.add_update_arguments(parser)
     args = grpo.parse_flags(parser)
-    pay = grpo.pay_of(args)
+    pay = grpo.reward_config(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     episodes = read_rollouts(args.rollouts, pay)
     _, source = rollout.agent_settings(args, args.rollouts[0])
@@ -94,17 +94,17 @@ def main():
     runs.claim_run(args.out, args.rollouts)
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
-    launch.beat(args.patience)
+    launch.reset_watchdog(args.patience)
     inputs = runs.identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts})
     folder, _ = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     if folder:
-        launch.say(f"nothing to do: {args.out} has the update")
+        launch.print0(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
     films = [(e.task["video"], e.film) for e in episodes]
     if moved := results.changed_videos(films, source.root):
-        launch.say(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
+        launch.print0(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
                    f" for example {moved[0]}")
-    launch.say(f"{args.ckpt} -> {args.out}: loading the checkpoint")
+    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     complete(episodes, codec)
     policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, None)
@@ -129,7 +129,7 @@ def main():
     for group in groups:
         grpo.set_advantages(group)
     rollout_s = time.monotonic() - clock
-    launch.beat(args.patience)
+    launch.reset_watchdog(args.patience)
 
     clock = time.monotonic()
     trees, tokens, skipped = grpo.training_trees(groups, args)

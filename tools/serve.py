@@ -57,7 +57,7 @@ import chat
 import launch
 import rollout
 import video
-from engine import Pump
+from engine import EngineLoop
 from plumbing import arguments
 from tools import ask
 
@@ -291,7 +291,7 @@ class Agents:
     """Plays episodes for all clients. The pump runs in a thread with an event loop of its own, so
     that no step of the engine holds up a client and no client holds up a step."""
 
-    def __init__(self, sampler: rollout.Sampler, args):
+    def __init__(self, sampler: rollout.RolloutWorker, args):
         self.sampler, self.args = sampler, args
         self.fault = None  # why the engine answers no more
         self.taken = 0  # questions under way or waiting
@@ -304,7 +304,7 @@ class Agents:
 
     async def run(self):
         """Lives as long as the server."""
-        self.pump = Pump(self.sampler.engine, self.sampler.threads)
+        self.pump = EngineLoop(self.sampler.engine, self.sampler.threads)
         self.live = asyncio.Semaphore(self.args.live)
         self.steps = asyncio.create_task(self.pump.steps())
         self.ready.set()
@@ -728,7 +728,7 @@ def parse_args():
     add("--seconds", type=float, default=600.0, help="for one question, waiting included")
     rollout.add_agent_arguments(parser)
     if arguments.parse_early(parser).preset == "toy":
-        parser.set_defaults(**rollout.toy_lengths())
+        parser.set_defaults(**rollout.toy_defaults())
     # The same answer each time. Films of any folder must be asked for.
     parser.set_defaults(temperature=0.0, video_root=".", gpu_memory_utilization=0.9,
                         subtitles="none")
@@ -762,12 +762,12 @@ def main():
     agent, source = rollout.agent_settings(args, None)
     source = replace(source, root=os.path.realpath(source.root))
     key = os.environ[args.api_key_env].strip().encode() if args.api_key_env else None
-    launch.say(f"{args.ckpt}: loading the engine")
+    launch.print0(f"{args.ckpt}: loading the engine")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     engine = rollout.make_engine(ckpt, codec, args)
     films = Films(source.root, int(args.films_gb * 2**30))
-    agents = Agents(rollout.Sampler(engine, codec, source, agent), args)
-    launch.say(f"http://{args.host}:{args.port}  model {args.name}, films of {source.root}")
+    agents = Agents(rollout.RolloutWorker(engine, codec, source, agent), args)
+    launch.print0(f"http://{args.host}:{args.port}  model {args.name}, films of {source.root}")
     # uvicorn raises the signal once more after its own end, which would skip the lines below.
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
         signal.signal(number, lambda *_: sys.exit(0))

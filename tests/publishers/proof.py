@@ -320,7 +320,7 @@ def ours(args, protocol, some, task, root):
                                  sampling=endpoint.sampling_settings(args),
                                  prefill=args.think_prefix or bool(protocol.prefill))
     engine = Listener(wire, some.said)
-    sampler = rollout.Sampler(engine, None, systems.source_of(source, args), agent)
+    sampler = rollout.RolloutWorker(engine, None, systems.source_of(source, args), agent)
     (episode,) = protocol_loop.run(sampler, [task], protocol, some.frames or args.frames[0])
     wire.close()
     return engine.bodies, episode

@@ -40,7 +40,7 @@ def gpu_precisions():
     import torch.distributed.fsdp as fsdp
 
     launch.import_shim()
-    real_policy, real_dtype = model.as_policy, model.compute_dtype
+    real_policy, real_dtype = model.wrap_policy, model.compute_dtype
     real_save = checkpoint.save_checkpoint
     policies = []
 
@@ -54,7 +54,7 @@ def gpu_precisions():
 
     with (mock.patch.object(fsdp, "MixedPrecisionPolicy",
                             functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
-          mock.patch.object(model, "as_policy", as_policy),
+          mock.patch.object(model, "wrap_policy", as_policy),
           mock.patch.object(checkpoint, "save_checkpoint", save_checkpoint),
           mock.patch.object(grpo, "gap_tolerance", lambda *_: 0.1),
           mock.patch.object(model, "compute_dtype", lambda device: HALF)):

@@ -26,9 +26,9 @@ def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monk
         raise AssertionError("a frame was decoded")
 
     monkeypatch.setattr(video.Decoders, "read", refuse)
-    agent = rollout.Agent(**{**vars(AGENT), "tools": False, "max_turns": 0})
+    agent = rollout.AgentConfig(**{**vars(AGENT), "tools": False, "max_turns": 0})
     engine = Scripted(codec, ["</think><answer>B</answer>"])
-    sampler = rollout.Sampler(engine, codec, shown(toy, "real"), agent)
+    sampler = rollout.RolloutWorker(engine, codec, shown(toy, "real"), agent)
     (episode,) = protocol_loop.run(sampler, [TASK], protocol_loop.Protocol(), frames=0)
     assert episode.status == "ok" and episode.num_frames == 0 and episode.duration == 64.0
     (request,) = engine.requests

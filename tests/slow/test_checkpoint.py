@@ -33,8 +33,8 @@ def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
         saved_at(tmp_path, "step_000000")  # not kept
         with monkeypatch.context() as patched:
             patched.setattr(os, name, lambda *_, **__: os.listdir(tmp_path / "gone"))
-            runs.settle(folder, state)
+            runs.update_links(folder, state)
         (line,) = capsys.readouterr().out.splitlines()
         assert line.endswith(f"the newest whole checkpoint is {folder}")
-        runs.settle(folder, state)
+        runs.update_links(folder, state)
         assert links() == ["step_000003", "step_000001"] and not capsys.readouterr().out

@@ -16,7 +16,7 @@ import eval as evaluation
 import grpo
 import rollout
 import sft
-from engine import Limits, VllmEngine
+from engine import EngineConfig, VllmEngine
 from plumbing import checkpoint
 from tools import plan
 
@@ -100,7 +100,7 @@ def test_a_head_that_is_stored_beside_equal_embeddings_follows_them(toy, codec, 
     """Not refused. vLLM then unties its configuration, and a sync brings no head."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     head(shutil.copytree(toy / "init", tmp_path / "equal"), 1)
-    engine = VllmEngine(str(tmp_path / "equal"), codec, Limits(1024, 16, 8192, 8))
+    engine = VllmEngine(str(tmp_path / "equal"), codec, EngineConfig(1024, 16, 8192, 8))
     policy = load_policy(str(toy / "init"), codec)
     with torch.no_grad():
         policy.hf.model.language_model.embed_tokens.weight.mul_(3)

@@ -66,7 +66,7 @@ def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
     grpo.rewards, parser = rewards, argparse.ArgumentParser()
     grpo.add_update_arguments(parser)
     args = parser.parse_args(["--ckpt", "x", "--out", "y", "--spread-reward", "0.5"])
-    assert grpo.pay_of(args).spread_weight == 0.5
+    assert grpo.reward_config(args).spread_weight == 0.5
 
 
 def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):

@@ -25,7 +25,7 @@ from test_engine import (  # noqa: F401
 )
 
 import grpo
-from engine import Pump, Request
+from engine import EngineLoop, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +47,7 @@ def asked(name):
 
 async def pumped(engine, work):
     """work(pump) beside the steps of its pump -> its result; an error of the steps is raised."""
-    pump = Pump(engine, 1)
+    pump = EngineLoop(engine, 1)
     steps, work = asyncio.create_task(pump.steps()), asyncio.create_task(work(pump))
     await asyncio.wait({steps, work}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
@@ -63,7 +63,7 @@ async def pumped(engine, work):
 def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
     args, loaded = SimpleNamespace(frames=4, seed=0), []
     source = SimpleNamespace(overview_spec=lambda task, k: (task["id"], k), load=loaded.append)
-    pump, gates = Pump(None, 2), [threading.Event(), threading.Event()]
+    pump, gates = EngineLoop(None, 2), [threading.Event(), threading.Event()]
 
     async def step():
         decodes = [pump.load(gate.wait, 20) for gate in gates]
@@ -74,7 +74,8 @@ def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
             await decode
 
     with ThreadPoolExecutor(2) as decoders:
-        grpo.look_ahead(decoders, [{"id": n} for n in range(3)], 5, args, source, pump.quiet)
+        grpo.prefetch_overviews(decoders, [{"id": n} for n in range(3)], 5, args, source,
+                                pump.quiet)
         time.sleep(0.05)
         assert not loaded  # the run has not begun
         asyncio.run(step())

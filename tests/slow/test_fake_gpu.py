@@ -466,7 +466,8 @@ def keep_features(policy, reference):
 
 def sft_step(policy, optimizer):
     """One pack of eight chats, 32k tokens -> its tokens."""
-    pack = model.pack_trees(CODEC, [model.Tree(model.Span([100] * 4096, [0] * 3600 + [1] * 496))
+    pack = model.pack_trees(CODEC,
+                            [model.Tree(model.TokenSpan([100] * 4096, [0] * 3600 + [1] * 496))
                                     for _ in range(8)])
     sft.backward(policy, [pack])
     optimizer.step()
@@ -478,7 +479,7 @@ def grpo_step(policy, reference, optimizer):
     """One update on a group of eight that share a prompt of 64 frames, in one pack of 32k tokens ->
     its tokens."""
     def span(ids, mask):
-        return model.Span(ids, [mask] * len(ids),
+        return model.TokenSpan(ids, [mask] * len(ids),
                           {"advantage": [1.0] * len(ids), "sampler": [-1.0] * len(ids)})
 
     prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)

@@ -119,9 +119,9 @@ def test_an_error_of_one_rank_alone_is_one_line_and_the_other_rank_adds_one(run)
                          ids=["waiting", "holding the interpreter"])
 def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     less_patience = """
-        real_beat = launch.beat
+        real_beat = launch.reset_watchdog
         # loading may take its time
-        launch.beat = lambda patience: real_beat(4.5 + 0.5 * rank if calls else 60.0)
+        launch.reset_watchdog = lambda patience: real_beat(4.5 + 0.5 * rank if calls else 60.0)
     """
     fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=f"saved(1); {hang}"))
     fault += textwrap.dedent(less_patience)

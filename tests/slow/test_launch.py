@@ -121,5 +121,5 @@ def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_b
     monkeypatch.setenv("RANK", "0")
     for patience in (7, 0):
         launch.start_process_group(patience)
-        launch.beat(patience)
+        launch.reset_watchdog(patience)
     assert phases == [7] and collectives == [67, 30 * 86400]

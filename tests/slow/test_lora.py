@@ -10,7 +10,7 @@ from conftest import run_script
 from test_lora import CPU, RANK, adapted, adapters, moved, pack_of, run, saved  # noqa: F401
 
 import model
-from engine import Limits, VllmEngine
+from engine import EngineConfig, VllmEngine
 from plumbing import checkpoint
 
 # ------------------------------------------------------------------------------------------------
@@ -37,13 +37,14 @@ def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_
     folder = tmp_path / "adapters"
     checkpoint.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
     ids = list(range(20, 60))
-    tree = model.Tree(model.Span(ids, [0] + [1] * (len(ids) - 1)))
+    tree = model.Tree(model.TokenSpan(ids, [0] + [1] * (len(ids) - 1)))
     with torch.no_grad():
         ours = adapted(model.pack_trees(codec, [tree]))[0]
     real = vllm.LLM
     with mock.patch.object(vllm, "LLM", lambda *given, **named: real(
             *given, **named, enable_lora=True, max_lora_rank=8)):
-        engine = VllmEngine(str(toy / "init"), codec, Limits(context=256, max_frames=4, max_seqs=2))
+        engine = VllmEngine(str(toy / "init"), codec,
+                            EngineConfig(context=256, max_frames=4, max_seqs=2))
     asked = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = []
     for adapter in (None, LoRARequest("ours", 1, str(folder))):

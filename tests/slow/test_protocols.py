@@ -44,7 +44,8 @@ def play(toy, source, codec, monkeypatch):
         protocol, digest = systems.make_protocol(args)
         engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10",
                           at_once=True)
-        sampler = rollout.Sampler(engine, engine.codec, systems.source_of(source, args), agent)
+        sampler = rollout.RolloutWorker(engine, engine.codec, systems.source_of(source, args),
+                                        agent)
         (episode,) = protocol_loop.run(sampler, [task], protocol, args.frames[0])
         record = results.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.requests, record
@@ -125,7 +126,7 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
     """48 episodes of each kind. ParaVT as it is trained, by training's own loop and as a protocol:
     ids, masks, log-probs, calls, summaries, rewards and what went wrong."""
     tasks = data.read_tasks(str(toy / "rl.jsonl"))
-    agent = rollout.Agent(**{"context": 1024, "max_new_tokens": 128, "sub_max_new_tokens": 24,
+    agent = rollout.AgentConfig(**{"context": 1024, "max_new_tokens": 128, "sub_max_new_tokens": 24,
                              "max_turns": 2, **more})
 
     def records(sampler, **how):
@@ -137,7 +138,7 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
                 found.append((row, episode.notes["opening"]))
         return sorted(found, key=lambda pair: (pair[0]["K"], pair[0]["group"], pair[0]["sample"]))
 
-    sampler = rollout.Sampler(Babble(codec), codec, source, agent)
+    sampler = rollout.RolloutWorker(Babble(codec), codec, source, agent)
     trained = records(sampler)
     played = records(replace(sampler, open_context=protocol_loop.open_chat),
                      play=partial(protocol_loop.play, protocol=protocol_loop.Protocol()))

@@ -174,7 +174,7 @@ def said(sample, turn):
 
 def played(codec, tasks, source, main=said, agent=AGENT):
     engine = Scripted(codec, lambda request: main(*map(int, request.id.split("/")[2:])))
-    sampler = rollout.Sampler(engine, codec, source, agent)
+    sampler = rollout.RolloutWorker(engine, codec, source, agent)
     return next(iter(rollout.run(sampler, tasks[:1], 4)))
 
 
@@ -354,7 +354,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
                                      {"role": "assistant", "content": RIGHT}], [item])
     policy, reference = (checkpoint.load_sharded(ckpt, codec, CPU, frozen=frozen)
                          for frozen in (False, True))
-    pack = model.pack_trees(codec, [model.Tree(model.Span(talk.ids, talk.mask), talk.items)])
+    pack = model.pack_trees(codec, [model.Tree(model.TokenSpan(talk.ids, talk.mask), talk.items)])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
         ours, theirs = (forward(p, pack, vision)[0]
@@ -444,14 +444,15 @@ def check_ends(engine, codec, ckpt, tasks, source):
     """vLLM and the reference engine. Greedy: the same ids although the model likes <|endoftext|>
     best. Hot: never a banned id, and a turn ends in <|im_end|> or not at all."""
     plain = ReferenceEngine(str(ckpt), codec)
-    agent = rollout.Agent(temperature=0.0, max_model_len=2048, max_new_tokens=12, tools=False)
-    one, two = (next(rollout.run(rollout.Sampler(e, codec, source, agent), tasks, 4)).context
+    agent = rollout.AgentConfig(temperature=0.0, max_model_len=2048, max_new_tokens=12, tools=False)
+    one, two = (next(rollout.run(rollout.RolloutWorker(e, codec, source, agent), tasks, 4)).context
                 for e in (engine, plain))
     assert one.ids == two.ids and sum(one.mask) == 12
     assert np.abs(np.subtract(one.logps, two.logps)).max() < 1e-3
-    agent = rollout.Agent(temperature=1.5, max_model_len=2048, max_new_tokens=16, tools=False)
+    agent = rollout.AgentConfig(temperature=1.5, max_model_len=2048, max_new_tokens=16, tools=False)
     for episode in [e for some in (engine, plain)
-                    for e in rollout.run(rollout.Sampler(some, codec, source, agent), tasks, 4,
+                    for e in rollout.run(rollout.RolloutWorker(some, codec, source, agent), tasks,
+                                         4,
                                          group=2)]:
         assert len(sampled_ids(codec, vars(episode.context))) == 16 or episode.finish == ["stop"]
 
@@ -571,7 +572,7 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     assert found["kind"] == "Qwen3VLProcessor" and set(found["ends"]) == {IM_END, END}
     assert found["chat"] == codec.tokenizer.apply_chat_template(talk, tokenize=False)
     assert found["plain"] == codec.tokenizer("".join(ODD))["input_ids"]
-    tree = model.Tree(model.Span(ids, [0] + [1] * (len(ids) - 1)), [item])
+    tree = model.Tree(model.TokenSpan(ids, [0] + [1] * (len(ids) - 1)), [item])
     pack = model.pack_trees(codec, [tree])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():

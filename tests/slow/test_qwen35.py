@@ -59,8 +59,9 @@ def random_trees(codec, seed, sizes):
     def ids(n):
         return [rng.randrange(300, 500) for _ in range(n)]
 
-    return [model.Tree(model.Span(ids(p), [0] * p), [],
-                       [model.Span(ids(n), [1] * n) for n in branches]) for p, branches in sizes]
+    return [model.Tree(model.TokenSpan(ids(p), [0] * p), [],
+                       [model.TokenSpan(ids(n), [1] * n) for n in branches]) for p,
+            branches in sizes]
 
 
 def alone(hf, codec, trees, temperature=1.0):
@@ -96,7 +97,7 @@ def test_packs_equal_separate_sequences(world35, codec35, name):
     (expected * weight).sum().backward()
     gradients = {n: p.grad.clone() for n, p in hf.named_parameters() if p.grad is not None}
     hf.zero_grad()
-    policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
+    policy = model.wrap_policy(hf, codec35, torch.device("cpu"), "none")
     logp, _ = policy(model.pack_trees(codec35, trees), 0.7)
     # transformers' rule and our logits compute in fp32 inside, whatever the weights are.
     assert (logp - expected).abs().max() < 2e-5
@@ -135,10 +136,10 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
         logits[:, list(codec35.suppress_tokens)] -= 100.0
         wanted = logits.log_softmax(-1)[len(context.ids) - 1:-1]
         wanted = wanted.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        policy = model.as_policy(hf, codec35, torch.device("cpu"), "none")
+        policy = model.wrap_policy(hf, codec35, torch.device("cpu"), "none")
         policy.features = model.VisionFeatures(hf.model.visual, codec35, source.load)
-        tree = model.Tree(model.Span(context.ids, [0] * len(context.ids)), context.items,
-                          [model.Span(answer, [1] * len(answer))])
+        tree = model.Tree(model.TokenSpan(context.ids, [0] * len(context.ids)), context.items,
+                          [model.TokenSpan(answer, [1] * len(answer))])
         logp, _ = policy(model.pack_trees(codec35, [tree]))
     assert np.isfinite(logp.numpy()).all()
     assert (logp - wanted).abs().max() < 1e-4

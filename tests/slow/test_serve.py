@@ -39,7 +39,8 @@ class Running:
         self.engine.close = lambda: None
         source = rollout.Source(str(root), video.FrameCache())
         self.films = serve.Films(str(root), 2**24)
-        self.agents = serve.Agents(rollout.Sampler(self.engine, codec, source, AGENT), self.args)
+        self.agents = serve.Agents(rollout.RolloutWorker(self.engine, codec, source, AGENT),
+                                   self.args)
         self.guard = serve.make_app(self.agents, self.films, self.args, key)
         self.server = serve.http_server(self.guard, self.agents, port=0, log_level="error")
         self.thread = threading.Thread(target=self.server.run)
@@ -112,7 +113,7 @@ def running(codec, toy):
 def asked_in_terminal(codec, toy):
     """The answer of tools/ask.py."""
     source = rollout.Source(str(toy), video.FrameCache())
-    sampler = rollout.Sampler(Scripted(codec, answered), codec, source, AGENT)
+    sampler = rollout.RolloutWorker(Scripted(codec, answered), codec, source, AGENT)
     task = {"id": "q", "video": FILM, "question": QUESTION, "options": None, "answer": None,
             "type": "open"}
     (row,) = ask.ask(sampler, [task], 4)
