@@ -10,8 +10,8 @@ Departs from the usual server beside the trainer: no copy of the weights on disk
 engine's log-probs are those of the distribution that was sampled from: temperature and banned ids
 applied, no top-p and no top-k (eval.py alone may set these).
 
-Reads a checkpoint folder; writes nothing. Used by rollout.py and evaluation/endpoint.py; copy EngineLoop
-for any engine that has submit(request), abort(request id) and poll().
+Reads a checkpoint folder; writes nothing. Used by rollout.py and evaluation/endpoint.py; copy
+EngineLoop for any engine that has submit(request), abort(request id) and poll().
 """
 import asyncio
 import atexit

@@ -204,17 +204,13 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         source = systems.source_of(source, args)
         # Refused now, or a wrong folder would cost hours of counted video errors.
         benchmarks.check_videos(bench or args.data, tasks, source.root)
-        out = results.leaf_of(args.out, bench)
+        out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
         files = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
         texts = runs.digest_of(files) if files and mode != "none" else None
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         records = results.read_records(out, digest)
-        films = [(r["task"]["video"], r.get("film")) for r in records.values()]
-        if moved := results.changed_videos(films, source.root):
-            launch.print0(f"{out}: {len(moved)} of {len(records)} records are of films that have "
-                       f"changed since, for example {moved[0]}; delete their lines to ask again")
         done = {item: r["timing"].get("total_s") for item, r in records.items()
                 if not runs.is_retried(r)}
         tasks = tasks[: args.limit or None]
@@ -262,10 +258,12 @@ def evaluate(args):
         check_prompts(protocol, suite.tasks, suite.agent, 1)
         launch.lock(suite.out)
     if world > 1:
-        # No deadline for collectives, as ranks end hours apart. launch.reset_watchdog ends a rank that hangs.
+        # No deadline for collectives, as ranks end hours apart. A rank that hangs is ended
+        # by launch.reset_watchdog.
         launch.start_process_group(0, args.cpu or args.engine == "openai")
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
-    launch.reset_watchdog(args.patience)  # reading benchmarks and hashing weights may have taken minutes
+    # Reading benchmarks and hashing weights may have taken minutes.
+    launch.reset_watchdog(args.patience)
     jobs = unfinished(suites, args)
     needed = any(todo for *_, todo in jobs)
     # shares: for each rank and job the places of the tasks that the rank asks
@@ -303,7 +301,7 @@ def evaluate(args):
                 results.write_json(meta | {"served": sorted(engine.served)}, suite.out, "args.json")
     if rank == 0:
         results.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
-               {s.out: s.tasks for s in suites if s.part})
+                       {s.out: s.tasks for s in suites if s.part})
     if world > 1 or args.engine == "vllm":  # the other ranks wait here for the summary of rank 0
         launch.end_process_group(engine)
     elif engine:

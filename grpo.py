@@ -153,55 +153,57 @@ def training_trees(groups, args):
 # Loss and update
 
 
-def policy_loss(logp, old, sampler, ref, advantage, clip_eps, kl, tis_cap=5.0):
+def policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, clip_eps, beta, tis_cap=5.0):
     """
     Per-token loss of the header, before the division by N.
 
-    logp, old, sampler, ref: log-prob [n] of each token under the policy now, the policy before this
-    batch, the engine, the reference (None: no KL). advantage [n].
+    logp, old_logps, sampling_logps, ref_logps: log-prob [n] of each token under the policy now, the
+    policy before this batch, the engine, the reference (None: no KL). advantage [n].
     -> (loss [n], {"clipped", "truncated", "kl": [n]})
 
-    Example: with logp = old = sampler, loss = -advantage, and its gradient with respect to logp is
-    -advantage.
+    Example: with logp = old_logps = sampling_logps, loss = -advantage, and its gradient with
+    respect to logp is -advantage.
     """
     import torch
 
     # n is the number of sampled tokens in a pack, flat. There is no padding, so there is no mask.
-    ratio = torch.exp(logp - old)  # rho [n]
+    ratio = torch.exp(logp - old_logps)  # rho [n]
     # Truncated importance weight: corrects for an engine that samples from almost this policy.
-    weight = torch.exp(old - sampler)  # w_t before its cap [n]; a constant, no gradient flows
+    # w_t before its cap [n]; a constant, no gradient flows
+    weight = torch.exp(old_logps - sampling_logps)
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     # The minimum is pessimistic: a token that moved too far in the good direction has no gradient.
     loss = -weight.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
     stats = {"clipped": ((ratio - 1).abs() > clip_eps).float(),
              "truncated": (weight > tis_cap).float(),
              "kl": torch.zeros_like(logp.detach())}
-    if ref is not None:
+    if ref_logps is not None:
         # The KL is a term of the loss, per token. The reward does not contain it.
-        gap = ref - logp  # [n]
+        gap = ref_logps - logp  # [n]
         k3 = torch.exp(gap) - gap - 1  # an unbiased estimate of KL(policy || reference), >= 0
-        loss = loss + kl * k3
+        loss = loss + beta * k3
         stats["kl"] = k3.detach()
     return loss, stats
 
 
-def pack_loss(policy, reference, pack, real, old, args):
+def pack_loss(policy, reference, pack, real, old_logps, args):
     """One forward of each model over a Pack -> (loss [n], {name of a number for the log: [n]}), for
-    its n sampled tokens. old: log-probs before this batch [n], None for those of this forward."""
+    its n sampled tokens. old_logps: before this batch [n], None for those of this forward."""
     import torch
 
     # All log-probs are at the sampling temperature: the engine's are, too.
     with torch.no_grad():  # first: with adapters the reference is the policy, adapters changed
-        ref = None if reference is None else reference(pack, args.temperature)[0]  # [n]
+        ref_logps = None if reference is None else reference(pack, args.temperature)[0]  # [n]
     logp, entropy = policy(pack, args.temperature)  # [n] each
-    old = logp.detach() if old is None else old  # a constant
+    old_logps = logp.detach() if old_logps is None else old_logps  # a constant
     if real:
         advantage = model.to_device(pack.values["advantage"], logp.device)  # [n]
-        sampler = model.to_device(pack.values["sampler"], logp.device)  # [n]
+        sampling_logps = model.to_device(pack.values["sampler"], logp.device)  # [n]
     else:  # a spare pack: advantage 0, and an engine that agrees with the trainer
-        advantage, sampler = torch.zeros_like(old), old
-    loss, stats = policy_loss(logp, old, sampler, ref, advantage, args.clip_eps, args.beta)
-    gap = (old - sampler).abs()  # engine against trainer: only rounding is allowed
+        advantage, sampling_logps = torch.zeros_like(old_logps), old_logps
+    loss, stats = policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, args.clip_eps,
+                              args.beta)
+    gap = (old_logps - sampling_logps).abs()  # engine against trainer: only rounding is allowed
     return loss, {"loss": loss.detach(), "tokens": torch.ones_like(gap), "gap": gap,
                   "entropy": entropy, **stats}
 

@@ -171,8 +171,8 @@ def use_gpu(cpu=False):
 
 def start_process_group(patience=1800.0, cpu=False):
     """Joins torchrun's process group, or makes one of a single process -> (rank, world, device).
-    patience: see reset_watchdog. A collective waits a minute longer, so that beat prints its stacks first.
-    cpu: see use_gpu."""
+    patience: see reset_watchdog. A collective waits a minute longer, so that the watchdog prints
+    its stacks first. cpu: see use_gpu."""
     from datetime import timedelta
 
     import torch
@@ -209,7 +209,7 @@ def end_process_group(engine=None):
         engine.close()
     if dist.is_initialized():  # closing vLLM may have ended the group
         dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()  # see reset_watchdog: the process may have more to do
+    faulthandler.cancel_dump_traceback_later()  # the process may have more to do
     if several:  # threads of gloo and vLLM have aborted the interpreter's exit, once in 20 runs
         sys.stdout.flush()
         os._exit(0)

@@ -322,7 +322,7 @@ class AttentionPlan:
 
 def attention_plan(pack, device):
     """Pack -> AttentionPlan. On a GPU: flash-attn, if installed, for packs without branches, else
-    FlexAttention. On a CPU: PartsAttention."""
+    FlexAttention. On a CPU: PrefixTreeAttention."""
     import importlib.util
 
     if device.type == "cpu":

@@ -145,7 +145,7 @@ def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int)
 
 
 def flag(default, text, choices=None, is_setting=False):
-    """A field of Agent with a flag of its own, or a setting of --set. text: its help."""
+    """A field of AgentConfig with a flag of its own, or a setting of --set. text: its help."""
     return field(default=default,
                  metadata={"help": text, "choices": choices, "is_setting": is_setting})
 
@@ -220,7 +220,7 @@ class Episode:
     group: str  # "step/task id": the rollouts of one prompt
     sample: int  # number within the group
     num_frames: int  # K, "K" in the record
-    version: int  # of the weights: the step
+    policy_step: int  # after which the weights were taken
     status: str = "ok"  # ok | video_error | label_error | context | engine_error
     error: str = None
     context: Context = None
@@ -235,8 +235,8 @@ class Episode:
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)  # seconds
     duration: float = None  # seconds of the video
-    film: list = None  # video.identity; in the record, if the video could be read
-    spoken: str = ""  # text of the subtitles in the prompt; "subtitles" in the record, if any
+    fingerprint: list = None  # video.identity; in the record, if the video could be read
+    subtitles: str = ""  # their text in the prompt; in the record, if there is any
     notes: dict = field(default_factory=dict)  # for evaluation/: first messages, memory; not saved
 
     def fail(self, status, error):
@@ -249,15 +249,15 @@ class Episode:
 
     def to_json(self) -> dict:
         c = self.context or Context()  # a broken video has none
-        optional = {"subtitles": self.spoken} if self.spoken else {}
-        optional |= {"film": self.film} if self.film else {}
+        optional = {name: value for name in ("subtitles", "fingerprint")
+                    if (value := getattr(self, name))}
         return {**{name: getattr(self, name) for name in RECORD_FIELDS}, **optional,
                 "K": self.num_frames, "ids": c.ids, "mask": c.mask, "logps": c.logps,
                 "vision": [vars(item) for item in c.items]}  # fmt: skip
 
 
 # Fields of an Episode that a record holds under their own names.
-RECORD_FIELDS = ("task", "group", "sample", "version", "status", "error", "think_open", "turns",
+RECORD_FIELDS = ("task", "group", "sample", "policy_step", "status", "error", "think_open", "turns",
                  "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")
 
 
@@ -357,14 +357,14 @@ async def load_overview(episode, sampler):
     spec = source.overview_spec(episode.task, episode.num_frames)
     try:
         # In a thread of the pump: decoding takes seconds, and other episodes go on meanwhile.
-        frames, episode.duration, subtitles, episode.film = await sampler.pump.load(
+        frames, episode.duration, subtitles, episode.fingerprint = await sampler.pump.load(
             source.load_overview, spec, episode.task)
     except (video.VideoError, ValueError) as error:  # ValueError: unreadable subtitles
         episode.fail("video_error", str(error))
         return None
     finally:
         episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
-    episode.timing["video_s"], episode.spoken = episode.duration, subtitles
+    episode.timing["video_s"], episode.subtitles = episode.duration, subtitles
     # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
     if source.own_labels and (fault := data.label_fault(episode.task, episode.duration)):
         episode.fail("label_error", fault)
@@ -375,7 +375,7 @@ async def load_overview(episode, sampler):
 def turn_seed(episode, agent, *turn):
     """31-bit seed of a main turn (one number), or of a sub-agent (turn, number of the call)."""
     # The seed depends on the request alone: the order in which episodes finish changes no sample.
-    parts = agent.seed, episode.version, episode.task["id"], episode.sample, *turn
+    parts = agent.seed, episode.policy_step, episode.task["id"], episode.sample, *turn
     return launch.stable_hash(*parts) >> 32 & 0x7FFFFFFF
 
 
@@ -429,7 +429,8 @@ async def load_window(spec, episode, sampler):
     """-> (what the record of a call says of its window, spec clamped to the video, Frames or None).
     spec: as video.load reads it."""
     try:
-        spec, frames = await sampler.pump.load(sampler.source.load_window, spec, episode.film)
+        spec, frames = await sampler.pump.load(sampler.source.load_window, spec,
+                                               episode.fingerprint)
     except (video.VideoError, ValueError) as error:
         return load_error(error), spec, None
     return {"start": spec["start"], "end": spec["end"]}, spec, frames
@@ -517,15 +518,15 @@ def load_error(error) -> dict:
 # All episodes of a batch
 
 
-def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=run_episode, pump=None,
-        done=()):
+def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=run_episode,
+        pump=None, done=()):
     """THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
     scored Episodes, in the order in which they finish.
 
     frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
     task. step: enters every seed and every draw of K, and is the version of the weights in a
-    record. play: coroutine function (Episode, RolloutWorker) -> Episode. pump: a new EngineLoop, for a caller
-    that watches it. done: (group, sample) of episodes to leave out.
+    record. play: coroutine function (Episode, RolloutWorker) -> Episode. pump: a new EngineLoop,
+    for a caller that watches it. done: (group, sample) of episodes to leave out.
     """
     sampler = replace(sampler, pump=pump or EngineLoop(sampler.engine, sampler.threads))
 
@@ -633,13 +634,13 @@ def from_json(row: dict) -> Episode:
     # No compact ids: no engine is asked to go on from a record.
     context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
     return Episode(num_frames=row["K"], context=context if row["ids"] else None,
-                   spoken=row.get("subtitles", ""), film=row.get("film"),
+                   subtitles=row.get("subtitles", ""), fingerprint=row.get("fingerprint"),
                    **{name: row[name] for name in RECORD_FIELDS})
 
 
 def add_agent_arguments(parser, tools: bool = True) -> None:
     """Flags and settings of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields
-    of Agent and Source. tools=False leaves --tools to the caller (eval.py runs both modes)."""
+    of AgentConfig, Source. tools=False leaves --tools to the caller (eval.py runs both modes)."""
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     for f in fields(AgentConfig):
         if f.metadata["is_setting"]:
@@ -662,8 +663,8 @@ def add_agent_arguments(parser, tools: bool = True) -> None:
 
 
 def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, Source]:
-    """Parsed flags -> (Agent, Source). data_path: of the task file, None for a benchmark. Raises
-    UserError naming the flag."""
+    """Parsed flags -> (AgentConfig, Source). data_path: of the task file, None for a benchmark.
+    Raises UserError naming the flag."""
     agent = AgentConfig(**{f.name: getattr(args, f.name) for f in fields(AgentConfig)})
     arguments.require_min(1, args, "max_new_tokens", "max_model_len", "max_parallel",
                           "max_num_seqs")
@@ -882,7 +883,7 @@ def main():
         if part.tell():
             part.write("\n")  # ends a line that a kill has torn
         for episode in tqdm(episodes, total=wanted, initial=len(done), disable=None):
-            launch.reset_watchdog(args.patience)  # an engine that hangs ends the run, with its stacks
+            launch.reset_watchdog(args.patience)  # an engine that hangs ends the run
             rows.append(episode.to_json())
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone

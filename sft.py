@@ -171,7 +171,7 @@ class Chats:
         return sequence
 
     def cost(self, index):
-        """About how many frames a row has, known without decoding; data.balance_over_ranks balances by this."""
+        """About how many frames a row has, known without decoding; ranks are balanced by this."""
         videos = chat.videos_in(self.rows[index]["messages"])
         # A crop without max_frames shows 16; 12 more for the text of the chat.
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 12

@@ -44,12 +44,13 @@ import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
+# Without the environment the first import says so.
+import rollout  # isort:skip
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import launch
 import rewards
-import rollout
 import video
 from plumbing import arguments, checkpoint, runs
 

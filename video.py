@@ -369,8 +369,8 @@ def _pictures(folder):
     names = glob.glob("*", root_dir=folder)  # no hidden files
     parts = [re.fullmatch(r"(?i)(.*?)([0-9]*)[.](?:jpe?g|png|webp)", name) for name in names]
     numbered = sorted((part[1], int(part[2] or -1), part[0]) for part in parts if part)
-    texts, numbers, names = zip(*numbered) if numbered else ((), (), ())
-    if len(set(texts)) > 1 or len(set(numbers)) < len(numbers):
+    prefixes, numbers, names = zip(*numbered) if numbered else ((), (), ())
+    if len(set(prefixes)) > 1 or len(set(numbers)) < len(numbers):
         raise VideoError(folder, f"its images, {names[0]} to {names[-1]}, are not named alike: "
                          "each needs a number of its own, after the same text")
     return numbers, names
@@ -941,7 +941,8 @@ class FrameCache:
             table = VideoTable(state, starts, VideoInfo(*info), ticks, key_ticks)
             return table, 3 * starts.nbytes  # at most
 
-        table = self.memory.get_or_compute(state, read, last=False)  # a look that needs the table comes next
+        # last: a look that needs the table comes next.
+        table = self.memory.get_or_compute(state, read, last=False)
         self.witnesses = (state[0], *(w for w in self.witnesses if w != state[0]))[:4]
         return table
 

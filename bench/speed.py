@@ -114,8 +114,8 @@ def our_step(args, policy, codec, filler):
     optimizer = model.adamw(model.trained_parameters(policy), 1e-6, 0.999, torch.device("cpu"))
     context = args.prompt + args.response + 64
     engine = VllmEngine(args.ckpt, codec, EngineConfig(context, args.images, max_seqs=args.group))
-    agent = rollout.AgentConfig(temperature=1.0, max_new_tokens=args.response, max_model_len=context,
-                          tools=False, think_prefix=False)
+    agent = rollout.AgentConfig(temperature=1.0, max_new_tokens=args.response,
+                                max_model_len=context, tools=False, think_prefix=False)
     sampler = rollout.RolloutWorker(engine, codec, source, agent)
     task = {"id": "t", "video": "stills", "question": filler, "answer": "x", "type": "open"}
     flags = "--ckpt none --data none --temperature 1 --beta 0 --pack-tokens 1000000"
@@ -209,8 +209,9 @@ def compare_prompts(args, policy, codec):
     branches = [model.TokenSpan(rng.integers(0, 256, args.response).tolist(), [1] * args.response)
                 for _ in range(args.group)]  # mask 1: every token of a response is trained
     unread = [0] * args.prompt
-    packs = {"ours": [model.Tree(model.TokenSpan(prompt, unread), [], branches)], "repeated": [
-        model.Tree(model.TokenSpan(prompt + branch.ids, unread + branch.mask)) for branch in branches]}
+    alone = [model.TokenSpan(prompt + branch.ids, unread + branch.mask) for branch in branches]
+    packs = {"ours": [model.Tree(model.TokenSpan(prompt, unread), [], branches)],
+             "repeated": [model.Tree(span) for span in alone]}
     packs = {side: [model.pack_trees(codec, [tree]) for tree in trees]
              for side, trees in packs.items()}
     norms, parameters = {}, model.trained_parameters(policy)

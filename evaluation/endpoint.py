@@ -162,7 +162,8 @@ class OpenAIEngine(Client):
                 done, status, after = await self.probe(url, self.timeout)
                 # A server that is busy or still loading is asked again. An address without a
                 # server is more often a mistake.
-                if not done.error or not is_retryable(status) or status == 0 or attempt == self.retries:
+                if (not done.error or not is_retryable(status) or status == 0
+                        or attempt == self.retries):
                     break
                 await self.pause(max(2.0**attempt, after))
             if done.error:

@@ -13,7 +13,6 @@ Reads videos and subtitles. Writes no file.
 """
 
 import io
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +22,7 @@ import rollout
 import video
 from evaluation import qwen_vl_sampling
 from evaluation.endpoint import jpeg_bytes
+from plumbing.subtitles import written_lines
 
 
 @dataclass
@@ -168,19 +168,6 @@ class Source(rollout.Source):
             indices = range(0, len(starts), step)
         # A video with fewer frames shows no frame twice.
         return [float(starts[index]) for index in dict.fromkeys(indices)]
-
-
-def written_lines(path):
-    """Text of an SRT file as the paper's driver shows it: every line, repeats too. ValueError for
-    an unreadable file."""
-    try:
-        with open(path, encoding="utf-8", errors="ignore") as file:
-            blocks = re.split(r"\n\s*\n", file.read().strip())
-    except OSError as error:
-        raise ValueError(f"{path}: unreadable subtitles ({error.strerror})") from None
-    # Number and times are the first two lines of a block.
-    lines = [line for block in blocks for line in block.strip().split("\n")[2:]]
-    return "\n".join(filter(None, (re.sub("<[^>]+>", "", line).strip() for line in lines)))
 
 
 def no_frames():

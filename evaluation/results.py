@@ -3,8 +3,8 @@ evaluation/results.py (tests/test_eval.py): reads and grades the records of an e
 compares finished folders without a model.
 
 A record is one line per item, appended when the episode ends. An item is (task id, K, mode,
-sample), see scores.mode_of. A leaf is a folder of records: the --out of --data, or a folder in the
---out of --bench.
+sample), see scores.mode_of. A bench_dir is a folder of records: the --out of --data, or a folder in
+the --out of --bench.
 
 Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, summary.json.
 Used by eval.py: --rescore, --compare, --table, --prepare.
@@ -12,7 +12,6 @@ Used by eval.py: --rescore, --compare, --table, --prepare.
 
 import argparse
 import collections
-import contextlib
 import glob
 import hashlib
 import itertools
@@ -22,7 +21,6 @@ import time
 
 import launch
 import rewards
-import video
 from evaluation import answers, benchmarks, costs, endpoint, scores, systems
 from plumbing import runs
 
@@ -79,17 +77,6 @@ def read_records(out, digest=None):
     return done
 
 
-def changed_videos(recorded, root):
-    """[(video, its fingerprint when a record was made, or None)] -> the videos that have another
-    fingerprint now. A video that is missing now has none."""
-    current = {}
-    for name in {name for name, fingerprint in recorded if fingerprint}:
-        with contextlib.suppress(video.VideoError):
-            current[name] = video.identity(video.resolve(name, root))
-    return [name for name, fingerprint in recorded
-            if fingerprint and current.get(name, fingerprint) != fingerprint]
-
-
 def run_grid(flags):
     """Flags of a run, as a dict -> its (K, mode). Without frames there is nothing to look at and
     nothing to blank or shuffle."""
@@ -119,7 +106,7 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     ids. k: as in --frames. mode: see scores.mode_of. taken: tokens of the requests, see
     costs.Meter."""
     # Only training needs these fields, and they are most of an episode's bytes.
-    dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "version"}
+    dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "policy_step"}
     record = {name: value for name, value in episode.to_json().items() if name not in dropped}
     # "sub" holds the ids of a sub-agent, left out too.
     calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
@@ -136,9 +123,9 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
 
 
 def grade(record, protocol="paravt"):
-    """One record -> {"said", "extracted", "score"}, the score in [0, 1]."""
+    """One record -> {"final_answer", "extracted", "score"}, the score in [0, 1]."""
     if record["status"] != "ok":  # text from before the failure is no answer
-        return {"said": None, "extracted": None, "score": 0.0}
+        return {"final_answer": None, "extracted": None, "score": 0.0}
     task = record["task"]
     kind, options = task["type"], task.get("options")
     final_answer = systems.protocols()[protocol].final(record["turns"], record["think_open"])
@@ -151,7 +138,7 @@ def grade(record, protocol="paravt"):
     else:
         score = rewards.accuracy(final_answer, kind, task["answer"], options)
         score = float(score == 1.0) if kind == "list" else score  # the whole list too
-    return {"said": final_answer, "extracted": extracted, "score": score}
+    return {"final_answer": final_answer, "extracted": extracted, "score": score}
 
 
 def grade_folder(folder, judge):
@@ -171,13 +158,13 @@ def grade_folder(folder, judge):
 # Finished folders
 
 
-def leaf_of(out, bench):
+def bench_dir_of(out, bench):
     return os.path.join(out, bench) if bench else out
 
 
-def leaves(folder):
-    """-> [(benchmark or None, leaf)] of an --out. Raises UserError if there is none."""
-    pairs = [(bench, leaf_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
+def list_bench_dirs(folder):
+    """-> [(benchmark or None, bench_dir)] of an --out. Raises UserError if there is none."""
+    pairs = [(bench, bench_dir_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
     pairs = [pair for pair in pairs if os.path.exists(os.path.join(pair[1], "tasks.jsonl"))]
     if not pairs:
         raise launch.UserError(f"{folder}: no tasks.jsonl and records here")
@@ -214,8 +201,8 @@ def load_finished(folder):
     # Without an address the judge is not asked again: the verdicts in the folder count.
     judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
     cells = {}  # (benchmark, K, mode) -> {(task id, sample): record}
-    for bench, leaf in leaves(folder):
-        for (task, k, mode, sample), record in grade_folder(leaf, judge).items():
+    for bench, bench_dir in list_bench_dirs(folder):
+        for (task, k, mode, sample), record in grade_folder(bench_dir, judge).items():
             cells.setdefault((bench, k, mode), {})[task, sample] = record
     for row in summary["results"]:
         records = cells.get(scores.cell_of(row), {}).values()
@@ -258,23 +245,23 @@ def load_evaluations(words):
     return evaluations
 
 
-def finish(out, bench_leaves, args, policy, parts=None):
+def finish(out, bench_dirs, args, policy, parts=None):
     """
-    Writes summary.json of every leaf of `bench_leaves` and of the whole, and prints the tables: the
+    Writes summary.json of every folder of `bench_dirs` and of the whole, and prints the tables: the
     end of an evaluation and of --rescore. Raises UserError if a record is missing, or if too many
     items failed.
 
-    policy: the checkpoint, or the model of an endpoint. parts: {leaf: tasks} of leaves that hold
-    more tasks than this run asked: these are printed, not written.
+    policy: the checkpoint, or the model of an endpoint. parts: {bench_dir: tasks} of those that
+    hold more tasks than this run asked: these are printed, not written.
     """
     results, missing, cells, parts = [], 0, {}, parts or {}
     errors = collections.Counter()  # messages of failed items
-    for bench, leaf in bench_leaves:
-        tasks = parts.get(leaf) or launch.read_jsonl(os.path.join(leaf, "tasks.jsonl"))
-        flags = read_json(leaf, "args.json")  # flags of the run, which --rescore does not have
-        if leaf in parts:
+    for bench, bench_dir in bench_dirs:
+        tasks = parts.get(bench_dir) or launch.read_jsonl(os.path.join(bench_dir, "tasks.jsonl"))
+        flags = read_json(bench_dir, "args.json")  # flags of the run, which --rescore does not have
+        if bench_dir in parts:
             flags |= vars(args)
-        done = grade_folder(leaf, args)
+        done = grade_folder(bench_dir, args)
         # All items that the run was to ask: a run that was cut short has no summary.
         ids = [(task["id"], sample) for task in tasks for sample in range(flags["samples"])]
         for k, mode in run_grid(flags):
@@ -308,10 +295,10 @@ def finish(out, bench_leaves, args, policy, parts=None):
     if departures:
         summary["departures"] = departures
     summary["time"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    for bench, leaf in bench_leaves:
+    for bench, bench_dir in bench_dirs:
         rows = [row for row in results if row.get("bench") == bench]
-        if leaf not in parts:
-            write_json({**summary, "results": rows}, leaf, "summary.json")
+        if bench_dir not in parts:
+            write_json({**summary, "results": rows}, bench_dir, "summary.json")
     controls = scores.control_tests(results, cells)
     if controls:
         summary["needs"] = controls
@@ -337,9 +324,9 @@ def finish(out, bench_leaves, args, policy, parts=None):
 def rescore(folders, args):
     """--rescore: grades the records of finished folders again."""
     for folder in folders:
-        bench_leaves = leaves(folder)
-        flags = read_json(bench_leaves[0][1], "args.json")
-        finish(folder, bench_leaves, args, flags["ckpt"] or flags["model"])
+        bench_dirs = list_bench_dirs(folder)
+        flags = read_json(bench_dirs[0][1], "args.json")
+        finish(folder, bench_dirs, args, flags["ckpt"] or flags["model"])
 
 
 def compare(words, out):

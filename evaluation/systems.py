@@ -214,7 +214,7 @@ def add_arguments(parser):
 
 
 def describe_all(flags):
-    """Flags of protocols -> text for --protocols: prompts, frames and limits of each."""
+    """Flags of protocols -> text for --protocols: the prompts of each."""
     places = " ".join(f"{{{name}}}" for name in PLACES)
     head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
             "places are listed with its texts.")
@@ -222,28 +222,15 @@ def describe_all(flags):
 
 
 def describe(args):
-    """Flags -> text: the prompts, frames and limits of their protocol."""
+    """Flags -> text: the prompts of their protocol."""
     system, (protocol, _) = protocols()[args.protocol], make_protocol(args)
     texts = read_texts(args)
     # A task that fills every place of a template with the name of the place.
     task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
     agent = rollout.AgentConfig(tools=args.tools == ["on"])
     messages = protocol.opening(task, args.frames[0], agent, "", 60.0)
-    frames = f"{args.frames[0]}"
-    frames = f"{args.overview_fps:g} a second, 1 to {frames}" if args.overview_fps else frames
-    pixels = f"{args.min_pixels} to {args.max_pixels} pixels each"
-    if args.total_pixels:
-        pixels += f", {args.total_pixels} in all"
-    limits = (f"{args.max_new_tokens} tokens a turn, temperature {args.temperature:g}, "
-              f"{args.max_turns} turns of calls, {args.max_parallel} calls a turn")
-    lines = [f"== {args.protocol}", f"frames  {frames}; {pixels}", f"limits  {limits}"]
-    prefill = protocol.prefill or ("<think>\n" if args.think_prefix else "")
-    lines += [f"begins  {json.dumps(prefill)}"] if prefill else []
+    lines = [f"== {args.protocol} (frames and limits: the defaults of --help)"]
     lines += [f"stops   at {' '.join(protocol.stop)}"] if protocol.stop else []
-    if agent.tools and protocol.schema:
-        for tool in protocol.schema():
-            arguments = ", ".join(tool["function"]["parameters"]["properties"])
-            lines.append(f"tool    {tool['function']['name']}({arguments})")
     source = "the publisher's" if args.prompt_file or args.texts_of else "ours"
     lines += [f"departs {text}" for text in system.departures]
     lines.append(f"texts   {source}; --prompt-file takes {len(system.texts)}: {system.files}")
@@ -685,7 +672,7 @@ async def conan_answer(records, calls, episode, sampler, turn, texts):
     if not wanted:  # all frames have been seen
         return Reply([{"role": "user", "content": text}])
     spec = {**path, "times": wanted}
-    frames = await sampler.pump.load(sampler.source.load_unchanged, spec, episode.film)
+    frames = await sampler.pump.load(sampler.source.load_unchanged, spec, episode.fingerprint)
     episode.notes["shown_times"].update(wanted)
     reply = Reply([])
     content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": text}]

@@ -472,9 +472,9 @@ def trained_state(policy):
 
 
 def save_run(policy, codec, optimizer, out, step, state):
-    """Saves a run as out/step_NNNNNN, then see `settle`. Collective; training waits, because a save
-    takes seconds every some dozen steps. state: loop state for state.json; "best_step": the step
-    that `best` links to. Raises RunError if the run cannot be written."""
+    """Saves a run as out/step_NNNNNN, then see `update_links`. Collective; training waits, because
+    a save takes seconds every some dozen steps. state: loop state for state.json; "best_step": the
+    step that `best` links to. Raises RunError if the run cannot be written."""
     path = os.path.join(out, f"step_{step:06d}")
     state = {"step": step, "code": runs.code_digests(), **state}
     save_checkpoint(policy, codec, path, state, optimizer)

@@ -72,11 +72,7 @@ def write_card(folder: str, out: str, state: dict) -> None:
     with contextlib.suppress(OSError), open(os.path.join(out, "log.jsonl")) as file:
         row = file.readlines()[-1:]
     made = json.dumps({"step": state.get("step"), "commit": commit, "settings": args}, indent=1)
-    launch.write_atomic(os.path.join(folder, "README.md"), f"""---
-library_name: transformers
-{head}---
-Trained from {base} with ParaVT in flat scripts, and the last line of its log:
-```json
-{made}
-{"".join(row)}```
-""")
+    text = f"Trained from {base} with ParaVT in flat scripts, and the last line of its log:"
+    launch.write_atomic(
+        os.path.join(folder, "README.md"), f"---\nlibrary_name: transformers\n{head}---\n\n{text}\n"
+        f"```json\n{made}\n{''.join(row)}```\n")

@@ -47,7 +47,7 @@ def log_step(log, step, steps, episodes, stats, counts):
               "judge_cached": sum(row["judge_cached"] for row in judged
                                   if row["judge"] != "fallback")}
     log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
-    warnings = {name: line for name, line in run_warnings(log.rows).items() if name not in log.warned}
+    warnings = {key: line for key, line in run_warnings(log.rows).items() if key not in log.warned}
     # Once per run, and one line per step: the first sign is the cause, others follow from it.
     # After a collapse of the whole run every other number looks bad too.
     if warnings and not log.warned & {"f_tau", "entropy", "failed"}:
@@ -213,7 +213,7 @@ def is_best(value, best, unread, best_unread, last_unread=None):
     if before not in (None, unread):
         recovered = set(unread) < set(before) or unread == last_unread
         launch.print0(f"held-out rows not read: {len(before)} before, {len(unread)} now,"
-                   + (" so `best` begins anew" if recovered else " so this is no `best`"))
+                      + (" so `best` begins anew" if recovered else " so this is no `best`"))
         best = float("-inf" if recovered else "inf")
     return value > best  # no number, NaN, is no best
 

@@ -189,7 +189,8 @@ def claim_file(out, args, inputs, names, required):
     launch.lock(folder, f".{name}.lock")
     paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
     old = chat.read_object(args_path(out)) if paths and os.path.isfile(args_path(out)) else {}
-    differ = (settings_diff(args, inputs, {"args": old, "inputs": old["inputs"]}) if old.get("inputs")
+    old_run = {"args": old, "inputs": old.get("inputs")}
+    differ = (settings_diff(args, inputs, old_run) if old.get("inputs")
               else [f"{args_path(out)} is missing or old"])
     if paths and differ:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
@@ -253,7 +254,7 @@ def update_links(folder, state):
         prune_checkpoints(folder)
     except OSError as error:
         launch.print0(f"{error}: `last`, `best` or an old checkpoint stays as it was, and the run "
-                   f"goes on; the newest whole checkpoint is {folder}")
+                      f"goes on; the newest whole checkpoint is {folder}")
 
 
 def prune_checkpoints(newest, keep=2):
@@ -300,7 +301,7 @@ def undamaged_checkpoint(out):
         if not damaged:
             return folder, state
         launch.print0(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
-                   "older checkpoint")
+                      "older checkpoint")
     return None, {}
 
 

@@ -127,3 +127,16 @@ def srt_lines(text):
     for cue in re.finditer(block, text, re.DOTALL):
         start, end = (rewards.to_seconds(cue[i].replace(",", ".")) for i in (1, 2))
         yield start, end, cue[3]
+
+
+def written_lines(path):
+    """Text of an SRT file as the paper's driver shows it: every line, repeats too. ValueError for
+    an unreadable file."""
+    try:
+        with open(path, encoding="utf-8", errors="ignore") as file:
+            blocks = re.split(r"\n\s*\n", file.read().strip())
+    except OSError as error:
+        raise ValueError(f"{path}: unreadable subtitles ({error.strerror})") from None
+    # Number and times are the first two lines of a block.
+    lines = [line for block in blocks for line in block.strip().split("\n")[2:]]
+    return "\n".join(filter(None, (re.sub("<[^>]+>", "", line).strip() for line in lines)))

@@ -173,8 +173,8 @@ def signals():
 
 @pytest.fixture(autouse=True)
 def no_beat():
-    """launch.reset_watchdog ends the process `patience` seconds after the last phase of a script's main():
-    half an hour later, in the midst of other tests."""
+    """launch.reset_watchdog ends the process `patience` seconds after the last phase of a
+    script's main(): half an hour later, in the midst of other tests."""
     yield
     faulthandler.cancel_dump_traceback_later()
 

@@ -110,8 +110,9 @@ def decode_step(policy, ids, positions, seen, features, mask, cache):
 
 
 async def patient_steps(pump, plain_steps=EngineLoop.steps):
-    """EngineLoop.steps for engines with `patient`: polls only after every episode has gone on as far as
-    it can, and after all pending decodes. The same batches then come again, and the same bits."""
+    """EngineLoop.steps for engines with `patient`: polls only after every episode has gone on as
+    far as it can, and after all pending decodes. The same batches then come again, and the same
+    bits."""
     if not getattr(pump.engine, "patient", False):
         return await plain_steps(pump)
     while True:
@@ -163,7 +164,7 @@ class ReferenceEngine:
                            [r.max_tokens for r in batch],
                            [r.temperature for r in batch], [r.seed for r in batch])
         return [Completion(r.id, ids, logps, chat.decode(self.codec, ids),
-                                   ids[-1] == self.codec.eos)
+                           ids[-1] == self.codec.eos)
                 for r, (ids, logps) in zip(batch, samples)]
 
     def sync(self, weights):

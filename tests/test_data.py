@@ -127,8 +127,8 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
 
 def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"timestamp": [12.5, 14.0], "text": "Hello"},
-                             {"timestamp": [15.0, None], "text": "open"},
-                             {"timestamp": [16.0, 17.0], "text": "end"}]))
+                                                 {"timestamp": [15.0, None], "text": "open"},
+                                                 {"timestamp": [16.0, 17.0], "text": "end"}]))
     (tmp_path / "b.json").write_text(json.dumps([
         {"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}]))
     assert subtitles.read_subtitles(str(tmp_path / "a.json"), 12.5) == [

@@ -127,7 +127,7 @@ def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
 
 @pytest.mark.parametrize("flags, says", [
     (("--out", "elsewhere/tasks.jsonl"), "have to lie below"), (("--out", "x.json"), ".jsonl"),
-    (("--seconds", "0"), "--seconds")])
+    (("--seconds", "0"), "seconds must")])
 def test_bad_flags_are_one_line(run, flags, says):
     code, said = run("http://127.0.0.1:9/v1", *flags)
     assert code == 2 and says in said

@@ -25,7 +25,7 @@ from plumbing import checkpoint
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.AgentConfig(temperature=1.0, max_model_len=1024, max_new_tokens=16,
                           sub_max_new_tokens=8,
-                    max_turns=2)
+                          max_turns=2)
 TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
 
 

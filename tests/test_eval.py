@@ -310,7 +310,7 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     assert kept["calls"][0]["summary"] and kept["calls"][0]["end"] == 16
     assert "sub" not in kept["calls"][0] and "ids" not in kept
     assert len(kept["frame_times"]) == 4 and len(kept["prompt_hash"]) == 16
-    assert (kept["said"], kept["extracted"], kept["score"], kept["budget"], kept["tools"],
+    assert (kept["final_answer"], kept["extracted"], kept["score"], kept["budget"], kept["tools"],
             kept["sample"]) == ("red", "red", 1.0, "4", "on", 0)
 
 

@@ -144,7 +144,7 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     run_grpo(*flags, "--steps", 2, out="parts")
     parts, n, other = run_grpo(*flags, "--steps", 4, "--resume", out="parts")
     a, b = read_rollouts(folder), read_rollouts(other)
-    for key in ("task", "K", "group", "sample", "version", "ids"):
+    for key in ("task", "K", "group", "sample", "policy_step", "ids"):
         assert [r[key] for r in a] == [r[key] for r in b]
     assert len(a) == 24 and len({r["group"] for r in a}) == 8
     # two straight runs differ by 4e-6

@@ -84,7 +84,7 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
 
 
 def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap, recorded, toy,
-                                                               tmp_path):
+                                                              tmp_path):
     """Else the command would say from then on that the update is done. One film may be gone."""
     shutil.copytree(toy / "videos", tmp_path / "world" / "videos")
     films = sorted({json.loads(line)["task"]["video"] for line in recorded.open()})

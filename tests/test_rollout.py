@@ -201,7 +201,7 @@ def test_the_next_request_holds_exactly_what_was_sampled(codec, tasks, frames_of
         if turn_of(request):
             return ANSWER
         return Completion(request.id, odd, [-1.0] * len(odd), chat.decode(codec, odd),
-                                  True)
+                          True)
 
     engine = Scripted(codec, main)
     episode = play_one(engine, tasks, frames_of)
@@ -440,7 +440,7 @@ FIELDS = {
                            ({512}, {9})),
     "max_model_len": (300, lambda e: {len(r.expanded) + r.max_tokens for r in e.mains()} == {300},
                       False,
-                True),
+                      True),
     "max_turns": (2, lambda e: len(e.mains()), 4, 3),
     "max_parallel": (1, lambda e: len(e.subs()), 9, 3),
     "tools": (False, lambda e: (len(e.requests),
@@ -491,7 +491,7 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
                         pay=rewards.RewardConfig(format_weight=0.3)):
         row = episode.to_json()
         again = rollout.from_json(json.loads(json.dumps(row, allow_nan=False)))
-        assert again.to_json() == row and row["version"] == 7 and row["K"] == 4
+        assert again.to_json() == row and row["policy_step"] == 7 and row["K"] == 4
         assert (again.context.ids, again.context.mask, again.context.logps) == (
             episode.context.ids, episode.context.mask, episode.context.logps)
         assert again.context.items == episode.context.items and again.executed() == 1
@@ -590,7 +590,8 @@ def command(toy, tmp_path, monkeypatch, start):
     (("--set", "sub_frames=x"), "sub_frames: invalid int value"),
     (("--set", "speed=9"), "arguments: --speed=9"),
     (("--set", "sub_question=1"), "(choose from True, False)"),
-    (("--group", "8"), "nearest: --num-generations"), (("--patience", "9"), "--set patience="),
+    (("--num-generations", "8"), "nearest: --num-generations"),
+    (("--set", "patience=9"), "--set patience="),
     (("--max-new", "9"), "arguments: --max-new 9"), (("--max-pixels", "9"), "max_pixels must"),
     (("--set", "frame_cache_dir_gb=nan"), "frame_cache_dir_gb"),
     (("--num-generations", "0"), "num_generations"),

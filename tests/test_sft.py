@@ -307,7 +307,7 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
 
 
 def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, codec, monkeypatch,
-                                                               capsys):
+                                                                capsys):
     away, back = shutil.copytree(toy / "videos", tmp_path / "elsewhere"), tmp_path / "videos"
     chats = chats_of(write_rows(tmp_path / "d.jsonl", small_rows(toy, count=4)), codec)
     monkeypatch.setattr(chats.cache, "away", lambda: bool(os.rename(away, back)))

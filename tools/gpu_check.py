@@ -52,11 +52,12 @@ from importlib import metadata
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(1, os.path.join(sys.path[0], "tests"))  # for the oracle of the forwards
+# Without the environment the first import says so.
+import chat  # isort:skip
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import chat
 import grpo
 import launch
 import model
@@ -205,8 +206,8 @@ def check_engine(table, device, args):
     if args.ckpt:
         ckpt, codec = args.ckpt, chat.load_codec(args.ckpt, "video")
     free_bytes, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-    engine = VllmEngine(ckpt, codec, EngineConfig(4096, 64, max_seqs=8, gpu_memory=0.3, sleeping=True,
-                                            max_num_batched_tokens=CHUNK))
+    engine = VllmEngine(ckpt, codec, EngineConfig(
+        4096, 64, max_seqs=8, gpu_memory=0.3, sleeping=True, max_num_batched_tokens=CHUNK))
     messages = rollout.main_messages(tasks[0], 64)
     spec = messages[1]["content"][0]
     context = rollout.open_context(codec, messages, [spec], [source.load(spec)],
@@ -250,10 +251,11 @@ def check_rollouts(table, device, args, cycles=3):
     room = 4096 if gpu else 1024  # tokens of a context
     # 16 frames of 64 tokens are two chunks. A CPU's engine takes no chunks of random samples.
     ckpt, codec, tasks, source = make_world(args, gpu, 256 * 256 if gpu else 32 * 32)
-    engine = VllmEngine(ckpt, codec, EngineConfig(room, 16, 256 * 256, gpu_memory=0.3, sleeping=True,
-                                            max_num_batched_tokens=CHUNK if gpu else None))
-    agent = rollout.AgentConfig(max_model_len=room, max_new_tokens=48, sub_max_new_tokens=24, max_turns=1,
-                          temperature=1.0)
+    engine = VllmEngine(ckpt, codec, EngineConfig(
+        room, 16, 256 * 256, gpu_memory=0.3, sleeping=True,
+        max_num_batched_tokens=CHUNK if gpu else None))
+    agent = rollout.AgentConfig(max_model_len=room, max_new_tokens=48, sub_max_new_tokens=24,
+                                max_turns=1, temperature=1.0)
     policy = load_policy(ckpt, codec, source, device)
     sampler = rollout.RolloutWorker(engine, codec, source, agent)
     gaps, asleep, failed = [], [], 0
@@ -283,7 +285,8 @@ def check_rollouts(table, device, args, cycles=3):
 def gap(policy, contexts):
     """Mean |log-prob of the engine - of the trainer| over the sampled ids, in nats."""
     pack = model.pack_trees(policy.codec, [
-        model.Tree(model.TokenSpan(c.ids, c.mask, {"sampler": c.logps}), c.items) for c in contexts])
+        model.Tree(model.TokenSpan(c.ids, c.mask, {"sampler": c.logps}), c.items)
+        for c in contexts])
     logp, _ = policy(pack)  # [n]
     return (logp.cpu() - pack.values["sampler"]).abs().mean().item()
 

@@ -110,7 +110,7 @@ def context_fault(row: dict) -> str | None:
 def read_evaluation(path: str) -> list[dict]:
     """Records of eval.py of real frames -> rows as rollout.py writes them, but without ids. Raises
     UserError naming file and line."""
-    blank = {**{name: [] for name in CONTEXT}, "spans": [], "advantage": {}, "version": 0}
+    blank = {**{name: [] for name in CONTEXT}, "spans": [], "advantage": {}, "policy_step": 0}
     required = [name for name in (*rollout.RECORD_FIELDS, "K") if name not in blank]
     rows = launch.read_jsonl(path, required, lambda row: data.task_fault(
         {"answer": None, **row["task"]}, unlabelled=True))
@@ -178,9 +178,9 @@ def chats(episode, tools: bool = True, sub_question: bool = True,
     settings = episode.notes.get("settings") or {}
     sub_question &= settings.get("sub_question", True)
     response = settings.get("crop_response", crop_response)
-    messages = rollout.main_messages(task, episode.num_frames, tools, episode.spoken, response)
+    messages = rollout.main_messages(task, episode.num_frames, tools, episode.subtitles, response)
     windows = iter(episode.context.items[1:] if episode.context else ())
-    name = launch.join_key(episode.version, task["id"], episode.sample)
+    name = launch.join_key(episode.policy_step, task["id"], episode.sample)
     rows = [{"id": name, "messages": messages}]
     if tools:
         rows[0]["tools"] = rollout.tool_schema(response)

@@ -27,7 +27,6 @@ import model
 import rewards
 import rollout
 import video
-from evaluation import results
 from plumbing import arguments, checkpoint, metrics, policies, runs
 from plumbing.judge import open_judge
 from tools import pick
@@ -100,10 +99,6 @@ def main():
     if folder:
         launch.print0(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
-    films = [(e.task["video"], e.film) for e in episodes]
-    if moved := results.changed_videos(films, source.root):
-        launch.print0(f"{len(moved)} of {len(episodes)} rollouts are of films that have changed since,"
-                   f" for example {moved[0]}")
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     complete(episodes, codec)

@@ -643,11 +643,11 @@ def page_text() -> tuple[str, str]:
     for name in ("ask.html", "page.html"):
         with open(os.path.join(folder, name), encoding="utf-8") as f:
             texts.append(f.read())
-    page, shared = texts
+    html, shared = texts
     for marker, first, last in (("/*STYLE*/", "<style>\n", "</style>"),
                                 ("/*SMALL THINGS*/", "// ---- small things\n", "// ---- tabs")):
-        page = page.replace(marker, shared.partition(first)[2].partition(last)[0].strip())
-    return page, ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        html = html.replace(marker, shared.partition(first)[2].partition(last)[0].strip())
+    return html, ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                   "img-src data:; media-src 'self' blob:; connect-src 'self'; "
                   "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 

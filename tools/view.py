@@ -113,8 +113,8 @@ def load_sources(paths, names, troubles):
             below = os.path.relpath(folder, path)
             name = label if below == "." else prefix + below
             sources.append(load_source(folder, name, troubles))
-    # Runs come first, and those with episodes come before SFT.
-    return sorted(sources, key=lambda source: (not source["log"], not source["rows"]))
+    # Runs come first, SFT before GRPO, which alone has episodes.
+    return sorted(sources, key=lambda source: (not source["log"], bool(source["rows"])))
 
 
 def centres(count):
@@ -214,7 +214,7 @@ def shown_episode(row, source, source_index):
     times = row.get("frame_times") or looked["seconds"]  # of an evaluation, of a rollout
     times = [round(float(second), 2) for second in times if number(second) is not None]
     last = max([*times, *(call["end"] or 0.0 for call in calls), 1.0])
-    step = int(row["version"]) + 1 if "version" in row else None  # version 0 made step 1
+    step = int(row["policy_step"]) + 1 if "policy_step" in row else None  # from 0
     budget = str(row.get("budget", row["K"]))  # "gated" has one K for each item
     tools = None if row.get("tools") is None else str(mode_of(row))  # of an evaluation
     # The link names the episode instead of its place, so the next page has the same link.
@@ -413,13 +413,13 @@ def tables_of(sources, tables):
             sign = "+" if key == "differences" else ""  # "+0.020" is a gain
             rows, specs = [], source["tables"].get(key, [])
             for row in specs:
-                texts = {name: cell(value, sign) for name, value in row.items()}
+                texts = {name: cell(value, sign * (name[0] != "p")) for name, value in row.items()}
                 texts = defaultdict(lambda: "-", texts)  # for what the row lacks
                 # The templates are ours; texts of the data are only put into them.
                 rows.append([template.format_map(texts) for template in columns.values()])
             if rows:
                 title = source["name"] + words
-                listed.append({"title": title, "head": list(columns), "rows": rows,
+                listed.append({"key": key, "title": title, "head": list(columns), "rows": rows,
                               "lines": lines_of(specs)})
     return listed
 
@@ -447,7 +447,8 @@ def build(paths, names, out, episodes, max_mb, root, pixels):
     sources = load_sources(paths, names, troubles)
     chosen = episodes_of(sources, episodes, troubles)
     data = {
-        "sources": [{"name": source["name"], "kind": source["kind"]} for source in sources],
+        "sources": [{key: source[key] for key in ("name", "kind", "stage", "args")}
+                    for source in sources],
         "curves": curves_of(sources, contents["plots"]),
         "tables": tables_of(sources, contents["tables"]),
         "episodes": chosen,

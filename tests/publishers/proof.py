@@ -334,7 +334,7 @@ def theirs(protocol, checkout, some, tasks, films):
                                               subtitles(one.spoken)} if one.spoken else {}}
              for one, task in zip(some, tasks)]
     return paper_texts.run_driver(checkout, protocol, items, os.path.join(HERE, "child.py"),
-                           [EVALUATION])
+                                  [EVALUATION])
 
 
 def made_protocol(args, checkout, films):

@@ -122,7 +122,7 @@ def test_lvbench(tmp_path, layout):
     if layout == "flat":
         put(tmp_path, "data/train-00000-of-00001.parquet",
             [{**q, "uid": str(q["uid"]), "key": "Cm73", "type": "cartoon", "video_path": "Cm73.mp4"}
-                                                            for q in (LVBENCH, second)])
+             for q in (LVBENCH, second)])
     else:
         put(tmp_path, "video_info.meta.jsonl",
             [{"key": "Cm73", "type": "cartoon", "video_info": {"fps": 25},

@@ -44,7 +44,7 @@ def gpu_precisions():
     real_save = checkpoint.save_checkpoint
     policies = []
 
-    def as_policy(*args):
+    def wrapped(*args):
         policies.append(real_policy(*args))
         return policies[-1]
 
@@ -54,7 +54,7 @@ def gpu_precisions():
 
     with (mock.patch.object(fsdp, "MixedPrecisionPolicy",
                             functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
-          mock.patch.object(model, "wrap_policy", as_policy),
+          mock.patch.object(model, "wrap_policy", wrapped),
           mock.patch.object(checkpoint, "save_checkpoint", save_checkpoint),
           mock.patch.object(grpo, "gap_tolerance", lambda *_: 0.1),
           mock.patch.object(model, "compute_dtype", lambda device: HALF)):

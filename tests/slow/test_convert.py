@@ -99,7 +99,7 @@ def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, cod
     (task,) = convert(tmp_path, [task])
     item = chat.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
     prompt, _ = chat.encode_prompt(codec, rollout.main_messages(task, 3), [item],
-                                    rollout.tool_schema())
+                                   rollout.tool_schema())
     ids = chat.encode_chat(codec, talk["messages"], [item], talk["tools"]).ids
     assert ids[:len(prompt)] == prompt
     text = chat.decode(codec, ids, keep_special=True)

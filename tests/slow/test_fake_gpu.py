@@ -160,7 +160,7 @@ def test_frames_travel_as_bytes(found):
     travelled = found["runs"]["8B grpo"]["travelled"]
     frames = FRAMES * SIDE * SIDE * 3  # bytes
     assert travelled.get("torch.uint8") == frames > max(travelled["torch.float32"],
-                                                    travelled.get("torch.bfloat16", 0))
+                                                        travelled.get("torch.bfloat16", 0))
 
 
 def test_the_host_waits_for_the_gpu_a_few_times_a_step(found):
@@ -468,7 +468,7 @@ def sft_step(policy, optimizer):
     """One pack of eight chats, 32k tokens -> its tokens."""
     pack = model.pack_trees(CODEC,
                             [model.Tree(model.TokenSpan([100] * 4096, [0] * 3600 + [1] * 496))
-                                    for _ in range(8)])
+                             for _ in range(8)])
     sft.backward(policy, [pack])
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -480,7 +480,7 @@ def grpo_step(policy, reference, optimizer):
     its tokens."""
     def span(ids, mask):
         return model.TokenSpan(ids, [mask] * len(ids),
-                          {"advantage": [1.0] * len(ids), "sampler": [-1.0] * len(ids)})
+                               {"advantage": [1.0] * len(ids), "sampler": [-1.0] * len(ids)})
 
     prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)
     tree = model.Tree(prompt, [video_item("of the step")], [span([20] * 3600, 1) for _ in range(8)])

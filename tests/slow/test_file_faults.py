@@ -111,7 +111,7 @@ def forked(work, folder, how=None, at=0):
     """work(disk) as the main() of a script, in a forked child -> (exit code, stdout, stderr, the
     operations that were counted)."""
     names = [os.path.join(folder, kind) for kind in ("stdout", "stderr", "done")]
-    # A timer of launch.reset_watchdog has a thread that no fork copies, and the child would wait for it.
+    # A timer of launch.reset_watchdog has a thread that no fork copies, so the child would wait.
     faulthandler.cancel_dump_traceback_later()
     child = os.fork()
     if child == 0:  # whatever is changed here is changed in the child alone

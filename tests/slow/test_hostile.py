@@ -115,7 +115,7 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
             record = results.grade({"status": "ok", "turns": episode.turns,
-                                       "think_open": episode.think_open, "task": episode.task})
+                                    "think_open": episode.think_open, "task": episode.task})
             assert 0 <= record["score"] <= 1
         step += 1
     assert min(said[n] for n in (0, 1, 2, 3)) > 20  # all kinds of episodes were met

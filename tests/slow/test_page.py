@@ -93,7 +93,7 @@ def episode(task="t0", sample=0, step=0, turns=TURNS, **more):
     return {
         "task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None,
                  "answer": "red", "type": "open"},
-        "group": f"{step}/{task}", "sample": sample, "K": 4, "version": step, "status": "ok",
+        "group": f"{step}/{task}", "sample": sample, "K": 4, "policy_step": step, "status": "ok",
         "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "think_open": True,
         "turns": list(turns), "pieces": [[*turn, ""] for turn in turns],
         "finish": ["stop"] * len(turns),
@@ -124,7 +124,7 @@ def made(tmp_path):
 def test_a_run_an_evaluation_and_their_frames_are_on_the_page(page, small_run):
     data = data_of(page)
     names = [(s["name"], s["kind"]) for s in data["sources"]]
-    assert names == [("grpo", "run"), ("sft", "run"), ("eval", "eval")]
+    assert names == [("sft", "run"), ("grpo", "run"), ("eval", "eval")]
     titles = {c["title"] for c in data["curves"]}
     assert {"Reward", "f_tau", "kappa", "Closure of think", "Accuracy by K",
             "Gradient norm", "Phase times", "Loss"} <= titles
@@ -220,12 +220,13 @@ def test_curves_show_values_under_the_pointer(visit, page):
     from selenium.webdriver.common.by import By
 
     browser = visit(page)
-    assert texts(browser, "#plots h3")[0].startswith("Reward")
+    assert texts(browser, "#plots h3")[0].startswith("Loss")
     assert len(texts(browser, "#plots svg")) > 15
     plot = browser.find_element(By.CSS_SELECTOR, "#plots svg")
     ActionChains(browser).move_to_element_with_offset(plot, 120, 0).perform()
     tip = browser.find_element(By.CSS_SELECTOR, "#plots .tip")
-    log = data_of(page)["curves"][0]["series"][0]["points"]
+    curves = [curve for curve in data_of(page)["curves"] if curve["stage"] == "sft"]
+    log = curves[0]["series"][0]["points"]
     assert tip.is_displayed() and "step 3" in tip.text and f"{log[-1][1]:.4g}" in tip.text
 
 

@@ -123,7 +123,7 @@ def ckpt(published, kind):
 def known(monkeypatch, codecs, published):
     """Scripts in this process take the codec that is there: reading the vocabulary takes 3 s."""
     real, own = chat.load_codec, {os.path.realpath(published(*KINDS[kind])): codecs[kind]
-                                   for kind in KINDS}
+                                  for kind in KINDS}
     monkeypatch.setattr(chat, "load_codec", lambda folder, channel="image", *more: (
         own.get(os.path.realpath(folder)) or real(folder, channel)))
     return own
@@ -351,7 +351,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
     spec = {"video": tasks[0]["video"], "frames": 4}
     item = chat.vision_item(spec, source.load(spec))
     talk = chat.encode_chat(codec, [*rollout.main_messages(tasks[0], 4),
-                                     {"role": "assistant", "content": RIGHT}], [item])
+                                    {"role": "assistant", "content": RIGHT}], [item])
     policy, reference = (checkpoint.load_sharded(ckpt, codec, CPU, frozen=frozen)
                          for frozen in (False, True))
     pack = model.pack_trees(codec, [model.Tree(model.TokenSpan(talk.ids, talk.mask), talk.items)])

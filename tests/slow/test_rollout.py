@@ -68,7 +68,7 @@ def test_special_tokens_written_by_a_sub_agent_or_a_task_stay_text(codec, tasks,
     ([0, 64], False), ([60, 66.5], False), ([63.9, 64.1], False), ([100, 110], True),
     ([64, 65], True), ([63, 66], True), ([5, 500], True)])
 def test_a_span_beyond_the_end_of_its_video_is_a_counted_outcome(codec, toy, tasks, frames_of,
-                                                                  span, beyond):
+                                                                 span, beyond):
     """The length is known once the overview is made: nothing is sampled for such a label, and a run
     of hours goes on. A benchmark's labels are its publisher's: they are asked as they are."""
     task = {**tasks[0], "type": "grounding", "answer": span}

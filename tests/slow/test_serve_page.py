@@ -46,6 +46,9 @@ def test_a_question_shows_windows_summaries_and_the_answer(running, visit):  # n
     ask(page)
     server.until(lambda: text_of(page, "answer").startswith("red"))
     assert "answer: 4 frames, 2 windows" in text_of(page, "state")
+    page.execute_script("document.querySelector('#examples button:last-child').click()")
+    assert page.execute_script("return document.getElementById('question').value"
+                               ).startswith("Which colours flash")
     assert count(page, ".time button.ok") == 2 and count(page, ".time i") == 4
     # Each window's card has its number, the times of its frames and its summary.
     cards = page.execute_script(

@@ -68,7 +68,7 @@ def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, ca
     real, times = rollout.load_overview, []
 
     async def asked_to_stop(episode, sampler):
-        if episode.version == 1 and not times:
+        if episode.policy_step == 1 and not times:
             times.append(time.time())
             os.kill(os.getpid(), signal.SIGTERM)
         return await real(episode, sampler)
