@@ -23,11 +23,6 @@ def codecs(toy, codec):
 
 
 @pytest.fixture
-def video_codec(codecs):
-    return codecs["video"]
-
-
-@pytest.fixture
 def each_codec(request, codecs):
     """The codec of both channels, one after the other."""
     return codecs[request.param]
@@ -165,6 +160,19 @@ def vision(policy, codec, source):
 
 
 # ------------------------------------------------------------------------------------------------
+# JSONL files
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------
 # Scripts in this process
 
 
@@ -173,7 +181,8 @@ def start(monkeypatch, capsys):
     """start(script, *words) -> (exit code, stdout, stderr) of the main() of a script in this
     process, given as its module."""
     def start(script, *words):
-        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, words)])
+        name = script.__name__.rpartition(".")[2]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
         capsys.readouterr()
         try:
             launch.run_main(script.main)
@@ -210,7 +219,7 @@ def run_grpo(monkeypatch, toy, tmp_path):
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
         script.main()
         weights = load_file(folder / "last" / "model.safetensors")
-        return weights, json.loads((folder / "log.jsonl").read_text().splitlines()[-1]), folder
+        return weights, rows_of(folder / "log.jsonl")[-1], folder
 
     return run
 
@@ -259,9 +268,7 @@ def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
 @pytest.fixture
 def hard_tasks(tasks, tmp_path):
     """Task JSONL of the two tasks with the most colours."""
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("".join(json.dumps(t) + "\n" for t in tasks[:2]))
-    return path
+    return write_rows(tmp_path / "tasks.jsonl", tasks[:2])
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
         "</tool_call>")
 # flags of short runs of grpo.py
-LIVE = ("--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--set",
-        "sub_max_new_tokens=4",
-        "--temperature", 1.0, "--frames", 4, "--set", "show_every=0")
+LIVE = ("--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--temperature", 1.0,
+        "--frames", 4, "--set", "sub_max_new_tokens=4", "--set", "show_every=0")
 AGENT = rollout.AgentConfig(max_model_len=4096, max_new_tokens=512, sub_max_new_tokens=64)
 
 

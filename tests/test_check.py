@@ -1,23 +1,13 @@
 """
 Tests of --check of grpo.py and sft.py: python -m pytest tests/test_check.py -q
 """
-import json
 import re
 
 import pytest
+from fixtures import rows_of, write_rows
 
 import grpo
 import sft
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def tasks_of(toy):
-    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()]
-    return [{**row, "video": str(toy / row["video"])} for row in rows]
 
 
 @pytest.fixture
@@ -47,9 +37,9 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
     A run stops at the first of them."""
     (tmp_path / "broken.mp4").write_bytes(b"no video")
     (tmp_path / "a.mp4").write_bytes((toy / "videos" / "rl-0000.mp4").read_bytes())
-    rows = [{**row, "video": str(tmp_path / "a.mp4")} for row in tasks_of(toy)]
+    rows = [{**row, "video": str(tmp_path / "a.mp4")} for row in rows_of(toy / "rl.jsonl")]
     good, other, third, fourth, fifth = rows[:5]
-    file = write(tmp_path / "tasks.jsonl", [
+    file = write_rows(tmp_path / "tasks.jsonl", [
         {**other, "answer": ""}, good, {**third, "type": "quiz"},
         {**third, "video": str(tmp_path / "gone.mp4")}, {"id": "x"}, good,
         {**fourth, "video": str(tmp_path / "broken.mp4")},
@@ -66,7 +56,7 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
 
 
 def test_a_run_stops_at_the_first_fault(start, toy, tmp_path):
-    file = write(tmp_path / "tasks.jsonl", [{"id": "x"}, {"id": "y"}])
+    file = write_rows(tmp_path / "tasks.jsonl", [{"id": "x"}, {"id": "y"}])
     words = ("--preset", "toy", "--ckpt", toy / "init", "--data", file)
     code, _, err = start(grpo, *words, "--out", tmp_path / "run")
     assert code == 2 and f"{file}:1: " in err
@@ -75,12 +65,12 @@ def test_a_run_stops_at_the_first_fault(start, toy, tmp_path):
 
 
 def test_faults_of_chats(check, toy, tmp_path):
-    rows = [json.loads(line) for line in (toy / "sft.jsonl").read_text().splitlines()][:6]
+    rows = rows_of(toy / "sft.jsonl")[:6]
     rows[0]["messages"] = rows[0]["messages"][:1]
     rows[1]["messages"][1]["content"][0]["video"] = "missing.mp4"
     rows[2]["messages"][-1]["content"] = "word " * 3000
     del rows[3]["id"]
-    file = write(tmp_path / "chats.jsonl", rows)
+    file = write_rows(tmp_path / "chats.jsonl", rows)
     code, out, err = check(sft, file)
     assert code == 2 and "--check: 4 faults in" in err, err
     assert f"{file}:1: no assistant message" in out and f"{file}:4: missing 'id'" in out

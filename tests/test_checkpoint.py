@@ -180,15 +180,10 @@ def test_beginning_anew_deletes_what_was_there(tmp_path):
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
-def copied_checkpoint(toy, folder):
-    """The toy's, with the image processor in the file that transformers 4 has for it."""
-    shutil.copytree(toy / "init", folder)
-    (folder / "processor_config.json").rename(folder / "preprocessor_config.json")
-    return folder
-
-
 def test_a_run_folder_stands_for_its_last_checkpoint(toy, tmp_path):
-    whole = copied_checkpoint(toy, tmp_path / "run" / "step_000003")
+    whole = shutil.copytree(toy / "init", tmp_path / "run" / "step_000003")
+    # as transformers 4 names it
+    (whole / "processor_config.json").rename(whole / "preprocessor_config.json")
     runs.symlink(str(tmp_path / "run" / "last"), str(whole))
     assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
     assert checkpoint.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
@@ -257,20 +252,27 @@ def test_a_name_that_is_nowhere_is_one_line(cache, name, says):
 # Folders as they lie about
 
 
-@pytest.fixture
-def ckpt(toy, tmp_path):
-    """A checkpoint to damage."""
-    return shutil.copytree(toy / "init", tmp_path / "ckpt")
+def test_no_number_far_down_in_a_large_matrix_is_refused(tmp_path):
+    weights = torch.ones(2**11, 2**9)
+    weights[1000:] = float("nan")
+    save_file({"w": weights}, tmp_path / "model.safetensors")
+    with pytest.raises(launch.UserError, match="no number"):
+        checkpoint.stored_weights(str(tmp_path))
 
 
-def text(name, content):
-    def write(folder):
-        (folder / name).write_bytes(content)
-    return write
+def test_weights_are_trained_in_fp32_whatever_dtype_the_configuration_names(
+        toy, codec, process_group, tmp_path):
+    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
+    config = (folder / "config.json").read_text().replace("float32", "bfloat16")
+    (folder / "config.json").write_text(config)
+    policy = checkpoint.load_sharded(str(folder), codec, CPU)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32} and "bfloat16" in config
 
 
-def gone(name):
-    return lambda folder: (folder / name).unlink()
+def test_a_saved_configuration_names_the_dtype_of_its_weights(tmp_path):
+    files = {"config.json": b'{"dtype": "bfloat16"}'}
+    checkpoint.save_whole(files, str(tmp_path), {"w": torch.ones(2, 2)})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"dtype": "float32"}
 
 
 def test_code_of_a_checkpoint_is_never_run(toy, tmp_path):

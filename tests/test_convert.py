@@ -6,14 +6,13 @@ have.
 """
 import csv
 import json
-import sys
 from dataclasses import replace
 
 import pytest
+from fixtures import rows_of, write_rows
 from scripted import AGENT, Scripted, play_one
 
 import chat
-import launch
 import rollout
 from plumbing.data import read_tasks
 from tools import convert as conversion
@@ -50,9 +49,9 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
 
 
 def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, most=64):
-    (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    conversion.convert([str(tmp_path / name)], str(tmp_path / "out.jsonl"), frames, most)
-    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    read = str(write_rows(tmp_path / name, rows))
+    conversion.convert([read], str(tmp_path / "out.jsonl"), frames, most)
+    return rows_of(tmp_path / "out.jsonl")
 
 
 def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec, tasks, frames_of):
@@ -162,7 +161,7 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
      ("--map", "video=clip", "question=text", "answer=label"))])
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
-def test_the_forms_that_people_have_become_tasks(tmp_path, monkeypatch, row, flags, kind):
+def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, kind):
     path, rows = tmp_path / f"mine.{kind}", [row, row]
     if kind == "csv":
         flat = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
@@ -174,19 +173,14 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, monkeypatch, row, fla
             pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
     else:
         path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
-    run(monkeypatch, path, tmp_path / "out.jsonl", *flags)
+    assert start(conversion, path, "--out", tmp_path / "out.jsonl", *flags)[0] == 0
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
     assert [task["id"] for task in tasks] == ["mine/0", "mine/1"]
     assert all(task.items() >= {"type": "mcq", **ASKED}.items() for task in tasks)
     assert tasks[0]["video"].removeprefix("./") == "a.mp4"
 
 
-def run(monkeypatch, path, out, *flags):
-    monkeypatch.setattr(sys, "argv", ["convert.py", str(path), "--out", str(out), *flags])
-    launch.run_main(conversion.main)
-
-
-def test_turns_types_and_absolute_paths(tmp_path, monkeypatch, capsys):
+def test_turns_types_and_absolute_paths(tmp_path, start):
     film = tmp_path / "a.mp4"
     film.touch()
     talk = [("human", "<video>What?"), ("gpt", "A dog."), ("human", "When?"), ("gpt", "Later.")]
@@ -195,21 +189,21 @@ def test_turns_types_and_absolute_paths(tmp_path, monkeypatch, capsys):
             {"video": "b.mp4", "question": "Which?", "answer": "red, blue", "type": "list"},
             {"video": "/no/such.mp4", "question": "Which?", "answer": "red"}]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
-    run(monkeypatch, tmp_path / "mine.json", tmp_path / "out.jsonl")
+    _, out, _ = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl")
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
     assert [(t["id"], t["video"], t["question"], t["answer"], t["type"]) for t in tasks] == [
         ("mine/0", str(film), "What?", "A dog.", "open"),
         ("mine/0/1", str(film), "When?", "Later.", "open"),
         ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
         ("mine/2", "b.mp4", "Which?", "red, blue", "list")]
-    assert "1 rows, an absolute path outside" in capsys.readouterr().out
+    assert "1 rows, an absolute path outside" in out
 
 
-def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, monkeypatch, capsys):
+def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, start):
     (tmp_path / "mine.json").write_text(json.dumps([{"video_id": 1, "answers": "x", "prob": "y"}]))
     for flags, says in [((), "answers, prob, video_id; say which they are: --map video=video_id "
                          "question=COLUMN options=COLUMN answer=answers"),
                         (("--map", "quest=x"), "OURS one of video, question, options, answer")]:
-        with pytest.raises(SystemExit) as stop:
-            run(monkeypatch, tmp_path / "mine.json", tmp_path / "out.jsonl", *flags)
-        assert stop.value.code == 2 and says in capsys.readouterr().err
+        code, _, err = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl",
+                             *flags)
+        assert code == 2 and says in err

@@ -57,6 +57,20 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
     assert data.read_tasks(str(path)) == [task]
 
 
+@pytest.mark.parametrize("read, row, hint", [
+    (data.read_chats, labelled("open", "red"), "a task, for grpo.py and eval.py"),
+    (data.read_tasks, {"id": "t", "messages": []}, "a chat, which sft.py trains on")])
+def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(launch.UserError, match=hint):
+        read(str(tmp_path / "rows.jsonl"))
+
+
+def test_the_most_costly_are_dealt_first():
+    assert [data.balance_over_ranks([1, 1, 1, 3], int, rank, 2) for rank in (0, 1)] == [[3],
+                                                                                        [1, 1, 1]]
+
+
 # ------------------------------------------------------------------------------------------------
 # Subtitles
 

@@ -7,12 +7,11 @@ known.
 import json
 import re
 import shutil
-import sys
 
 import pytest
+from fixtures import rows_of
 from scripted import Server
 
-import launch
 from plumbing.data import read_tasks
 from tools import draft
 
@@ -67,34 +66,30 @@ def films(toy, tmp_path):
     return tmp_path
 
 
-def run(films, url, *flags, code=0):
-    out = films / "tasks.jsonl"
-    sys.argv = ["draft.py", str(films), "--base-url", url, "--model", "m", "--out", str(out),
-                "--questions", "8", "--seconds", "3", *flags]
-    try:
-        launch.run_main(draft.main)
-    except SystemExit as stop:
-        assert stop.code == code
-        return None
-    assert code == 0
-    return [json.loads(line) for line in (films / "tasks.drafts.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture
-def argv(monkeypatch):
-    monkeypatch.setattr(sys, "argv", sys.argv)
+def run(films, start):
+    """run(url, *flags) -> (exit code, what it printed)"""
+    def run(url, *flags):
+        code, out, err = start(draft, films, "--base-url", url, "--model", "m", "--out",
+                               films / "tasks.jsonl", "--questions", 8, "--seconds", 3, *flags)
+        return code, out + err
+
+    return run
 
 
-def test_only_drafts_that_need_their_window_are_kept(films, argv, capsys):
+def test_only_drafts_that_need_their_window_are_kept(films, run):
     seconds = draft.video.probe(str(films / "deep" / "a.mp4")).duration
     model = Model(seconds)
     with Server(model) as server:
-        rows = run(films, server.url)
-        assert sorted(model.asked) == sorted(
+        code, out = run(server.url)
+        rows = rows_of(films / "tasks.drafts.jsonl")
+        assert code == 0 and sorted(model.asked) == sorted(
             [("write", n) for n in range(8)] + [("blind", n) for n in range(4)]
             + [("seen", n) for n in (0, 1, 3)])
         asked = len(model.asked)
-        assert run(films, server.url) == rows and len(model.asked) == asked  # nothing is left
+        assert run(server.url)[0] == 0
+        # nothing is left
+        assert rows_of(films / "tasks.drafts.jsonl") == rows and len(model.asked) == asked
     rows.sort(key=lambda row: row["id"])
     assert [row["left_out"] for row in rows] == REASONS
     tasks = read_tasks(str(films / "tasks.jsonl"))
@@ -106,34 +101,33 @@ def test_only_drafts_that_need_their_window_are_kept(films, argv, capsys):
     for task, answer in zip(sorted(tasks, key=lambda task: task["id"]), ("blue", "green")):
         assert task["video"] == "deep/a.mp4" and sorted(task["options"]) == sorted(OPTIONS)
         assert task["options"]["ABCD".index(task["answer"])] == answer
-    out = capsys.readouterr().out
     assert "8 drafts, 2 kept -> " in out and "2 names a time or a part" in out
     page = (films / "tasks.html").read_text()
     data = json.loads(re.search(r'json">(.*?)</script>', page)[1])
     assert data == {"root": ".", "rows": rows}
 
 
-def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, argv, capsys):
+def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
     seconds = draft.video.probe(str(films / "deep" / "a.mp4")).duration
     with Server(Model(seconds, fails=(0, 7))) as server:
-        run(films, server.url, code=1)
-    assert "2 drafts could not be made" in capsys.readouterr().err
+        code, said = run(server.url)
+    assert code == 1 and "2 drafts could not be made" in said
     (task,) = read_tasks(str(films / "tasks.jsonl"))
     (films / "tasks.jsonl").write_text(json.dumps({**task, "question": "Mine?"}) + "\n")
     model = Model(seconds)
     with Server(model) as server:
-        rows = run(films, server.url)
-        assert len(rows) == 8 and [n for kind, n in model.asked if kind == "write"] in (
-            [0, 7], [7, 0])
+        assert run(server.url)[0] == 0
+        assert len(rows_of(films / "tasks.drafts.jsonl")) == 8
+        assert sorted(n for kind, n in model.asked if kind == "write") == [0, 7]
         assert [t["question"] for t in read_tasks(str(films / "tasks.jsonl"))] == [
             "Mine?", "Which colour is the hat?"]
-        run(films, server.url, "--seed", "1", code=2)
-    assert "other settings" in capsys.readouterr().err
+        code, said = run(server.url, "--seed", 1)
+    assert code == 2 and "other settings" in said
 
 
 @pytest.mark.parametrize("flags, says", [
     (("--out", "elsewhere/tasks.jsonl"), "have to lie below"), (("--out", "x.json"), ".jsonl"),
     (("--seconds", "0"), "seconds must")])
-def test_bad_flags_are_one_line(films, argv, capsys, flags, says):
-    run(films, "http://127.0.0.1:9/v1", *flags, code=2)
-    assert says in capsys.readouterr().err
+def test_bad_flags_are_one_line(run, flags, says):
+    code, said = run("http://127.0.0.1:9/v1", *flags)
+    assert code == 2 and says in said

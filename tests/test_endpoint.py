@@ -136,11 +136,6 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
     assert "s3cret" not in json.dumps([good.to_json(), bad.to_json(), server.asked])
 
 
-def error(status, body, **headers):
-    """-> a reply of an endpoint: status, JSON or text, headers."""
-    return status, body, headers
-
-
 @pytest.mark.parametrize("reply, wait, why", [
     ((401, {"error": "Unauthorized"}), 0, ("HTTP 401: Unauthorized", "--api-key-env")),
     ((401, {"error": {"message": "Incorrect key: s3cret-value."}}), 0, ("Incorrect key: ***.",)),
@@ -153,7 +148,7 @@ def test_a_server_that_refuses_is_found_before_the_run(
         reply, wait, why, monkeypatch, no_pause):
     """One line with the address, the server's words and the flag to look at, never the key."""
     monkeypatch.setenv("SOME_KEY", "s3cret-value\n")
-    with Server(ANSWER, probe=error(*reply)) as server:
+    with Server(ANSWER, probe=(*reply, {})) as server:
         engine = endpoint.OpenAIEngine(server.url, "m", key_variable="SOME_KEY", retries=2)
         with pytest.raises(launch.UserError) as refused:
             engine.check_servers()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from album import logprobs, plain_tree
 from conftest import Overheard
-from reference import ReferenceEngine, load_policy
+from reference import load_policy
 from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 
 import chat
@@ -47,11 +47,6 @@ def base(toy):
 
 
 @pytest.fixture(scope="module")
-def plain(base, codec):
-    return ReferenceEngine(base, codec, max_seqs=4)
-
-
-@pytest.fixture(scope="module")
 def vllm_engines(base, codecs):
     """get(channel, ..) -> an engine in this process, one of each kind, since the second start is
     quick. All are closed at the end of the file: closing one ends the groups that others need."""
@@ -73,12 +68,6 @@ def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
     features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     tree = model.Tree(model.TokenSpan(ids, mask), items)
     return logprobs(policy, codec, features, [tree], temperature=temperature).numpy()
-
-
-def sample(engine, tasks, source, agent=HOT, **more):
-    engine = Saying(engine, TALK)
-    return {(e.task["id"], e.sample): (e.context.ids, e.context.logps)
-            for e in play(engine, tasks, source, agent, 8, **more)}
 
 
 @pytest.fixture(scope="module")

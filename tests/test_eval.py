@@ -5,7 +5,6 @@ The engine is scripted, by task, so that every number of a table can be worked o
 """
 import json
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from scripted import CALL, Scripted
 
 import chat
 import eval as evaluation
-import launch
 import rewards
 import rollout
 from evaluation import results
@@ -44,7 +42,7 @@ SAID = {"red": answer("red"), "blue": answer("red"), "failing": None, "letter": 
 
 
 @pytest.fixture
-def world(toy, tmp_path, codec, monkeypatch, capsys):
+def world(toy, tmp_path, monkeypatch, start):
     """evaluate(*flags, rows, say) -> exit code, stdout, stderr, the engine (None when none was
     made)."""
     data = toy / "eval-of-a-test.jsonl"
@@ -54,26 +52,18 @@ def world(toy, tmp_path, codec, monkeypatch, capsys):
         data.write_text("".join(json.dumps(r) + "\n" for r in rows))
         made = []
 
-        def make_engine(ckpt, codec_, args, *more, **kw):
-            made.append(SimpleNamespace(engine=Scripted(codec_, say, say, at_once=True), args=args))
-            return made[-1].engine
+        def make_engine(ckpt, codec, *_, **__):
+            made.append(Scripted(codec, say, say, at_once=True))
+            return made[-1]
 
         monkeypatch.setattr(rollout, "make_engine", make_engine)
         given = {"--ckpt": toy / "init", "--data": data, "--out": out, "--frames": 4,
                  "--preset": "toy"}
-        flags = [*map(str, flags), *(["--allow-errors"] if allow else [])]
-        kept = [str(x) for k, v in given.items() if k not in flags and k not in drop
-                for x in (k, v)]
-        monkeypatch.setattr(sys, "argv", ["eval.py", *kept, *flags])
-        try:
-            launch.run_main(evaluation.main)
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        printed = capsys.readouterr()
-        result = SimpleNamespace(code=code, out=printed.out, err=printed.err, engine=made[-1].engine
-                                 if made else None,
-                                 args=made[-1].args if made else None, folder=out)
+        flags = [*flags, *(["--allow-errors"] if allow else [])]
+        kept = [x for k, v in given.items() if k not in flags and k not in drop for x in (k, v)]
+        code, printed, err = start(evaluation, *kept, *flags)
+        result = SimpleNamespace(code=code, out=printed, err=err, folder=out,
+                                 engine=made[-1] if made else None)
         if (out / "summary.json").exists():
             result.results = json.loads((out / "summary.json").read_text()).get("results")
         return result
@@ -167,10 +157,6 @@ def test_a_headline_with_more_than_one_percent_errors_is_refused(world, tmp_path
     edge = [row(f"q{i}") for i in range(99)] + [row("failing")]
     # one of a hundred is not more than 1%
     assert world(allow=False, rows=edge, out=tmp_path / "edge").code == 0
-
-
-def record(name, score, video=None, **task):
-    return {"task": {"id": name, "video": video or name, "type": "mcq", **task}, "score": score}
 
 
 def test_an_answer_carries_what_it_cost(world, codec):

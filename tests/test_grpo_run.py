@@ -4,21 +4,19 @@ Tests of grpo.py as a script: flags, loop, resuming, ranks: python -m pytest tes
 """
 import importlib.util
 import json
-import os
-import shutil
 import statistics
 import sys
-import threading
 
 import pytest
 import torch
 from conftest import run_script
+from fixtures import rows_of
 from handmade import colourful
 
 import grpo
 import launch
 import rollout
-from plumbing import checkpoint, runs
+from plumbing import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +65,15 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
+    ahead = []
+    monkeypatch.setattr(grpo, "prefetch_overviews", lambda pool, tasks, step,
+                        *_: ahead.append(step))
     flags, at = ("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--num-generations", 2, "--lr",
                  0), 0
     weights, _, folder = run_grpo(*flags)
     m = json.loads((folder / "log.jsonl").read_text().splitlines()[0])
-    assert (m["not_ok"], m["groups"], m["skipped_update"]) == (2, 0, 1)
+    assert (m["not_ok"], m["groups"], m["skipped_update"], m["tokens"]) == (2, 0, 1, 0)
+    assert ahead == [1]  # frames of the next step, while this one is sampled
     assert all(torch.equal(weights[n], base[n]) for n in base)
     at = 1
     with pytest.raises(launch.RunError, match="^step 2: no video could be read for 1 step"):
@@ -94,7 +96,7 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
         run_grpo, toy, monkeypatch, varied_rewards, capsys, tmp_path):
     """Two steps with --val and without: the same samples and weights to the bit. The rows are the
     episodes of rollout.run with tools and without, and `best` links to the best of them."""
-    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()]
+    rows = rows_of(toy / "rl.jsonl")
     (tmp_path / "held").mkdir()
     for row, kind in zip(rows, ("open", "mcq")):
         row.update(type=kind, answer="A", options=["a", "b"] if kind == "mcq" else None,
@@ -117,7 +119,7 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     both = [(True, 3, 1, 0), (False, 3, 1, 0), (True, 1, 1, 0), (False, 1, 1, 0)]
     assert tools == both + [(True, 2, 3, 0)] + both + [(True, 2, 3, 1)] + both
 
-    log = [json.loads(line) for line in (other / "log.jsonl").read_text().splitlines()]
+    log = rows_of(other / "log.jsonl")
     values = {row["step"]: row["val"] for row in log if "val" in row}
     assert sorted(values) == [0, 1, 2] and [row["step"] for row in log] == [0, 1, 1, 2, 2]
     for val in values.values():
@@ -130,14 +132,15 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     assert (other / "best").resolve().name == f"step_{best:06d}"
     printed = capsys.readouterr().out
     assert f"step 0002 | held-out acc {values[2]['acc']:.2f} no tools" in printed
-    assert "| not ok 2" in printed
+    assert "| not ok 2" in printed and f"held-out task {rows[2]['id']}: " in printed
 
 
 def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
     """2 steps, resume to 4, against 4 steps: the same tasks, K, seeds (the same ids), and
     weights."""
     flags = ("--data", toy / "rl.jsonl", *LIVE, "--frames", "gated")
-    straight, m, folder = run_grpo(*flags, "--steps", 4, out="straight")
+    straight, m, folder = run_grpo(*flags, "--steps", 4, "--save-every", 3, out="straight")
+    assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000004"]
     run_grpo(*flags, "--steps", 2, out="parts")
     parts, n, other = run_grpo(*flags, "--steps", 4, "--resume", out="parts")
     a, b = read_rollouts(folder), read_rollouts(other)
@@ -149,58 +152,6 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     log = (other / "log.jsonl").read_text()
     assert [json.loads(x)["step"] for x in log.splitlines()] == [1, 2, 3, 4]
     assert n["grad_norm"] == pytest.approx(m["grad_norm"], rel=1e-3)
-
-
-@pytest.fixture
-def outage(monkeypatch, run_grpo, toy, tmp_path):
-    """train(away, *flags): grpo.py, whose videos are away during the steps in `away`."""
-    shutil.copytree(toy / "videos", tmp_path / "videos")
-    real = grpo.sample_batch
-
-    def train(away, *flags):
-        def sample_batch(sampler, tasks, step, *more):
-            if step in away:
-                os.rename(tmp_path / "videos", tmp_path / "elsewhere")
-            try:
-                return real(sampler, tasks, step, *more)
-            finally:
-                if step in away:
-                    os.rename(tmp_path / "elsewhere", tmp_path / "videos")
-
-        monkeypatch.setattr(grpo, "sample_batch", sample_batch)
-        return run_grpo("--data", toy / "rl.jsonl", "--video-root", tmp_path, *LIVE, "--frames", 4,
-                        *flags)
-
-    return train
-
-
-def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it_and_no_step_0(
-        outage, monkeypatch, tmp_path):
-    asked, real = threading.Event(), launch.stop_on_signal
-    monkeypatch.setattr(launch, "stop_on_signal", lambda: real() and asked)
-    monkeypatch.setattr(runs, "check_run", lambda step, bad, *_: bad and asked.set())
-    with pytest.raises(FileNotFoundError):  # of `last`
-        outage({0}, "--steps", 3)
-    assert not list((tmp_path / "run").glob("step_*"))
-    asked.clear()
-    outage({1}, "--steps", 3)
-    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
-
-
-def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy, monkeypatch):
-    """The same ones, by their seeds: else the rest would be those that looked at no window."""
-    flags = "--data", toy / "rl.jsonl", "--steps", 1, *LIVE
-    good, real = read_rollouts(run_grpo(*flags, out="good")[2]), rollout.run
-
-    def spoilt(*given, done=(), **named):
-        for e in real(*given, done=done, **named):
-            if e.sample and not done:
-                e.fail("video_error", "a call: Input/output error")
-            yield e
-
-    monkeypatch.setattr(rollout, "run", spoilt)
-    rows = read_rollouts(run_grpo(*flags, out="spoilt")[2])
-    assert [(e["status"], e["ids"]) for e in rows] == [("ok", e["ids"]) for e in good]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -228,10 +179,9 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
 def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
     p = parse(monkeypatch)
     wanted = dict(num_generations=8, clip_eps=0.2, beta=0.01, lr=2e-6, max_grad_norm=1.0,
-                  temperature=0.7,
-                  max_new_tokens=2048,
+                  temperature=0.7, max_new_tokens=2048,
                   max_model_len=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5,
-                  gamma=0.3, frames="gated", minibatches=1,
+                  gamma=0.3, frames="gated", minibatches=1, dp_replicate=1,
                   sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0, format_credit="struct",
                   think_prefix=True, answer_suffix=True)
     assert {k: p[k] for k in wanted} == wanted
@@ -250,18 +200,15 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
     (("--rollouts", "none.jsonl"), "--rollouts"), (("--preset", "huge"), "--preset")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
-def test_bad_values_and_missing_files_are_one_line(monkeypatch, capsys, toy, tmp_path, flags, word):
+def test_bad_values_and_missing_files_are_one_line(monkeypatch, start, toy, tmp_path, flags, word):
     """Told before any model is loaded, with exit code 2, naming the flag or the file."""
     monkeypatch.chdir(tmp_path)
-    words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out", tmp_path / "o",
-             *flags]
-    monkeypatch.setattr(sys, "argv", [str(w) for w in words])
     monkeypatch.setattr(checkpoint, "load_sharded",
                         lambda *_: pytest.fail("a model was loaded before the flags were checked"))
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(grpo.main)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and word in lines[-1]
+    code, _, err = start(grpo, "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out",
+                         tmp_path / "o", *flags)
+    lines = err.strip().splitlines()
+    assert code == 2 and word in lines[-1]
     assert len(lines) == 1 or lines[0].startswith("usage:")
 
 
@@ -280,13 +227,12 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
                       "max_num_seqs=8",
                       ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    log = rows_of(tmp_path / "out" / "log.jsonl")
     assert [m["step"] for m in log] == [1, 2] and all(m["groups"] == 2 for m in log)
     rows = read_rollouts(tmp_path / "out")
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
     assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and sum(r["mask"]) > 0
                for r in rows)
-    launch.import_shim()
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(

@@ -8,11 +8,11 @@ while they are read, records that no rollout.py wrote, and weights that are no n
 import json
 import os
 import shutil
-import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
+from fixtures import rows_of, write_rows
 from reference import make_engine
 from safetensors.torch import load_file, save_file
 from scripted import ANSWER, Scripted, Server
@@ -34,18 +34,9 @@ SAID = {"id": "said", "video": "videos/rl-0000.mp4", "question": "Which?", "answ
 SRT = "1\n00:00:00,000 --> 00:01:00,000\nRed it is\n"
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture
-def start(monkeypatch, capsys, codec):
-    """start(script, *flags) -> (exit code, what it printed). vLLM is the reference engine, or the
+def start(start, monkeypatch, codec):
+    """start(name, *flags) -> (exit code, what it printed). vLLM is the reference engine, or the
     scripted one in eval.py."""
     def engine(ckpt, codec_, args, *more, **named):
         if sys.argv[0].startswith("eval"):
@@ -53,23 +44,12 @@ def start(monkeypatch, capsys, codec):
         return make_engine(ckpt, codec_, args)
 
     monkeypatch.setattr(rollout, "make_engine", engine)
-    before = signal.getsignal(signal.SIGTERM)
-
-    def start(script, *flags):
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, flags)])
-        capsys.readouterr()
-        try:
-            launch.run_main(SCRIPTS[script].main)
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        launch.unlock()
-        out, err = capsys.readouterr()
+    def by_name(name, *flags):
+        code, out, err = start(SCRIPTS[name], *flags)
         assert code == 0 or len(err.splitlines()) == 1, err
         return code, out + err
 
-    yield start
-    signal.signal(signal.SIGTERM, before)
+    return by_name
 
 
 # ------------------------------------------------------------------------------------------------

@@ -9,29 +9,24 @@ import argparse
 import asyncio
 import json
 import re
-import sys
 
 import pytest
+from fixtures import rows_of, write_rows
 from scripted import Scripted, Server
 
-import grpo
 import rewards
 import rollout
 from plumbing import judge as client
-from tools import replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def task(name="t", kind="open", answer="red", **more):
-    return {"id": name, "video": "v.mp4", "question": "Which colour?", "options": None,
-            "answer": answer, "type": kind, **more}
-
-
-def said(words, sample=0, **more):
-    """An episode that ended with this answer; None: without one. more: of its task."""
-    text = "I saw it.\n</think>\n" + ("" if words is None else f"<answer>{words}</answer>")
-    return rollout.Episode(task(**more), "0/t", sample, 4, 0, turns=[text], think_open=True)
+def said(words, sample=0, answer="red"):
+    """An episode that ended with these words, of a task with this answer."""
+    task = {"id": "t", "video": "v.mp4", "question": "Which colour?", "options": None,
+            "answer": answer, "type": "open"}
+    text = f"I saw it.\n</think>\n<answer>{words}</answer>"
+    return rollout.Episode(task, "0/t", sample, 4, 0, turns=[text], think_open=True)
 
 
 def given(body):
@@ -44,8 +39,7 @@ def table(replies):
 
 
 def flags(server, **more):
-    url = server if isinstance(server, str) else server.url
-    given = {"judge_url": url, "judge_model": "j", "judge_key_env": None}
+    given = {"judge_url": server.url, "judge_model": "j", "judge_key_env": None}
     return argparse.Namespace(**{**given, **more})
 
 
@@ -142,11 +136,9 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
 
 @pytest.fixture
 def open_tasks(toy, tmp_path):
-    rows = [json.loads(line) for line in (toy / "rl.jsonl").read_text().splitlines()[:2]]
-    path = tmp_path / "open.jsonl"
     same = {"type": "open", "question": "Which colour?", "answer": "deep red"}
-    path.write_text("".join(json.dumps({**row, **same}) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path / "open.jsonl",
+                      [{**row, **same} for row in rows_of(toy / "rl.jsonl")[:2]])
 
 
 def say(request):
@@ -157,57 +149,40 @@ def say(request):
 
 
 @pytest.fixture
-def run(monkeypatch, toy, tmp_path, open_tasks, codec):
-    """run(script, *flags) -> main() of a script on tasks with scripted answers."""
+def run(monkeypatch, run_grpo, open_tasks, codec, any_gap):
+    """run(name of a folder, *flags): grpo.py with scripted answers."""
     class Engine(Scripted):
         def close(self, *_):
             pass
 
         sleep = wake = sync = close
 
-    monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, *_, **__: Engine(codec, say))
-    monkeypatch.setattr(grpo, "gap_tolerance", lambda *_: 99)
-
-    def run(script, *more):
-        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy,
-                 *more]
-        if script != "replay":
-            words += ["--data", open_tasks, "--frames", 4]
-            words += () if "--num-generations" in more else ["--num-generations", 4]
-        if script == "grpo":
-            words += ["--prompts", 2, "--set", "show_every=0"]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        {"grpo": grpo, "rollout": rollout, "replay": replay}[script].main()
-
-    return run
+    monkeypatch.setattr(rollout, "make_engine", lambda *_, **__: Engine(codec, say))
+    return lambda out, *flags: run_grpo("--data", open_tasks, "--frames", 4, "--num-generations", 4,
+                                        "--prompts", 2, *flags, out=out)
 
 
 def judged_by(server):
     return "--judge-url", server.url, "--judge-model", "j"
 
 
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys):
     """What is logged is what the advantages are made of. A run that goes on asks nothing again,
     even if the judge has moved."""
-    out = tmp_path / "out"
     with Server(table({"crimson": "yes", "blue": "hm"})) as server:
-        run("grpo", "--out", out, "--steps", 1, *judged_by(server))
+        run("out", "--steps", 1, *judged_by(server))
         asked = sorted(map(given, server.asked))
     # Both tasks have the same question and label. Only failures may be asked about again.
     assert asked.count("crimson") == asked.count("deep red") == 1 and 1 <= asked.count("blue") <= 2
     with Server("no") as server:
-        run("grpo", "--out", out, "--steps", 2, *judged_by(server))
+        run("out", "--steps", 2, *judged_by(server))
         assert set(map(given, server.asked)) == {"blue"}
     assert "judged 6 failed 2 cached 2" in capsys.readouterr().out
-    first, second = rows_of(out / "log.jsonl")
+    first, second = rows_of(tmp_path / "out" / "log.jsonl")
     assert (first["judged"], first["judge_failed"], first["judge_cached"]) == (6, 2, 2)
     assert (second["judged"], second["judge_failed"], second["judge_cached"]) == (6, 0, 5)
     assert first["acc"] == second["acc"] == 0.25
-    run("grpo", "--out", tmp_path / "plain", "--steps", 1)
+    run("plain", "--steps", 1)
     (plain,) = rows_of(tmp_path / "plain" / "log.jsonl")
     assert plain["acc"] == 0.25 and "judged" not in plain
     with_judge, without = (rows_of(tmp_path / name / "rollouts" / "step_000000.rank0.jsonl")

@@ -1,18 +1,19 @@
 """
 Tests of launch.py: python -m pytest tests/test_launch.py -q
 """
-import argparse
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import launch
-from plumbing import data, metrics
+from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
 # How a script begins and ends
@@ -25,14 +26,11 @@ from plumbing import data, metrics
     (FileNotFoundError(2, "No such file", "out/r.jsonl"), 1, "out/r.jsonl: No such file"),
     (OSError(27, "File too large", "r.jsonl"), 1, "r.jsonl: File too large"),
     (PermissionError(1, "Operation not permitted", "log"), 1, "log: Operation not permitted")])
-def test_one_line_instead_of_a_traceback(monkeypatch, capsys, error, code, said):
+def test_one_line_instead_of_a_traceback(start, error, code, said):
     def main():
         raise error
 
-    monkeypatch.setattr(sys, "argv", ["a.py"])
-    with pytest.raises(SystemExit) as end:
-        launch.run_main(main)
-    assert end.value.code == code and capsys.readouterr().err == f"a.py: {said}\n"
+    assert start(SimpleNamespace(__name__="a", main=main)) == (code, "", f"a.py: {said}\n")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -81,17 +79,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["args.json"]
 
 
-def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n'
-                    '{"step": 3}\n{"step": 4, "lo')
-    log = metrics.Log(str(tmp_path), 2, argparse.Namespace(track=None))
-    log.write({"step": 3, "again": True}, "a line")
-    log.close(3, 3)
-    assert path.read_text() == ('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n'
-                                '{"step": 3, "again": true}\n')
-
-
 # ------------------------------------------------------------------------------------------------
 # Order of the data
 
@@ -129,6 +116,28 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
+@pytest.mark.process
+def test_each_line_is_written_at_once():
+    """A run that is killed leaves every line that it has printed."""
+    code = "import launch, os\nlaunch.run_main(lambda: print('a line') or os._exit(0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "a line\n", done.stderr
+
+
+def test_ranks_of_a_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
+    for ranks, cores in ((1, 4), (2, 2), (9, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert launch.cores() == cores
+
+
+def test_one_process_needs_no_group_and_two_ranks_ask_each_other(monkeypatch):
+    assert launch.broadcast([1, None]) == [1, None] and not launch.any_rank(0)
+    monkeypatch.setattr(launch, "rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag, op: flag.fill_(1))
+    assert launch.any_rank(0)
+
+
 def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
     """A caller of main(), as a notebook is, may go on for longer than `patience`."""
     import faulthandler
@@ -136,6 +145,7 @@ def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
     stopped = []
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: stopped.append(True))
     launch.start_process_group()
+    assert torch.tensor([1e-39]).mul(0.5).item() == 0  # denormals are zeros from now on
     launch.reset_watchdog(600.0)
     assert not stopped
     launch.end_process_group()

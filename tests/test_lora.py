@@ -92,6 +92,7 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
     """L(W + 2 B A): dL/dB = 2 dL/dW A', dL/dA = 2 B' dL/dW. A forward of the reference stands
     before."""
     policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK)
+    assert policy.hf.is_gradient_checkpointing == recompute
     reference = policies.AdapterReference(policy)
     moved(policy)
     dense, pack = merged_dense(policy, str(toy / "init"), codec), pack_of(codec)
@@ -164,12 +165,12 @@ def run(monkeypatch, toy, tmp_path):
     monkeypatch.setattr(rewards, "score", lambda turns, *a, **k: {
         **real(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
 
-    def run(script, *flags, out="run", ckpt=None):
+    def run(script, *flags, out="run"):
         common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--set", "show_every=0",
                            "--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--beta",
                            0.1),
                   "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
-        words = [f"{script}.py", "--preset", "toy", "--ckpt", ckpt or toy / "init", "--out",
+        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
                  tmp_path / out, "--video-root", toy, *common[script], *flags]
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
         {"grpo": grpo, "sft": sft}[script].main()

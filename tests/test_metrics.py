@@ -1,8 +1,7 @@
 """
 Tests of plumbing/metrics.py: python -m pytest tests/test_metrics.py -q
-
---track has tests of its own, test_track.py.
 """
+import argparse
 
 import pytest
 
@@ -146,6 +145,7 @@ def test_a_healthy_run_shows_no_sign_of_death():
                                 "f_tau": None, "entropy": None, "cut_turns": None, "acc": None,
                                 "closure": dict.fromkeys(rewards.KINDS)}, 3),
     ("cut", "--max-new-tokens", {"cut_turns": [0.1, 0.6] + [0.7] * 7}, 2),
+    ("judge", "5 of 8 answers", {"judge_failed": [4] + [5] * 8, "judged": 8}, 2),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word, changes, since):
     rows = logged(9, **changes)
@@ -163,3 +163,38 @@ def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks,
     run_grpo("--data", hard_tasks, "--steps", 3, "--prompts", 2, "--num-generations", 4)
     printed = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert printed == ["WARNING step 2: fell"]
+
+
+def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
+    assert metrics.is_best(-2.0, -3.0, [], []) and not metrics.is_best(-3.0, -3.0, [], [])
+    assert metrics.is_best(-9.0, -float("inf"), [7], None) and metrics.is_best(-2.0, -3.0, [7], [7])
+    assert not metrics.is_best(float("nan"), -float("inf"), [], None)
+    assert not capsys.readouterr().out
+    # As many rows that are others cannot be compared either.
+    for unread, before in (([7], []), ([7], [8]), ([7, 8], [7])):
+        assert not metrics.is_best(-0.1, -3.0, unread, before)
+        assert "no `best`" in capsys.readouterr().out
+    assert metrics.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
+    # Twice the same: these have gone for good. A value of no row at all is no best even then.
+    assert not metrics.is_best(-9.0, -3.0, [7], [], [8])
+    assert not metrics.is_best(-9.0, -3.0, [7], [], [])
+    assert metrics.is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
+    assert not metrics.is_best(float("nan"), -3.0, [7], [], [7])
+
+
+# ------------------------------------------------------------------------------------------------
+# The log
+
+
+def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n{}\n'
+                    '{"step": 3}\n{"step": 4, "lo')
+    log = metrics.Log(str(tmp_path), 2, argparse.Namespace(track=None))
+    log.write({"step": 3, "again": True}, "a line")
+    log.began -= 6000  # three steps took so many seconds
+    assert log.eta(5, 11) == pytest.approx(12_000, rel=0.1)
+    log.close(3, 5)
+    assert "stopped after step 3 of 5" in capsys.readouterr().out
+    assert path.read_text() == ('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n'
+                                '{"step": 3, "again": true}\n')

@@ -163,14 +163,7 @@ def test_attention_in_parts_is_attention_under_the_dense_mask(layout, groups):
     length, d = sum(p + sum(branches) for _, p, branches in layout), 8
     query, key, value = (torch.randn(1, heads, length, d, requires_grad=True)
                          for heads in (4, 4 // groups, 4 // groups))
-    seen = torch.zeros(length, length, dtype=torch.bool)
-    for start, p, branches in layout:
-        seen[start:start + p, start:start + p] = torch.ones(p, p, dtype=torch.bool).tril()
-        at = start + p
-        for r in branches:
-            seen[at:at + r, start:start + p] = True
-            seen[at:at + r, at:at + r] = torch.ones(r, r, dtype=torch.bool).tril()
-            at += r
+    seen = torch.from_numpy(dense_mask(layout))
     scores = (query @ key.repeat_interleave(groups, 1).mT * 0.3).masked_fill(~seen, -torch.inf)
     wanted = (scores.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2)
     weights = torch.randn(1, length, 4, d)
@@ -364,16 +357,17 @@ def test_positions_equal_transformers(policy, each_codec, album):
 
 
 @pytest.mark.parametrize("frames", [1, 4, 5])
-def test_patches_equal_the_processors_pixel_values(codec, video_codec, album, frames):
+def test_patches_equal_the_processors_pixel_values(codecs, album, frames):
     """Normalisation, patch order, repetition of an image and of the last odd frame of a video."""
     images = album.load(album.item(frames, frames=frames, height=96).spec).images
+    codec = codecs["image"]
     ours, grid = model.patchify(codec, images)
     theirs = codec.processor.image_processor(
         images=[torch.from_numpy(x).permute(2, 0, 1) for x in images], return_tensors="pt")
     n, *sides = grid[0].tolist()  # one grid of n images
     assert [[1, *sides]] * n == theirs["image_grid_thw"].tolist()
     assert torch.allclose(ours, theirs["pixel_values"], rtol=0, atol=1e-6)
-    ours, grid = model.patchify(video_codec, images)
+    ours, grid = model.patchify(codecs["video"], images)
     theirs = codec.processor.video_processor(
         videos=[torch.from_numpy(images).permute(0, 3, 1, 2)],
         do_resize=False, do_sample_frames=False,
@@ -444,17 +438,6 @@ def test_a_tree_over_the_budget_is_split_by_branches_without_changing_its_loss(
 
 
 # ------------------------------------------------------------------------------------------------
-# Sampling
-
-
-def sampling_prompts(codec, album):
-    one, two = album.item(1), album.item(2, frames=2)
-    texts = [((one, "Which colours?"), [one]), (("Short",), []),
-             ((two, "And ", one, " between 8 and 16, longer?"), [two, one])]
-    return [(prompt(codec, *parts)[0], items) for parts, items in texts]
-
-
-# ------------------------------------------------------------------------------------------------
 # Vision features
 
 
@@ -465,6 +448,9 @@ def test_features_are_computed_once_per_frame_set(policy, codec, album):
     again = vision([dataclasses.replace(items[0]), items[1], items[0]])
     assert (again == torch.cat([both, both[:3 * 6]])).all() and vision.computed == 2
     assert both.shape == (2 * 3 * 6, 2, 128) and not both.requires_grad
+    late = dataclasses.replace(items[0], key="late", seconds=[t + 1 for t in items[0].seconds])
+    with pytest.raises(ValueError, match="changed since its prompt was built"):
+        vision([late])
 
 
 if __name__ == "__main__":  # the worker of the two-rank tests

@@ -1,11 +1,11 @@
 """
 Tests of tools/pick.py: python -m pytest tests/test_pick.py -q
 """
-import json
 from types import SimpleNamespace
 
 import pytest
 from conftest import run_script
+from fixtures import rows_of, write_rows
 from scripted import Scripted, calls, play
 
 import rollout
@@ -30,9 +30,8 @@ def recorded(codec, toy, tmp_path_factory):
 
     source = rollout.Source(str(toy), video.FrameCache())
     episodes = play(Scripted(codec, main, sub="0 red"), TASKS, source, group=4)
-    path = tmp_path_factory.mktemp("rollouts") / "r.jsonl"
-    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in episodes))
-    return path
+    return write_rows(tmp_path_factory.mktemp("rollouts") / "r.jsonl",
+                      [e.to_json() for e in episodes])
 
 
 def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
@@ -42,8 +41,7 @@ def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
     episode = pick.best(group)
     assert episode.sample == 1 and len(episode.calls) == 3
     rows = pick.chats(episode)
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "chats.jsonl", rows)
     args = SimpleNamespace(video_root=str(toy), min_pixels=1024, max_pixels=50176,
                            max_len=4096)
     chats = sft.Chats(str(path), codec, args, video.FrameCache())
@@ -80,11 +78,11 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     assert done.returncode == 0, done.stderr
     assert data.read_tasks(str(band)) == TASKS[:1]
     assert "2 of 3 prompts have a good rollout: 4 chats, 2 of main agents" in done.stdout
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = rows_of(out)
     assert "Question:" in rows[1]["messages"][1]["content"][1]["text"] and "tools" in rows[0]
     run_script("tools/pick.py", recorded, "--best", out, "--no-sub-question", "--no-tools",
                "--least", 0)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = rows_of(out)
     assert len(rows) == 5 and "tools" not in rows[0]
     assert "Question:" not in rows[1]["messages"][1]["content"][1]["text"]
     assert "crop_video" not in rows[0]["messages"][0]["content"]

@@ -4,13 +4,10 @@ Tests of tools/plan.py: python -m pytest tests/test_plan.py -q
 Counted against what is really allocated, at small sizes: bytes of parameters, gradients and
 moments, and what autograd keeps for backward.
 """
-import sys
-
 import pytest
 import torch
 from fixtures import hf_config
 
-import launch
 from plumbing import checkpoint
 from tools import plan
 
@@ -49,13 +46,9 @@ def test_the_largest_pack_is_the_largest_that_fits():
     (("--set", "dp_replicate=0"), "does not fit while"), (("--gpu-memory-utilization", 0), "fits"),
     (("--gpus", 2, "--beta", 0, "--set", "gradient_checkpointing=true"), "does not fit"),
     (("--gpus", 1), "does not fit"), (("--gpus", 1, "--lora-rank", 64), "fits (limit 75.2")])
-def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, flags, says):
-    monkeypatch.setattr(sys, "argv", ["plan.py", "8B", *map(str, flags)])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(plan.main)
-    out = capsys.readouterr().out
-    assert says in out
-    assert stop.value.code == (0 if says.startswith("fits") else 1)
+def test_command_line_says_what_fits_and_each_flag_counts(start, flags, says):
+    code, out, _ = start(plan, "8B", *flags)
+    assert says in out and code == (0 if says.startswith("fits") else 1)
     assert ("vLLM" in out) == (flags != ("--gpu-memory-utilization", 0))
 
 
@@ -64,8 +57,6 @@ def test_command_line_says_what_fits_and_each_flag_counts(monkeypatch, capsys, f
                                         (("8B", "--set", "dp_replicate=3"), "--gpus"),
                                         (("8B", "--gpu-memory-utilization", "1"),
                                          "--gpu-memory-utilization")])
-def test_bad_input_is_one_line(monkeypatch, capsys, flags, why):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *flags])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(plan.main)
-    assert stop.value.code == 2 and why in capsys.readouterr().err
+def test_bad_input_is_one_line(start, flags, why):
+    code, _, err = start(plan, *flags)
+    assert code == 2 and why in err

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripted import Scripted, Server
+from scripted import Server
 
 import eval as evaluation
 import rollout
@@ -20,31 +20,6 @@ from evaluation import endpoint, protocol_loop, results, systems
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
         "options": ["red", "blue"], "answer": "B", "type": "mcq"}
-
-
-@pytest.fixture
-def play(toy, source, codec, monkeypatch):
-    """play(flags, *script) -> episode, requests, graded record."""
-    def play(flags, *script, task=TASK, ids=False, files=()):
-        given = ["eval.py", "--data", str(toy / "eval.jsonl"), "--ckpt", "x", "--max-pixels",
-                 "4096", "--set", "min_pixels=1024", *flags.split()]
-        given += ["--prompt-file", *files] if files else []  # a name may hold a space
-        monkeypatch.setattr(sys, "argv", given)
-        args = evaluation.parse_args()
-        modes, args.tools = args.tools, True
-        agent, _ = rollout.agent_settings(args, str(toy / "eval.jsonl"))
-        agent.tools = modes == ["on"]
-        source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
-        protocol, digest = systems.make_protocol(args)
-        engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10",
-                          at_once=True)
-        sampler = rollout.RolloutWorker(engine, engine.codec, systems.source_of(source, args),
-                                        agent)
-        (episode,) = protocol_loop.run(sampler, [task], protocol, args.frames[0])
-        record = results.record_of(episode, "d", args.frames[0], "on", args)
-        return episode, engine.requests, record
-
-    return play
 
 
 # ------------------------------------------------------------------------------------------------

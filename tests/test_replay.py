@@ -5,11 +5,11 @@ tests/test_replay.py -q
 import json
 import os
 import shutil
-import sys
 
 import pytest
 import torch
 from conftest import run_script
+from fixtures import rows_of, write_rows
 from handmade import colourful, make_group, record_logps
 from safetensors.torch import load_file
 
@@ -37,9 +37,8 @@ def recorded(toy, codec, tasks, tmp_path_factory):
     episodes = [e for task, k in zip(tasks[:3], (4, 8, 4))
                 for e in make_group(codec, source, task, frames=k)]
     record_logps(hf, codec, source, episodes)
-    path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
-    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in episodes))
-    return path
+    return write_rows(tmp_path_factory.mktemp("recorded") / "r.jsonl",
+                      [e.to_json() for e in episodes])
 
 
 def moved(weights, base):
@@ -73,11 +72,10 @@ def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded
 
 def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path):
     """Rollouts of other weights: every log-prob is off by 0.15 nats."""
-    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+    rows = rows_of(recorded)
     for r in rows:
         r["logps"] = [lp + 0.15 * m for lp, m in zip(r["logps"], r["mask"])]
-    shifted = tmp_path / "shifted.jsonl"
-    shifted.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    shifted = write_rows(tmp_path / "shifted.jsonl", rows)
     with pytest.raises(launch.RunError,
                        match="between engine and trainer is 0.150 nats, tolerance 0.1"):
         run_grpo("--rollouts", shifted)
@@ -106,8 +104,7 @@ def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tas
     group = make_group(codec, source, tasks[0])
     for e in group:
         e.reward = {"total": 99.0, "paid_task": 99.0, "paid_fmt": 0.0}
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in group))
+    path = write_rows(tmp_path / "r.jsonl", [e.to_json() for e in group])
     for pay in (rewards.RewardConfig(), rewards.RewardConfig(tool_weight=0.0, format_weight=2.0)):
         for e, again in zip(group, replay.read_rollouts([path], pay)):
             assert again.reward == rewards.score(e.turns, e.task, e.calls, True, pay)
@@ -134,18 +131,13 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
 @pytest.mark.parametrize("damage,word", [
     (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"),
     (lambda r: r.pop("vision"), "vision")])
-def test_a_damaged_rollout_file_is_one_line(monkeypatch, capsys, toy, recorded, tmp_path, damage,
-                                            word):
-    rows = [json.loads(line) for line in recorded.read_text().splitlines()]
+def test_a_damaged_rollout_file_is_one_line(start, toy, recorded, tmp_path, damage, word):
+    rows = rows_of(recorded)
     damage(rows[2])
-    path = tmp_path / "damaged.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(sys, "argv", ["replay.py", "--ckpt", str(toy / "init"), "--rollouts",
-                                      str(path), "--out", str(tmp_path / "o")])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(replay.main)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.strip() == f"replay.py: {path}:3: missing '{word}'"
+    path = write_rows(tmp_path / "damaged.jsonl", rows)
+    code, _, err = start(replay, "--ckpt", toy / "init", "--rollouts", path, "--out",
+                         tmp_path / "o")
+    assert code == 2 and err == f"replay.py: {path}:3: missing '{word}'\n"
 
 
 @pytest.mark.process

@@ -121,16 +121,13 @@ def test_each_bad_call_gets_an_entry_that_says_why(text, want):
     assert want in the_call(text).error
 
 
-@pytest.mark.parametrize("frames, want", [(8, 8), ("8", 8), (8.0, 8), (None, None)])
-def test_num_frames_accepts_whole_numbers(frames, want):
+@pytest.mark.parametrize("frames, want", [
+    (8, 8), ("8", 8), (8.0, 8), (None, None),
+    *((wrong, "num_frames must be") for wrong in (0, -1, 1.5, True, "many", "1:00", [], "8.5"))])
+def test_num_frames_is_a_whole_number_or_null(frames, want):
     call = the_call(json_call(start_time=1, end_time=2, num_frames=frames))
-    assert (call.num_frames, call.error) == (want, None)
-
-
-@pytest.mark.parametrize("frames", [0, -1, 1.5, True, "many", "1:00", [], "8.5"])
-def test_num_frames_refuses_the_rest(frames):
-    call = the_call(json_call(start_time=1, end_time=2, num_frames=frames))
-    assert call.num_frames is None and "num_frames must be" in call.error
+    assert (call.num_frames, call.error) == (want, None) or (
+        call.num_frames is None and str(want) in call.error)
 
 
 @pytest.mark.parametrize("text", [
@@ -562,9 +559,6 @@ def test_mask_equals_the_oracle_for_any_split(parts, data):
 # ------------------------------------------------------------------------------------------------
 # Group advantages
 
-unit = st.floats(0, 1)
-
-
 def test_advantages_equal_hand_computed_values():
     # rewards 1 + .5 = 1.5 and 0 + 0 = 0: mean .75, sigma .75
     a_task, a_fmt, sigma = group_advantages([1.0, 0.0], [0.5, 0.0])
@@ -573,7 +567,8 @@ def test_advantages_equal_hand_computed_values():
     assert group_advantages([1.0, 0.0], [0.0, 0.0])[:2] == ([1.0, -1.0], [0.0, 0.0])
 
 
-@given(st.lists(st.tuples(st.floats(0, 2), unit), min_size=2, max_size=8), st.floats(0, 2))
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 1)), min_size=2, max_size=8),
+       st.floats(0, 2))
 @settings(deadline=None, max_examples=200)
 def test_the_two_advantages_sum_to_vanilla_grpo(group, format_weight):
     task, fmt = [a for a, _ in group], [format_weight * f for _, f in group]
@@ -607,9 +602,8 @@ def test_groups_without_variance_give_no_signal():
 # Scores of windows
 
 
-SECONDS = st.integers(0, 40)
-SPANS = st.lists(st.tuples(SECONDS, st.integers(1, 20)).map(lambda p: (p[0], p[0] + p[1])),
-                 max_size=5)
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)).map(
+    lambda p: (p[0], p[0] + p[1])), max_size=5)
 
 
 @given(SPANS, SPANS)

@@ -5,37 +5,26 @@ tests/test_scores.py -q
 The folders are made up, so that every number can be worked out by hand. scipy, if it is installed,
 is the oracle of the p-values.
 """
+import functools
 import json
-import sys
 
 import pytest
 
 import eval as evaluation
-import launch
 from evaluation import benchmarks, scores
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(start):
     """command(*words) -> (exit code, stdout, stderr) of eval.py in this process."""
-    def command(*words):
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, words)])
-        code = 0
-        try:
-            launch.run_main(evaluation.main)
-        except SystemExit as stop:
-            code = stop.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return command
+    return functools.partial(start, evaluation)
 
 
 @pytest.fixture
 def made(tmp_path, command):
-    """made(name, right, bench, videos, more, tags) -> a finished folder. right: for each item
+    """made(name, right, bench, videos, more) -> a finished folder. right: for each item
     whether its answer is right; videos: for each item its video (default: one of its own)."""
-    def made(name, right, bench=None, videos=None, more=(), tags=(), fail=(), summary=None):
+    def made(name, right, bench=None, videos=None, more=(), fail=()):
         out = tmp_path / name
         leaf = out / bench if bench else out
         leaf.mkdir(parents=True)
@@ -43,7 +32,7 @@ def made(tmp_path, command):
         for i, good in enumerate(right):
             task = {"id": f"q{i}", "video": f"v{videos[i] if videos else i}", "question": "Which?",
                     "type": "mcq", "options": ["cat", "dog"], "answer": "A",
-                    "tags": tags[i] if tags else {}, **(more[i] if more else {})}
+                    "tags": {}, **(more[i] if more else {})}
             said = f"I saw it.\n</think>\n<answer>{'A' if good else 'B'}</answer>"
             rows.append({
                 "task": task, "sample": 0, "budget": "64", "tools": "on", "digest": "d",
@@ -57,9 +46,6 @@ def made(tmp_path, command):
             (leaf / f"{file}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         code, _, err = command("--rescore", out)
         assert code == (2 if fail else 0), err
-        if summary:
-            kept = json.loads((out / "summary.json").read_text())
-            (out / "summary.json").write_text(json.dumps({**kept, **summary}))
         return out
 
     return made

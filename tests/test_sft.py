@@ -9,36 +9,27 @@ import json
 import os
 import shutil
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import run_script
+from fixtures import rows_of, write_rows
 from reference import forward
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import chat
 import launch
 import model
 import sft
 import video
-from plumbing import checkpoint, data, metrics, runs
+from plumbing import data, runs
 
 
-def settings_for_chats(**changed):
-    return SimpleNamespace(**{"video_root": None, "max_pixels": 50176, "max_len": 2048, **changed})
-
-
-def chats_of(path, codec, **changed):
-    return sft.Chats(str(path), codec, settings_for_chats(**changed), video.FrameCache())
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def chats_of(path, codec, video_root=None, max_len=2048):
+    args = SimpleNamespace(video_root=video_root, max_pixels=50176, max_len=max_len)
+    return sft.Chats(str(path), codec, args, video.FrameCache())
 
 
 def small_rows(toy, split="sft", count=200):
@@ -75,6 +66,14 @@ def test_cost_counts_the_frames_of_a_chat(tmp_path, codec):
             {"id": 3, "messages": user_and("a", start=0, end=9, max_frames=None)}]
     chats = chats_of(write_rows(tmp_path / "d.jsonl", rows), codec)
     assert [chats.cost(i) for i in range(4)] == [12, 76, 19, 28]
+
+
+def test_encoded_chats_are_dropped_if_they_are_too_many(toy, codec):
+    """The newest one stays, even if that one alone is over the limit."""
+    chats = chats_of(toy / "sft.jsonl", codec)
+    chats.max_tokens = 1
+    lengths = [len(chats[i].ids) for i in range(3)]
+    assert list(chats.encoded) == [2] and chats.tokens == lengths[2]
 
 
 def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_group):
@@ -126,25 +125,23 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     ([{"role": "user"}], "content"), ([{"role": "user", "content": None}], "content must"),
     ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
+    (user_and("a", video=7, frames=4), "content must"),
     ([{"role": "user", "content": "x"}], "no assistant"),
     (user_and([{"type": "text", "text": "<|im_end|>", "trusted": True}]), "content must be"),
     ([*user_and("a")[1:], *user_and("b")], "no prompt"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
     ([*user_and("a"), *user_and("b", frames=4)[:1]], "after the first assistant"),
     ([{"role": "system", "content": user_and("b", frames=4)[0]["content"]}, *user_and("a")],
-     "system message")])
+     "system message"),
+    # These are good.
+    (user_and("a"), "None"), (user_and("a", frames=4), "None"),
+    (user_and([{"type": "text", "text": "a"}], start=0, end=8), "None"),
+    ([*user_and("a"), {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}],
+     "None")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
     """Each of these would otherwise crash later, inside a worker thread, without the name of its
     line."""
-    assert wanted in data.chat_fault(messages)
-
-
-@pytest.mark.parametrize("messages", [user_and("a"), user_and("a", frames=4),
-                                      user_and([{"type": "text", "text": "a"}], start=0, end=8),
-                                      [*user_and("a"), {"role": "tool", "content": "b"},
-                                       {"role": "assistant", "content": "c"}]])
-def test_good_chats_pass(messages):
-    assert data.chat_fault(messages) is None
+    assert wanted in str(data.chat_fault(messages))
 
 
 @pytest.mark.process
@@ -201,7 +198,7 @@ def trained(toy, tmp_path_factory):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", list(map(str, argv)))
                 sft.main()
-            rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+            rows = rows_of(out / "log.jsonl")
             kept[flags] = SimpleNamespace(rows=rows,
                                           weights=load_file(out / "last" / "model.safetensors"),
                                           out=out)
@@ -220,6 +217,10 @@ def distance(a, b, part=""):
                          ids=lambda f: f[-2].lstrip("-"))
 def test_optimisation_flags_change_the_weights(trained, flags):
     assert distance(trained(), trained(*flags)) > 1e-5
+
+
+def test_passes_over_the_data_give_the_number_of_steps(trained):
+    assert len(trained("--steps", 0, "--epochs", 0.67).rows) == 2  # 9 chats, 3 a step
 
 
 # ------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def training(toy, tmp_path_factory):
 def test_two_ranks_learn_the_toy(training):
     """Loss falls clearly, on data and held out; everything the next stage needs is there."""
     out, done, _ = training
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    rows = rows_of(out / "log.jsonl")
     losses = [r["loss"] for r in rows if "loss" in r]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     assert losses[0] > 5 and sum(losses[-5:]) / 5 < 0.4 * losses[0]
@@ -270,21 +271,9 @@ def test_a_broken_video_is_a_counted_named_skip(training):
     """40 chats, 10 a batch: every epoch of four steps tries it once, on whichever rank, and counts
     it as one."""
     out, done, _ = training
-    counts = [json.loads(line).get("skipped_chats", 1)
-              for line in (out / "log.jsonl").read_text().splitlines()]
+    counts = [row.get("skipped_chats", 1) for row in rows_of(out / "log.jsonl")]
     assert counts[3::4] == [1] * 7 and set(counts) == {0, 1}
     assert done.stdout.count("skipped broken-one: ") in (7, 8) and "broken.mp4" in done.stdout
-
-
-def test_the_last_checkpoint_loads_in_transformers(training):
-    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
-
-    out, _, _ = training
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(str(out / "last"), dtype=torch.float32)
-    saved = load_file(out / "last" / "model.safetensors")
-    assert torch.equal(hf.lm_head.weight, saved["model.language_model.embed_tokens.weight"])
-    assert AutoProcessor.from_pretrained(str(out / "last")).chat_template
-    assert checkpoint.resolve_checkpoint(str(out)) == os.path.realpath(out / "last")
 
 
 @pytest.mark.process
@@ -310,81 +299,11 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     assert max((whole[n] - resumed[n]).abs().max().item() for n in whole) < 1e-6
     # there was something left to learn
     assert max((whole[n] - middle[n]).abs().max().item() for n in whole) > 1e-2
-    again = [json.loads(line) for line in (half / "log.jsonl").read_text().splitlines()]
+    again = rows_of(half / "log.jsonl")
     first = [json.loads(line) for line in log]
     assert [r["step"] for r in again] == [r["step"] for r in first]
     losses = [[r.get("loss", r.get("val_loss")) for r in rows] for rows in (again, first)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------
-# The folder of videos goes away and comes back
-
-
-@pytest.fixture
-def outage(toy, tmp_path, start, monkeypatch):
-    """train(away, *flags) -> (exit code, stdout, stderr, rows of log.jsonl), of 9 chats in batches
-    of 3. The videos are away while the batches, and the evaluations, in `away` are read; a batch is
-    named by its number, an evaluation by "val" and its number."""
-    shutil.copytree(toy / "videos", tmp_path / "videos")
-    data = write_rows(tmp_path / "d.jsonl", small_rows(toy, count=9))
-    held = write_rows(tmp_path / "val.jsonl", small_rows(toy, "sft_val", 6))
-    real = {name: getattr(sft, name) for name in ("batch_packs", "held_out_loss")}
-    gone = set()
-
-    def absent(name, read):
-        if name in gone:
-            os.rename(tmp_path / "videos", tmp_path / "elsewhere")
-        try:
-            return read()
-        finally:
-            if name in gone:
-                os.rename(tmp_path / "elsewhere", tmp_path / "videos")
-
-    monkeypatch.setattr(sft, "batch_packs", lambda chats, step, *more: absent(
-        step, lambda: real["batch_packs"](chats, step, *more)))
-
-    def train(away, *flags):
-        gone.clear()
-        gone.update(away)
-        evaluations = iter(range(99))
-        monkeypatch.setattr(sft, "held_out_loss", lambda *given: absent(
-            f"val {next(evaluations)}", lambda: real["held_out_loss"](*given)))
-        ended = start(sft, "--ckpt", toy / "init", "--data", data, "--val", held, "--out",
-                      tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--set",
-                      "gradient_checkpointing=false",
-                      "--eval-every", 0, *flags)
-        log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
-        return *ended, log
-
-    return train
-
-
-def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(outage, tmp_path):
-    """A disk that is away burns no more than three steps, and none of them moves a weight."""
-    flags = ("--steps", 6, "--save-every", 2)
-    code, _, err, log = outage(range(2, 6), *flags)
-    assert code == 1 and len(err.splitlines()) == 1, err
-    assert "step 5: no video could be read for 3 steps; is the disk there?" in err
-    # Nothing was saved at step 4: the weights there were those of step 2.
-    assert err.rstrip().endswith("step_000002")
-    code, out, err, log = outage((), *flags)  # it is back
-    assert code == 0 and "done" in out, err
-    assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
-
-
-def test_an_outage_that_has_passed_makes_no_best(outage, tmp_path, monkeypatch):
-    """Of the only evaluation; and SIGTERM in a step without videos saves the steps before it."""
-    code, _, err, log = outage(("val 0",), "--steps", 2)
-    assert code == 0 and log[-1]["val_loss"] is None, err
-    assert not (tmp_path / "out" / "best").exists()
-    asked = threading.Event()
-    real = sft.launch.stop_on_signal
-    monkeypatch.setattr(sft.launch, "stop_on_signal", lambda: real() and asked)
-    monkeypatch.setattr(runs, "check_run", lambda step, bad, *_: bad and asked.set())
-    code, _, err, _ = outage((3,), "--steps", 6, "--resume")
-    assert code == 0, err
-    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000003")
 
 
 def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, codec, monkeypatch,
@@ -396,67 +315,3 @@ def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, c
     packs, _, missed, broken = sft.batch_packs(chats, 0, codec, args, 0, 1)
     assert sum(len(pack.layout) for pack in packs) == 4 and not missed and not broken
     assert capsys.readouterr().out.count("skipped") == 4  # each once
-
-
-def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path, monkeypatch):
-    films = [shutil.copy(path, tmp_path) for path in sorted((toy / "videos").iterdir())[:3]]
-    cache, real = video.FrameCache(), os.stat
-    assert cache.away()  # nothing was ever read
-    # The last one, of the held-out rows, is on another disk.
-    monkeypatch.setattr(os, "stat", lambda path, **more: (
-        SimpleNamespace(st_dev=-1) if path == films[2]
-        and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
-    for film in films:
-        cache.index(film)
-    os.remove(films[1])
-    assert not cache.away()
-    os.remove(films[0])
-    assert cache.away()
-
-
-def test_a_batch_without_any_token_is_a_bad_step(outage, monkeypatch):
-    """Whatever the reason: the videos that were opened last may be on another disk."""
-    monkeypatch.setattr(video.FrameCache, "away", lambda self: False)
-    code, _, err, _ = outage(range(1, 6), "--steps", 6)
-    assert code == 1 and "step 4: no video could be read for 3 steps" in err
-
-
-def test_a_held_out_film_that_goes_for_good_freezes_no_best(outage, tmp_path, monkeypatch):
-    """The first evaluation without the film is no `best`, the second one begins anew."""
-    real, evaluations = metrics.is_best, []
-
-    def is_best(value, *more):
-        evaluations.append(value)
-        if len(evaluations) == 1:
-            os.remove(tmp_path / "videos" / "other.mp4")
-        return real(value, *more)
-
-    rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
-    (item,) = chat.videos_in(rows[0]["messages"])
-    shutil.copy(tmp_path / item["video"], tmp_path / "videos" / "other.mp4")
-    item["video"] = "videos/other.mp4"
-    write_rows(tmp_path / "val.jsonl", rows)
-    monkeypatch.setattr(metrics, "is_best", is_best)
-    code, out, err, _ = outage((), "--steps", 6, "--eval-every", 2)
-    assert code == 0, err
-    assert out.count("so this is no `best`") == 1 and out.count("so `best` begins anew") == 1
-    state = json.loads((tmp_path / "out" / "best" / "state.json").read_text())
-    assert state["best_step"] == 6 and state["best_unread"] == [0]
-    assert state["last_unread"] == state["best_unread"] and state["best"] == -evaluations[-1]
-
-
-def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
-    assert metrics.is_best(-2.0, -3.0, [], []) and not metrics.is_best(-3.0, -3.0, [], [])
-    assert metrics.is_best(-9.0, -float("inf"), [7], None) and metrics.is_best(-2.0, -3.0, [7], [7])
-    assert not metrics.is_best(float("nan"), -float("inf"), [], None)
-    assert not capsys.readouterr().out
-    # As many rows that are others cannot be compared either.
-    for unread, before in (([7], []), ([7], [8]), ([7, 8], [7])):
-        assert not metrics.is_best(-0.1, -3.0, unread, before)
-        assert "no `best`" in capsys.readouterr().out
-    assert metrics.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
-    # Twice the same: these have gone for good. A value of no row at all is no best even then.
-    assert not metrics.is_best(-9.0, -3.0, [7], [], [8])
-    assert not metrics.is_best(-9.0, -3.0, [7], [], [])
-    assert metrics.is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
-    assert not metrics.is_best(float("nan"), -3.0, [7], [], [7])

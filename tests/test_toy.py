@@ -5,7 +5,6 @@ Everything else is tested on this world, so it must be the same everywhere, and 
 say it is.
 """
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -14,8 +13,8 @@ import sys
 import numpy as np
 import pytest
 from conftest import TOY
+from fixtures import rows_of
 
-import launch
 import rewards
 import rollout
 import toy as toy_world
@@ -25,10 +24,6 @@ import video
 def digests(folder):
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
             for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def rows_of(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -50,12 +45,9 @@ def test_one_seed_gives_one_world_to_the_byte(toy_as_made, tmp_path):
 @pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "--sft-videos"),
                                         (("--eval-videos", -1), "--eval-videos"),
                                         (("--out", "/proc/nothing"), "output folder")])
-def test_bad_flags_are_one_line_and_exit_code_2(flags, why, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["toy.py", "--out", str(tmp_path / "w"), *map(str, flags)])
-    with pytest.raises(SystemExit) as stop:
-        launch.run_main(toy_world.main)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and why in err and err.count("\n") == 1
+def test_bad_flags_are_one_line_and_exit_code_2(flags, why, start, tmp_path):
+    code, _, err = start(toy_world, "--out", tmp_path / "w", *flags)
+    assert code == 2 and why in err and err.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -95,7 +87,7 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
     in each, in colours that no border has."""
     asked_twice = set()
     for name in ("rl.jsonl", "eval.jsonl"):
-        for task in rows_of(toy, name):
+        for task in rows_of(toy / name):
             scenes = scenes_in(seconds_of(task["video"], toy))
             assert len(scenes) == 4 and scenes[-1][1] == 64
             border = re.fullmatch(r"Which colours flash while the border is (\w+)\?",
@@ -118,27 +110,17 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
 # The SFT mixture
 
 
-def kind_of(row):
-    return re.fullmatch(r"(\w+-\d{4})-(direct|call|plain|sub)-(\d+)", row["id"]).groups()
-
-
-def told_scenes(text):
-    """First thought -> ([(start, border)], [marked window])."""
-    told = text.partition("I saw ")[2].split(".")[0]
-    marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
-    starts = re.findall(r"(\d+) (red|green|blue|white)", told)
-    return [(int(t), border) for t, border in starts], marked
-
-
 def test_the_data_speaks_the_protocol(toy):
     """Its calls parse and name the windows that the thought marks; its turns earn the whole format
     reward."""
     flashes = "|".join(set(toy_world.colours()) - BORDERS)
-    for row in rows_of(toy, "sft.jsonl"):
-        name, kind, n = kind_of(row)
+    for row in rows_of(toy / "sft.jsonl"):
+        (kind,) = re.fullmatch(r"\w+-\d{4}-(direct|call|plain|sub)-\d+", row["id"]).groups()
         texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         if kind == "sub":
-            start = re.search(r"Window: (\d+)", row["messages"][1]["content"][1]["text"])[1]
+            told = row["messages"][1]["content"][1]["text"]
+            start = re.search(r"Window: (\d+)", told)[1]
+            assert "Question: Which colours flash" in told
             assert texts[0] == rollout.EMPTY_SUMMARY or all(
                 re.fullmatch(f"{start} ({flashes})", part) for part in texts[0].split(", "))
             continue
@@ -147,14 +129,6 @@ def test_the_data_speaks_the_protocol(toy):
         assert rewards.format_reward(turns)["total"] == 1.0
         calls = [(c.start, c.end) for c in rewards.parse_tool_calls(turns[0], think_open=True)
                  if c.error is None]
-        assert calls == (told_scenes(turns[0])[1] if kind == "call" else [])
-
-
-# ------------------------------------------------------------------------------------------------
-# The checkpoint
-
-
-TEXTS = ["Which colours flash while the border is red?",
-         "<think>\nI saw 16 red look 16 to 40.\n</think>\n<answer>yellow, black</answer>",
-         "<12.0 seconds>é 日本 🙂 \x00",
-         toy_world.call_text(16, 24), "0 1 9 10 63 64 100", "  two  spaces\n\ttab"]
+        told = turns[0].partition("I saw ")[2].split(".")[0]
+        marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
+        assert calls == (marked if kind == "call" else [])

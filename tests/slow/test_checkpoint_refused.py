@@ -4,23 +4,16 @@ python -m pytest tests/slow/test_checkpoint_refused.py -q
 """
 import json
 import shutil
-import sys
 
 import pytest
 import torch
 from reference import load_policy
 from safetensors.torch import load_file, save_file
-from test_checkpoint import (
-    CPU,
-    ckpt,  # noqa: F401
-    gone,
-    text,
-)
+from test_checkpoint import CPU
 from test_engine import engine_gap
 
 import eval as evaluation
 import grpo
-import launch
 import rollout
 import sft
 from engine import EngineConfig, VllmEngine
@@ -47,7 +40,23 @@ def test_a_checkpoint_in_several_files(toy, codec, process_group, tmp_path):
 
 
 @pytest.fixture
-def refuse(monkeypatch, capsys, toy, tmp_path):
+def ckpt(toy, tmp_path):
+    """A checkpoint to damage."""
+    return shutil.copytree(toy / "init", tmp_path / "ckpt")
+
+
+def text(name, content):
+    def write(folder):
+        (folder / name).write_bytes(content)
+    return write
+
+
+def gone(name):
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.fixture
+def refuse(start, toy, tmp_path):
     """refuse(script, folder) -> the one line that the script says; no file is left."""
 
     def refuse(script, ckpt):
@@ -56,13 +65,11 @@ def refuse(monkeypatch, capsys, toy, tmp_path):
         target = out / "r.jsonl" if script == "rollout" else out
         flags = ("--preset", "toy", "--ckpt", ckpt, "--data", toy / f"{data}.jsonl", "--video-root",
                  toy, "--out", target)
-        words = (ckpt,) if script == "plan" else flags
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
-        with pytest.raises(SystemExit) as stop:
-            launch.run_main((plan if script == "plan" else SCRIPTS[script]).main)
-        assert stop.value.code == 2 and not [
+        words = (plan, ckpt) if script == "plan" else (SCRIPTS[script], *flags)
+        code, _, err = start(*words)
+        assert code == 2 and not [
             p for p in out.rglob("*") if p.is_file() and not p.name.endswith(".lock")]
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = err.splitlines()
         assert line.startswith(f"{script}.py: ")
         return line
 

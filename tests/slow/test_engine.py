@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import reference  # noqa: F401  waits for engines with `patient`
+from reference import ReferenceEngine  # waits for engines with `patient`
 from scripted import ANSWER, Scripted, play
 from test_engine import (  # noqa: F401
     HOT,
@@ -20,8 +20,6 @@ from test_engine import (  # noqa: F401
     base,
     engine,
     engine_gap,
-    plain,
-    sample,
     trainer_logps,
     vllm_engines,
 )
@@ -30,6 +28,17 @@ import grpo
 from engine import EngineLoop, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def plain(base, codec):
+    return ReferenceEngine(base, codec, max_seqs=4)
+
+
+def sample(engine, tasks, source, agent=HOT, **more):
+    engine = Saying(engine, TALK)
+    return {(e.task["id"], e.sample): (e.context.ids, e.context.logps)
+            for e in play(engine, tasks, source, agent, 8, **more)}
 
 
 def asked(name):

@@ -10,7 +10,6 @@ from test_eval import (  # noqa: F401
     ROWS,
     SAID,
     answer,
-    record,
     records,
     row,
     task_of,
@@ -19,6 +18,10 @@ from test_eval import (  # noqa: F401
 )
 
 from evaluation import costs, scores
+
+
+def record(name, score, video=None, **task):
+    return {"task": {"id": name, "video": video or name, "type": "mcq", **task}, "score": score}
 
 
 def dealt(rows, parts, root="", **more):

@@ -48,6 +48,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(number, ends):
               f"\nassert asked.is_set()\nos.kill(os.getpid(), {number})\nprint('lives')")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -number * ends and ("lives" in done.stdout) == (not ends)
+    assert ("another Ctrl-C ends at once" in done.stderr) == ends
 
 
 @pytest.mark.parametrize("rank, saves", [({}, False), ({"RANK": "0"}, True)],

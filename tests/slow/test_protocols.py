@@ -5,25 +5,53 @@ python -m pytest tests/slow/test_protocols.py -q
 import json
 import os
 import random
+import sys
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 from conftest import run_script
-from scripted import Server
+from scripted import Scripted, Server
 from test_protocols import (
     CROP,
-    play,  # noqa: F401
+    TASK,
     scripts,
 )
 
 import chat
+import eval as evaluation
 import rollout
 import video
 from engine import Completion
-from evaluation import protocol_loop, systems
+from evaluation import protocol_loop, results, systems
 from plumbing import data, runs
+
+
+@pytest.fixture
+def play(toy, source, codec, monkeypatch):
+    """play(flags, *script) -> episode, requests, graded record."""
+    def play(flags, *script, task=TASK, ids=False, files=()):
+        given = ["eval.py", "--data", str(toy / "eval.jsonl"), "--ckpt", "x", "--max-pixels",
+                 "4096", "--set", "min_pixels=1024", *flags.split()]
+        given += ["--prompt-file", *files] if files else []  # a name may hold a space
+        monkeypatch.setattr(sys, "argv", given)
+        args = evaluation.parse_args()
+        modes, args.tools = args.tools, True
+        agent, _ = rollout.agent_settings(args, str(toy / "eval.jsonl"))
+        agent.tools = modes == ["on"]
+        source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
+        protocol, digest = systems.make_protocol(args)
+        engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10",
+                          at_once=True)
+        sampler = rollout.RolloutWorker(engine, engine.codec, systems.source_of(source, args),
+                                        agent)
+        (episode,) = protocol_loop.run(sampler, [task], protocol, args.frames[0])
+        record = results.record_of(episode, "d", args.frames[0], "on", args)
+        return episode, engine.requests, record
+
+    return play
+
 
 # ------------------------------------------------------------------------------------------------
 # All of them

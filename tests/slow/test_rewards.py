@@ -152,9 +152,6 @@ def test_each_alternative_reads_a_range(response, want):
     assert extract_span(response) == want
 
 
-GAPS = ["\n", "\n\n", "\r\n\r\n", "  \n", ". ", " - ", "; "]
-
-
 # ------------------------------------------------------------------------------------------------
 # Every part of a pattern has a reply that needs it
 

@@ -1,0 +1,256 @@
+"""
+The folder of videos goes away during a training, and comes back:
+python -m pytest tests/slow/test_outage.py -q
+"""
+import json
+import os
+import shutil
+import sys
+import threading
+import types
+
+import pytest
+from fixtures import rows_of, write_rows
+from test_grpo_run import LIVE, read_rollouts, tasks  # noqa: F401  (a fixture)
+from test_sft import small_rows
+
+import chat
+import grpo
+import launch
+import rollout
+import sft
+import video
+from plumbing import metrics, runs
+
+
+@pytest.fixture
+def absent(toy, tmp_path):
+    """absent(away, name, read) -> read(), during which the videos are away if `away` holds the
+    name."""
+    shutil.copytree(toy / "videos", tmp_path / "videos")
+
+    def absent(away, name, read):
+        if name in away:
+            os.rename(tmp_path / "videos", tmp_path / "elsewhere")
+        try:
+            return read()
+        finally:
+            if name in away:
+                os.rename(tmp_path / "elsewhere", tmp_path / "videos")
+
+    return absent
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """SIGTERM comes in the first step without videos; the event is what the scripts wait for."""
+    asked, real = threading.Event(), launch.stop_on_signal
+    monkeypatch.setattr(launch, "stop_on_signal", lambda: real() and asked)
+    monkeypatch.setattr(runs, "check_run", lambda step, bad, *_: bad and asked.set())
+    return asked
+
+
+# ------------------------------------------------------------------------------------------------
+# grpo.py
+
+
+@pytest.fixture
+def train_grpo(absent, monkeypatch, run_grpo, toy, tmp_path):
+    """train_grpo(away, *flags): grpo.py, whose videos are away during the steps in `away`."""
+    real = grpo.sample_batch
+
+    def train(away, *flags):
+        monkeypatch.setattr(grpo, "sample_batch", lambda sampler, tasks, step, *more: absent(
+            away, step, lambda: real(sampler, tasks, step, *more)))
+        return run_grpo("--data", toy / "rl.jsonl", "--video-root", tmp_path, *LIVE, "--frames", 4,
+                        *flags)
+
+    return train
+
+
+def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it_and_no_step_0(
+        train_grpo, asked, tmp_path):
+    with pytest.raises(FileNotFoundError):  # of `last`
+        train_grpo({0}, "--steps", 3)
+    assert not list((tmp_path / "run").glob("step_*"))
+    asked.clear()
+    train_grpo({1}, "--steps", 3)
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
+
+
+@pytest.mark.parametrize("disk", ["away", "there"])
+def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
+        monkeypatch, run_grpo, hard_tasks, varied_rewards, disk):
+    """Overviews come from the cache, so the rollouts without calls are well; after an outage they
+    would be all that is trained on. If one film alone is broken, they are."""
+    real_run, real_ask, gone = rollout.run, video.Decoders.ask, threading.Event()
+
+    def run(sampler, tasks, frames, group, step, **more):
+        if step:
+            gone.set()
+        for episode in real_run(sampler, tasks, frames, group, step, **more):
+            if step and episode.sample == 0:
+                episode.fail("video_error", "a call: Input/output error")
+            yield episode
+
+    def ask(self, request):
+        if gone.is_set() and disk == "away":
+            raise video.VideoError(request[0], "Input/output error")
+        return real_ask(self, request)
+
+    monkeypatch.setattr(rollout, "run", run)
+    monkeypatch.setattr(video.Decoders, "ask", ask)
+    flags = ("--data", hard_tasks, *LIVE, "--frames", 4, "--steps", 4, "--save-every", 1)
+    if disk == "away":
+        with pytest.raises(launch.RunError, match="^step 4: no video could be read for 3 steps; is "
+                           "the disk there.*step_000001$"):
+            run_grpo(*flags)
+    else:
+        _, last, _ = run_grpo(*flags)
+        assert last["step"] == 4 and last["groups"] == 2 and not last["skipped_update"]
+
+
+def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no_best(
+        monkeypatch, run_grpo, toy):
+    """What the machine spoilt is tried again at once. If that fails too, the mean of the other rows
+    is no `best` while the disk is away."""
+    real, spoilt = rollout.run, []
+
+    def run(sampler, tasks, frames, group, *more, **named):
+        for episode in real(sampler, tasks, frames, group, *more, **named):
+            if group == 1 and len(tasks) in spoilt and episode.task["id"] == tasks[0]["id"]:
+                episode.fail("video_error", "Input/output error")
+            yield episode
+
+    monkeypatch.setattr(rollout, "run", run)
+    monkeypatch.setattr(video.FrameCache, "away", lambda self: True)
+    val = toy / "val3.jsonl"
+    val.write_text("\n".join((toy / "rl.jsonl").read_text().splitlines()[:3]))
+    vals, best = [], []
+    for out, tries in (("good", []), ("passed", [3]), ("away", [3, 1])):  # by rows of the try
+        spoilt[:] = tries
+        _, _, folder = run_grpo("--data", toy / "rl.jsonl", "--val", val, "--steps", 1, *LIVE,
+                                "--frames", 4, out=out)
+        log = rows_of(folder / "log.jsonl")
+        vals.append([row["val"] for row in log if "val" in row])
+        best.append((folder / "best").exists())
+    assert vals[0] == vals[1] and [val["n"] for val in vals[0]] == [3, 3]
+    assert [(val["n"], val["not_ok"], val["acc"] is None) for val in vals[2]] == [(2, 2, False)] * 2
+    assert best == [True, True, False]
+
+
+def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy, monkeypatch):
+    """The same ones, by their seeds: else the rest would be those that looked at no window."""
+    flags = "--data", toy / "rl.jsonl", "--steps", 1, *LIVE
+    good, real = read_rollouts(run_grpo(*flags, out="good")[2]), rollout.run
+
+    def spoilt(*given, done=(), **named):
+        for e in real(*given, done=done, **named):
+            if e.sample and not done:
+                e.fail("video_error", "a call: Input/output error")
+            yield e
+
+    monkeypatch.setattr(rollout, "run", spoilt)
+    rows = read_rollouts(run_grpo(*flags, out="spoilt")[2])
+    assert [(e["status"], e["ids"]) for e in rows] == [("ok", e["ids"]) for e in good]
+
+
+# ------------------------------------------------------------------------------------------------
+# sft.py
+
+
+@pytest.fixture
+def train_sft(absent, toy, tmp_path, start, monkeypatch):
+    """train_sft(away, *flags) -> (exit code, stdout, stderr, rows of log.jsonl), of 9 chats in
+    batches of 3. The videos are away while the batches, and the evaluations, in `away` are read; a
+    batch is named by its number, an evaluation by "val" and its number."""
+    data = write_rows(tmp_path / "d.jsonl", small_rows(toy, count=9))
+    held = write_rows(tmp_path / "val.jsonl", small_rows(toy, "sft_val", 6))
+    real = {name: getattr(sft, name) for name in ("batch_packs", "held_out_loss")}
+
+    def train(away, *flags):
+        evaluations = iter(range(99))
+        monkeypatch.setattr(sft, "batch_packs", lambda chats, step, *more: absent(
+            away, step, lambda: real["batch_packs"](chats, step, *more)))
+        monkeypatch.setattr(sft, "held_out_loss", lambda *given: absent(
+            away, f"val {next(evaluations)}", lambda: real["held_out_loss"](*given)))
+        ended = start(sft, "--ckpt", toy / "init", "--data", data, "--val", held, "--out",
+                      tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--set",
+                      "gradient_checkpointing=false", "--eval-every", 0, *flags)
+        log = rows_of(tmp_path / "out/log.jsonl")
+        return *ended, log
+
+    return train
+
+
+def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(train_sft):
+    """A disk that is away burns no more than three steps, and none of them moves a weight."""
+    flags = ("--steps", 6, "--save-every", 2)
+    code, _, err, log = train_sft(range(2, 6), *flags)
+    assert code == 1 and len(err.splitlines()) == 1, err
+    assert "step 5: no video could be read for 3 steps; is the disk there?" in err
+    # Nothing was saved at step 4: the weights there were those of step 2.
+    assert err.rstrip().endswith("step_000002")
+    code, out, err, log = train_sft((), *flags)  # it is back
+    assert code == 0 and "done" in out, err
+    assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
+
+
+def test_an_outage_that_has_passed_makes_no_best(train_sft, tmp_path):
+    """Of the only evaluation."""
+    code, _, err, log = train_sft(("val 0",), "--steps", 2)
+    assert code == 0 and log[-1]["val_loss"] is None, err
+    assert not (tmp_path / "out" / "best").exists()
+
+
+def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it(train_sft, asked, tmp_path):
+    code, _, err, _ = train_sft((3,), "--steps", 6)
+    assert code == 0, err
+    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000003")
+
+
+def test_a_held_out_film_that_goes_for_good_freezes_no_best(train_sft, tmp_path, monkeypatch):
+    """The first evaluation without the film is no `best`, the second one begins anew."""
+    real, evaluations = metrics.is_best, []
+
+    def is_best(value, *more):
+        evaluations.append(value)
+        if len(evaluations) == 1:
+            os.remove(tmp_path / "videos" / "other.mp4")
+        return real(value, *more)
+
+    rows = rows_of(tmp_path / "val.jsonl")
+    (item,) = chat.videos_in(rows[0]["messages"])
+    shutil.copy(tmp_path / item["video"], tmp_path / "videos" / "other.mp4")
+    item["video"] = "videos/other.mp4"
+    write_rows(tmp_path / "val.jsonl", rows)
+    monkeypatch.setattr(metrics, "is_best", is_best)
+    code, out, err, _ = train_sft((), "--steps", 6, "--eval-every", 2)
+    assert code == 0, err
+    assert out.count("so this is no `best`") == 1 and out.count("so `best` begins anew") == 1
+    state = json.loads((tmp_path / "out" / "best" / "state.json").read_text())
+    assert state["best_step"] == 6 and state["best_unread"] == [0]
+    assert state["last_unread"] == state["best_unread"] and state["best"] == -evaluations[-1]
+
+
+def test_a_batch_without_any_token_is_a_bad_step(train_sft, monkeypatch):
+    """Whatever the reason: the videos that were opened last may be on another disk."""
+    monkeypatch.setattr(video.FrameCache, "away", lambda self: False)
+    code, _, err = train_sft(range(1, 6), "--steps", 6)[:3]
+    assert code == 1 and "step 4: no video could be read for 3 steps" in err
+
+
+def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path, monkeypatch):
+    films = [shutil.copy(path, tmp_path) for path in sorted((toy / "videos").iterdir())[:3]]
+    cache, real = video.FrameCache(), os.stat
+    assert cache.away()  # nothing was ever read
+    # The last one, of the held-out rows, is on another disk.
+    monkeypatch.setattr(os, "stat", lambda path, **more: (
+        types.SimpleNamespace(st_dev=-1) if path == films[2]
+        and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
+    for film in films:
+        cache.index(film)
+    os.remove(films[1])
+    assert not cache.away()
+    os.remove(films[0])
+    assert cache.away()
