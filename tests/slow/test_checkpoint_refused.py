@@ -14,6 +14,7 @@ from test_engine import engine_gap
 
 import eval as evaluation
 import grpo
+import launch
 import rollout
 import sft
 from engine import EngineConfig, VllmEngine
