@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, run_script
 
 sys.path.insert(0, ROOT)
-from tools import view
+from tools import draft, view
 
 EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
         "\"'><svg onload=window.hacked=1>&lt;\u2028\x00")
@@ -284,3 +284,23 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     view.build([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
     browser = visit(tmp_path / "evil.html", "tables")
     assert EVIL[:20] in "".join(texts(browser, "td"))
+
+
+def test_drafts_are_shown_edited_and_saved(visit, tmp_path):
+    """The page of tools/draft.py."""
+    task = {"id": "a", "video": "a.mp4", "question": EVIL, "options": ["red", "blue"],
+            "answer": "B", "type": "mcq", "evidence": [[3, 9]]}
+    rows = [{"id": str(n), "task": task, "left_out": reason, "blind": "A", "seen": "B"}
+            for n, reason in enumerate((None, "right without the video"))]
+    draft.write_page(str(tmp_path / "page.html"), str(tmp_path), rows)
+    (tmp_path / "a.mp4").write_bytes(b"")
+    page = visit(tmp_path / "page.html", "")
+    assert texts(page, "#count") == ["1 of 2 kept"]
+    cards = page.find_elements("tag name", "article")
+    assert [card.is_displayed() for card in cards] == [True, False]
+    page.execute_script("""
+        document.querySelector("textarea").value = "Edited?";
+        URL.createObjectURL = blob => { window.saved = blob; return "#"; };
+        document.getElementById("save").click();""")
+    saved = page.execute_script("return window.saved.text()")
+    assert [json.loads(line) for line in saved.splitlines()] == [{**task, "question": "Edited?"}]
