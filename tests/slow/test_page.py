@@ -286,14 +286,14 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     assert EVIL[:20] in "".join(texts(browser, "td"))
 
 
-def test_drafts_are_shown_edited_and_saved(visit, tmp_path):
+def test_drafts_are_shown_edited_and_saved(visit, toy, tmp_path):
     """The page of tools/draft.py."""
     task = {"id": "a", "video": "a.mp4", "question": EVIL, "options": ["red", "blue"],
             "answer": "B", "type": "mcq", "evidence": [[3, 9]]}
     rows = [{"id": str(n), "task": task, "left_out": reason, "blind": "A", "seen": "B"}
             for n, reason in enumerate((None, "right without the video"))]
     draft.write_page(str(tmp_path / "page.html"), str(tmp_path), rows)
-    (tmp_path / "a.mp4").write_bytes(b"")
+    shutil.copy(toy / "videos" / "rl-0000.mp4", tmp_path / "a.mp4")
     page = visit(tmp_path / "page.html", "")
     assert texts(page, "#count") == ["1 of 2 kept"]
     cards = page.find_elements("tag name", "article")
