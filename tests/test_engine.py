@@ -13,7 +13,7 @@ import pytest
 import torch
 from album import logprobs, plain_tree
 from conftest import Overheard
-from reference import load_policy
+from reference import ReferenceEngine, load_policy
 from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 
 import chat
@@ -159,7 +159,7 @@ def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
 def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, request):
     """A sampled vision placeholder would ask the trainer for a frame that does not exist."""
     engine = (request.getfixturevalue("vllm_engines")("image") if kind == "vllm"
-              else request.getfixturevalue("plain"))
+              else ReferenceEngine(base, codec, max_seqs=4))
     scripted = Scripted(codec, [ANSWER])
     play_one(scripted, tasks, frames_of)
     (asked,) = scripted.requests

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "rewards", "plumbing.disk_cache", "plumbing.hub", "video", "chat",
+ORDER = ["launch", "plumbing.arguments", "rewards", "plumbing.disk_cache", "plumbing.hub", "video",
+         "chat",
          "model", "engine", "plumbing.subtitles", "plumbing.data", "plumbing.endpoint",
          "plumbing.judge", "plumbing.runs", "plumbing.checkpoint", "plumbing.tracker",
          "plumbing.metrics", "plumbing.policies", "plumbing.muon", "rollout", "toy", "sft", "grpo",
