@@ -159,7 +159,7 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
     for changed in ({}, {"steps": 9}, {"out": "elsewhere"}, {"frame_cache_dir": "kept"},
                     {"frame_cache_dir_gb": 1.0}, {"replicas": 0}):
         assert runs.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
-    with pytest.raises(launch.UserError, match=r"other settings: --lr 1.0 \(now 2.0\)"):
+    with pytest.raises(launch.UserError, match=r"other settings: lr 1.0 \(now 2.0\)"):
         runs.resume_point(str(tmp_path), arguments(lr=2.0), None)
     assert runs.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
     assert runs.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})

@@ -1,7 +1,6 @@
 """
 Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/test_docs.py -q
 """
-import argparse
 import importlib
 import os
 import re
@@ -13,6 +12,7 @@ import pytest
 from conftest import ROOT
 
 import grpo
+from plumbing import arguments
 
 
 def changed(section):
@@ -63,9 +63,9 @@ def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
     grpo = types.ModuleType("grpo_with_spread")
     grpo.__file__ = os.path.join(ROOT, "grpo.py")
     exec(compile(scripts["grpo.py"], "grpo.py", "exec"), vars(grpo))
-    grpo.rewards, parser = rewards, argparse.ArgumentParser()
+    grpo.rewards, parser = rewards, arguments.parser("")
     grpo.add_update_arguments(parser)
-    args = parser.parse_args(["--ckpt", "x", "--out", "y", "--spread-reward", "0.5"])
+    args = parser.parse_args(["--ckpt", "x", "--out", "y", "--set", "spread_weight=0.5"])
     assert grpo.reward_config(args).spread_weight == 0.5
 
 
@@ -94,4 +94,4 @@ def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
         "4", "8", "node7:29500")
     assert launcher.shutdown_timeout == 900 and launcher.training_script == "grpo.py"
     flags = grpo.build_parser().parse_args(launcher.training_script_args)
-    assert (flags.steps, flags.save_every, flags.replicas) == (54, 10, 4)
+    assert (flags.steps, flags.save_every, flags.dp_replicate) == (54, 10, 4)

@@ -375,7 +375,7 @@ for _ in range(150):
     cache = video.FrameCache(0, folder=folder, folder_bytes=bound)
     got = video.crop(path, start, start + 1, cache=cache)
     assert np.array_equal(got.images, video.crop(path, start, start + 1, cache=plain).images)
-    assert cache.folder.most == bound  # no write failed
+    assert cache.folder.max_bytes == bound  # no write failed
 """
 
 
