@@ -149,7 +149,7 @@ def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
 def arguments(**flags):
     return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": None, "out": "o", "ckpt": "c",
                                  "frame_cache_dir": None, "frame_cache_dir_gb": 50.0,
-                                 "replicas": 1, **flags})
+                                 "dp_replicate": 1, **flags})
 
 
 def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
@@ -157,12 +157,16 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
     assert runs.resume_point(str(tmp_path), arguments(), True) == (None, {})
     folder = saved_at(tmp_path, "step_000002", args=vars(arguments()))
     for changed in ({}, {"steps": 9}, {"out": "elsewhere"}, {"frame_cache_dir": "kept"},
-                    {"frame_cache_dir_gb": 1.0}, {"replicas": 0}):
+                    {"frame_cache_dir_gb": 1.0}, {"dp_replicate": 0}):
         assert runs.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
     with pytest.raises(launch.UserError, match=r"other settings: lr 1.0 \(now 2.0\)"):
         runs.resume_point(str(tmp_path), arguments(lr=2.0), None)
     assert runs.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
     assert runs.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
+    shutil.rmtree(folder)
+    saved_at(tmp_path, "step_000002", args={**vars(arguments()), "kl": 0.0})
+    with pytest.raises(launch.UserError, match=r"other settings: kl 0.0 \(now gone: "):
+        runs.resume_point(str(tmp_path), arguments(), None)
     (folder / "state.json").unlink()
     for resume in (True, None):  # damaged later, perhaps, and not ours to delete unasked
         with pytest.raises(launch.UserError, match="step_000002 is not whole.*--no-resume"):

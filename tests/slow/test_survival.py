@@ -105,7 +105,7 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
     assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0
     run("sft", "--steps", 4, out="parts")
     assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(launch.UserError, match="other settings: --lr"):
+    with pytest.raises(launch.UserError, match="other settings: lr"):
         run("sft", "--steps", 4, "--lr", 1e-9, out="parts")
     run("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
     assert steps_of(parts) == [1]
