@@ -191,8 +191,7 @@ def flip(path):
 
 
 def resumed(out, ckpt="c"):
-    args = argparse.Namespace(ckpt=ckpt, steps=9)
-    return runs.resume_point(str(out), args, None)
+    return runs.resume_point(str(out), argparse.Namespace(**args), None)
 
 
 def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
@@ -208,12 +207,11 @@ def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
         packed = subprocess.run(["gzip", "-c"], input=(newer / name).read_bytes(),
                                 capture_output=True).stdout
         assert int.from_bytes(packed[-8:-4], "little") == number, name
-    ckpt = listed["args"]["ckpt"]
-    assert resumed(tmp_path / "run", ckpt)[0] == str(newer) and not capsys.readouterr().out
+    assert resumed(tmp_path / "run", listed["args"])[0] == str(newer) and not capsys.readouterr().out
     for name in (*listed["files"], "state.json"):
         whole = (newer / name).read_bytes()
         flip(newer / name)
-        assert resumed(tmp_path / "run", ckpt)[0] == str(older), name
+        assert resumed(tmp_path / "run", listed["args"])[0] == str(older), name
         said = capsys.readouterr().out
         assert name == "state.json" or (said.count("\n") == 1 and f"{newer}: {name}" in said)
         (newer / name).write_bytes(whole)
@@ -224,7 +222,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
     for folder in (older, newer):
         flip(folder / "train_state" / ".metadata")
     with pytest.raises(launch.UserError, match="nothing else here is"):
-        resumed(tmp_path / "run", ckpt)
+        resumed(tmp_path / "run", listed["args"])
 
 
 # ------------------------------------------------------------------------------------------------
