@@ -63,6 +63,9 @@ class Parser(argparse.ArgumentParser):
         by_flag = {f"--{s.dest.replace('_', '-')}": f"--set {s.dest}=" for s in settings}
         near = (by_flag | RENAMED).get(flag) or "".join(
             difflib.get_close_matches(flag, self._option_string_actions, 1))
+        if self.prog.endswith("--set"):  # a setting has no dashes
+            message = message.replace("unrecognized arguments: --", "no such setting: ")
+            message, near = message.replace("argument --", ""), ""
         self.exit(2, f"{self.prog}: error: {message}{'; nearest: ' * bool(near)}{near}\n")
 
 

@@ -588,7 +588,7 @@ def command(toy, tmp_path, monkeypatch, start):
     (("--max-model-len", "60", "--frames", "64"), "--max-model-len 60 is too small"),
     (("--temperature", "nan"), "temperature"), (("--set", "sub_fps=nan"), "sub_fps"),
     (("--set", "sub_frames=x"), "sub_frames: invalid int value"),
-    (("--set", "speed=9"), "arguments: --speed=9"),
+    (("--set", "speed=9"), "no such setting: speed=9"),
     (("--set", "sub_question=1"), "(choose from True, False)"),
     (("--group", "8"), "nearest: --num-generations"), (("--patience", "9"), "--set patience="),
     (("--max-new", "9"), "arguments: --max-new 9"), (("--max-pixels", "9"), "max_pixels must"),
