@@ -647,9 +647,8 @@ def add_agent_arguments(parser, tools: bool = True) -> None:
             parser.add_setting(f.name, f.metadata["help"], f.default)
         elif tools or f.name != "tools":
             kind = {"action": yes_no} if f.type is bool else {"type": f.type}
-            options = {"choices": f.metadata["choices"]} if f.metadata["choices"] else {}
             add(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"],
-                **kind, **options)
+                choices=f.metadata["choices"], **kind)
     parser.add_setting("subtitles", "of tasks that name a file: lines spoken while a frame of the "
                        "overview is shown, all, or none; default of eval.py --bench: as it asks",
                        "aligned", choices=["aligned", "full", "none"])

@@ -62,8 +62,9 @@ def write_card(folder: str, out: str, state: dict) -> None:
     """Writes README.md of a checkpoint of the run in `out`: the commit of this code, settings, the
     last numbers of the log. It claims nothing. state: of state.json."""
     args = state.get("args", {"ckpt": "?"})
-    base = name_of(args["ckpt"])["base_model_name_or_path"]
-    head = f"base_model: {base}\n" * (base.count("/") == 1)  # the Hub refuses the card for a path
+    base = args["ckpt"]
+    # Of a path like out/sft the Hub would make a link to the model of somebody else.
+    head = f"base_model: {base}\n" * (base in fetched.folders)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     commit, row = "", ""
     with contextlib.suppress(OSError):  # no git; state.json has digests of the scripts

@@ -226,6 +226,11 @@ def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys):
     runs.write_args("args.json", argparse.Namespace(ckpt="me/toy"))
     assert json.loads(Path("args.json").read_text())["hub"] == {"me/toy": str(folder)}
     assert hub.name_of(str(folder)) == {"base_model_name_or_path": "me/toy", "revision": COMMIT}
+    for ckpt in ("me/toy", "out/sft"):  # a model card names no model of somebody else
+        hub.write_card(".", ".", {"step": 3, "args": {"ckpt": ckpt}})
+        text = Path("README.md").read_text()
+        assert ('"step": 3' in text, "base_model: me/toy\n" in text) == (True, ckpt == "me/toy")
+        assert text.count("base_model") == (ckpt == "me/toy")
     shutil.copytree(toy / "init", "me/toy")
     assert checkpoint.resolve_checkpoint("me/toy") == os.path.realpath("me/toy")
 
