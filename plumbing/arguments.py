@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         settings = self.settings._actions if self.settings else []
         by_flag = {f"--{s.dest.replace('_', '-')}": f"--set {s.dest}=" for s in settings}
         near = (by_flag | RENAMED).get(flag) or "".join(
-            difflib.get_close_matches(flag, self._option_string_actions, 1))
+            difflib.get_close_matches(flag, self._option_string_actions, 1, 0.7))
         if self.prog.endswith("--set"):  # a setting has no dashes
             message = message.replace("unrecognized arguments: --", "no such setting: ")
             message, near = message.replace("argument --", ""), ""

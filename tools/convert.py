@@ -15,7 +15,7 @@ keeps its words. A row that cannot be converted whole is left out, counted and n
 A tool response keeps its frames. If they are stills, or the chat's own video, the window of the
 call is decoded from the video again, one frame a second. Another file is shown whole.
 
-Reads:  parquet (needs pyarrow), JSON, JSONL or CSV.    Writes: --out, one JSONL.
+Reads:  parquet (needs pyarrow), JSON, JSONL, CSV or TSV.    Writes: --out, one JSONL.
 
   python tools/convert.py paravt_sft_tvg_6k3.parquet --out sft.jsonl
   python tools/convert.py paravt_rl_diverse_4k4.parquet --out rl.jsonl
@@ -45,13 +45,16 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_respo
 
 def read_table(path):
     """A file of rows -> dicts. Raises UserError with the path."""
-    if not path.endswith(".csv"):
+    if not path.endswith((".csv", ".tsv")):
         return benchmarks.read_rows(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as f:
-            return list(csv.DictReader(f))
+            delimiter = max(",;\t", key=f.readline().count)  # spreadsheets write either
+            f.seek(0)
+            return list(csv.DictReader(f, restkey="(no name)", delimiter=delimiter))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise launch.UserError(f"{path}: not readable ({launch.why(error)})") from None
+        hint = "" if isinstance(error, OSError) else "; save it as CSV in UTF-8"
+        raise launch.UserError(f"{path}: not readable ({launch.why(error)}){hint}") from None
 
 
 def published(row):
@@ -573,7 +576,7 @@ def convert(paths, out, frames, max_frames=64, names=None):
         rows += [{"id": f"{name}/{n}" if n else name, "source": source, **one}
                  for n, one in enumerate(made)]
     for reason, names_left in sorted(rejected.items(), key=lambda item: -len(item[1])):
-        print(f"names_left out: {len(names_left)} rows, {reason}; the first is {names_left[0]}")
+        print(f"left out: {len(names_left)} rows, {reason}; the first is {names_left[0]}")
     if not rows:
         raise launch.UserError("no row could be used")
     launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
