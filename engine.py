@@ -365,8 +365,8 @@ def vision_input(codec, request):
     # The uuids are the keys of the frames, so a group shares the outputs of the vision encoder.
     ids, data, keys, images, clips = list(request.ids), {}, {}, [], []
     for item, f in zip(request.items, request.frames):
-        # Evaluation may show a film beside images.
-        (clips if codec.channel == "video" or item.spec.get("film") else images).append(f)
+        # Evaluation may show a video beside images.
+        (clips if codec.channel == "video" or item.spec.get("as_video") else images).append(f)
     if images:
         from PIL import Image
 

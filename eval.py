@@ -135,7 +135,7 @@ def faults(args):
         return []  # all other settings come from the folders
     checks = [
         (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
-         "with finished evaluations (tools/ask.py asks about one film)"),
+         "with finished evaluations (tools/ask.py asks about one video)"),
         (args.prepare and benches != 1, "--prepare takes one --bench"),
         (args.out and os.path.exists(os.path.join(args.out, "log.jsonl")),
          f"--out {args.out} holds a training run; choose another folder"),
@@ -314,11 +314,11 @@ def make_engine(suites, args, ckpt, codec, protocol):
     is too small."""
     if args.engine == "openai":  # asked first: a wrong key is then found before any decoding
         tools = protocol.schema() if protocol.schema and "on" in args.tools else None
-        films = [os.path.join(suite.source.root, task["video"]) for suite in suites
-                 if suite.source.grounding_film for task in suite.tasks
+        videos = [os.path.join(suite.source.root, task["video"]) for suite in suites
+                 if suite.source.grounding_as_video for task in suite.tasks
                  if task["type"] == "grounding"]  # the server reads these files itself
         engine = endpoint.make_engine(args, bool(protocol.prefill), protocol.jpeg, tools,
-                                      next(filter(os.path.exists, films), None))
+                                      next(filter(os.path.exists, videos), None))
     largest = max(1, *map(rollout.max_num_frames, args.frames))
     # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:

@@ -67,7 +67,7 @@ from plumbing.judge import add_judge_arguments, open_judge
 
 def group_by_prompt(episodes):
     """Episodes -> groups that share one prompt, samples in order, without episodes in which no
-    token was sampled. A film that was replaced meanwhile is another prompt."""
+    token was sampled. A video that was replaced meanwhile is another prompt."""
     groups = {}
     # Sort by sample, not by time of completion: sums of floats are then the same in every run.
     for episode in sorted(episodes, key=lambda e: e.sample):

@@ -91,7 +91,7 @@ def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardCo
     judged = {}
     if evidence := task.get("evidence"):
         judged["windows"] = window_scores([(c["start"], c["end"]) for c in executed], evidence)
-        # The IoU: recall would pay for the whole film, and a sum over windows for copies of one.
+        # The IoU: recall would pay for the whole video, and a sum over windows for copies of one.
         paid_task += pay.window_weight * (judged["windows"]["iou"] or 0.0)
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
             "total": paid_task + paid_fmt, **judged}

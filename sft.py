@@ -139,7 +139,7 @@ class Chats:
             return None
         row = self.rows[index]
         try:
-            # Read again in each epoch, because a film may have gone or changed meanwhile.
+            # Read again in each epoch, because a video may have gone or changed meanwhile.
             specs = chat.videos_in(row["messages"])
             frames = [self.frames(spec) for spec in specs]
             items = list(map(chat.vision_item, specs, frames))
@@ -235,7 +235,7 @@ def batch_packs(chats, step, codec, args, rank, world):
 def make_packs(chats, indices, codec, pack_tokens, retry=False):
     """Chats -> (Packs, {VisionItem.key: Frames that they show}). A chat is a tree without branches.
     Chats with a broken video are left out. retry: as of Chats.read."""
-    # The frames are kept until the forward, so that a film which has gone by then ends no run.
+    # The frames are kept until the forward, so that a video which has gone by then ends no run.
     frames = {}
     # None: a chat with a broken video. A rank may be left with no pack at all; see backward.
     sequences = [s for s in (chats.read(i, frames, retry) for i in indices) if s is not None]

@@ -8,13 +8,13 @@ flashes for 2 seconds in one of four others. The question names a border, which 
 have, and no time. So an agent must find its windows:
     Which colours flash while the border is blue?           ->  purple, black
 An overview of any K shows all borders, although K = 4 tells little of when a scene ends. A crop of
-a scene shows its flash; a crop of the whole film shows half of the flashes, and a window that
+a scene shows its flash; a crop of the whole video shows half of the flashes, and a window that
 reaches into another scene may tell of a flash too many. Each task has `evidence`: the scenes asked
 about, by which windows are judged. A thought first tells of the scenes, and marks those to look at:
     I saw 0 green, 14 blue look 14 to 32, 32 red, 50 blue look 50 to 64. I need a closer look.
 A share of the demonstrations (--wrong) marks other scenes, so that the cold start calls in the
 right form and is often wrong about the place. Where to look is left for RL to learn. With --scenes
-16 a film has 128 seconds, scenes of 4 to 12, colours that return, and one to five scenes of the
+16 a video has 128 seconds, scenes of 4 to 12, colours that return, and one to five scenes of the
 border. 16 frames or more show all scenes; the demonstrations have these K alone.
 
 The chats call at every K alike. Two in seven of the main agent's answer without a call, one of them
@@ -67,16 +67,16 @@ def colours():
 # Videos
 
 
-def film_seconds(scenes=4):
-    """Seconds of a film; with more scenes than four, 8 for each."""
+def video_seconds(scenes=4):
+    """Seconds of a video; with more scenes than four, 8 for each."""
     return max(64, 8 * scenes)
 
 
 def make_scenes(rng, count=4, flash=2):
-    """-> (the scenes of a film, ordered; the border colour asked about). "window" and "border" are
+    """-> (the scenes of a video, ordered; the border colour asked about). "window" and "border" are
     the scene's, "start", "end" and "colour" those of its flash."""
     # Drawn freely around equal parts. Every overview of four scenes has a frame of each.
-    seconds = film_seconds(count)
+    seconds = video_seconds(count)
     part = seconds // count
     cuts = [n * part + rng.choice(range(-(part // 4), part // 4 + 1, 2)) for n in range(1, count)]
     borders, names = list(colours())[:4], list(colours())[4:]
@@ -172,7 +172,7 @@ def overview_looks(frame_budget, seconds=64):
 def watched(window, scenes):
     """The start of a window (start, end), then the colour, of every flash that its frames show: "18
     purple"."""
-    looks = video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=1.0)  # of a longer film
+    looks = video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=1.0)  # of a longer video
     return ", ".join(f"{window[0]} {e['colour']}" for e in shown(scenes, looks.tolist()))
 
 
@@ -301,7 +301,7 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     if base == "qwen3_5":
         call = ["<function=crop_video>\n<parameter=start_time>\n",
                 "\n</parameter>\n<parameter=end_time>\n", "\n</parameter>\n</function>"]
-    phrases, seconds = [*filter(None, lines), *call], film_seconds(scenes)
+    phrases, seconds = [*filter(None, lines), *call], video_seconds(scenes)
     times = [f"<{t}.0 seconds>" for t in range(seconds)]
     if base == "qwen3_5":
         # transformers loads every tokenizer of this model_type with Qwen3.5's own pre-tokenizer,
@@ -407,7 +407,7 @@ def main():
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="of videos, texts and weights")
-    add("--scenes", type=int, default=4, help="scenes of a film, 4 to 32")
+    add("--scenes", type=int, default=4, help="scenes of a video, 4 to 32")
     add("--wrong", type=float, default=0.3,
         help="share of demonstrations that look at other scenes than those asked about")
     add("--calls", choices=["turn", "one"], default="turn",

@@ -170,7 +170,7 @@ def resolve(video, root=None):
     if not isinstance(video, (str, os.PathLike)) or "\0" in os.fspath(video):
         raise VideoError(repr(video), "is not a path")
     if re.match(r"\w+://", os.fspath(video)):
-        raise VideoError(video, "is an address: download the film first")
+        raise VideoError(video, "is an address: download the video first")
     if root is None:
         return os.path.realpath(video)
     path = os.path.normpath(os.path.join(os.path.abspath(root), video))  # or `video`, if absolute
@@ -241,7 +241,7 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
 
 def identity(path):
     """Path -> [bytes, mtime in ns], or for a folder of frames [bytes, digest of these of all its
-    files], some seconds old: another film at this path has another identity. Raises VideoError."""
+    files], some seconds old: another video at this path has another identity. Raises VideoError."""
     try:
         status = os.stat(path)
         if os.path.isdir(path):
@@ -284,27 +284,26 @@ class Source:
     def load_overview(self, spec, task):
         """-> (Frames, seconds of the video, text of the subtitles, identity)."""
         # One call for all, because each reads the disk and this runs in a decoder's thread.
-        film = identity(resolve(spec["video"], self.root))
-        duration, frames, subtitle_text = self.duration(spec), self.load_unchanged(spec, film), ""
-        if self.subtitles and task.get("subtitles"):
-            subtitle_text = self.subtitles(task, frames.seconds)
-        return frames, duration, subtitle_text, film
+        fingerprint = identity(resolve(spec["video"], self.root))
+        duration, frames = self.duration(spec), self.load_unchanged(spec, fingerprint)
+        timed = self.subtitles and task.get("subtitles")
+        return frames, duration, self.subtitles(task, frames.seconds) if timed else "", fingerprint
 
-    def load_window(self, spec, film):
-        """A crop as the model asked for -> (the same clamped to the video, Frames). film: the
-        identity at the overview. Raises as `load` does, and VideoError for another film."""
-        frames = self.load_unchanged(spec, film)
+    def load_window(self, spec, fingerprint):
+        """A crop as the model asked for -> (the same clamped to the video, Frames). fingerprint:
+        its identity at the overview. Raises as `load` does, and VideoError for another video."""
+        frames = self.load_unchanged(spec, fingerprint)
         # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
         # the record name the part that was shown.
         start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
         return {**spec, "start": start, "end": end}, frames
 
-    def load_unchanged(self, spec, film):
-        """As `load`; VideoError also for a file that is not `film` (an identity) after decoding."""
+    def load_unchanged(self, spec, fingerprint):
+        """As `load`; VideoError also for a file of another fingerprint after decoding."""
         try:
             return self.load(spec)
-        finally:  # also after the ValueError of a window that lies beyond another film's end
-            if identity(resolve(spec["video"], self.root)) != film:
+        finally:  # also after the ValueError of a window that lies beyond another video's end
+            if identity(resolve(spec["video"], self.root)) != fingerprint:
                 raise VideoError(spec["video"], "the file changed during the episode")
 
     def duration(self, spec):
@@ -400,7 +399,7 @@ def _open_folder(path):
         times, end = np.arange(count) / times[0], count / times[0]
     if len(times) != count:
         raise VideoError(path, f"{clock[0]} has {len(times)} times for {count} images")
-    # A film begins at 0. seconds.txt (of frames that a client of tools/serve.py sends) counts as it
+    # Videos begin at 0. seconds.txt (of frames that a client of tools/serve.py sends) counts as it
     # is written, because the client's question may name its times.
     starts = np.round(times if clock == ["seconds.txt"] else times - times[0], 4)
     if not (later := np.diff(starts, prepend=-1e-9) > 0).all():  # NaN is never later
@@ -440,7 +439,7 @@ def _stream(path):
         # Tags need not be UTF-8.
         with av.open(str(path), options=options, metadata_errors="ignore") as container:
             # ffmpeg's rule: the most pixels, where the default stream has five million more. A
-            # cover picture is no film.
+            # cover picture is no video.
             kinds = av.stream.Disposition
             streams = [s for s in container.streams.video if not s.disposition & kinds.attached_pic]
             stream = max(streams, default=None, key=lambda s: s.codec_context and (
@@ -926,7 +925,7 @@ class FrameCache:
         values = self.folder.load(name) if self.folder else None
         if values is None:
             values = read()
-            if identity(state[0]) != list(state[1:3]):  # else another film's frames have its key
+            if identity(state[0]) != list(state[1:3]):  # else another video's frames have its key
                 raise VideoError(state[0], "changed while it was read")
             if self.folder:
                 self.folder.store(name, values)
@@ -964,10 +963,10 @@ class FrameCache:
             if None not in sets:  # other sets hold all of them
                 return [np.stack([s.images[s.frame_keys.index(n)] for s, n in zip(sets, names)])]
             if len(indices) < len(table.starts) <= 2**18 // (3 * height * width):
-                # A tiny film is decoded whole, once: opening it takes longer than its frames.
+                # A tiny video is decoded whole, once: opening it takes longer than its frames.
                 with contextlib.suppress(VideoError):
-                    film = self.frames(path, range(len(table.starts)), min_pixels, max_pixels, size)
-                    return [film.images[indices]]
+                    tiny = self.frames(path, range(len(table.starts)), min_pixels, max_pixels, size)
+                    return [tiny.images[indices]]
             return [self.decoders.read(path, table.ticks[indices], table.key_ticks, height, width)]
 
         def read():
@@ -988,7 +987,7 @@ def _digest(value):
 
 def decode_threads():
     """How many videos a rank decodes at once: one per core, but for one core that feeds the GPU."""
-    # At least two: a short window must not wait for a film. At most 32, each of which is a process.
+    # At least two: a short window must not wait for long. At most 32, each of which is a process.
     return min(32, max(2, launch.cores() - 1))
 
 

@@ -6,8 +6,8 @@ bench/speed.py: this code beside the usual alternatives, each as a ratio of medi
             grpo.update, and the new weights into the engine
   shared    forward and backward of a group: each response after its own copy of the prompt, one
             sequence per forward | one tree [prompt | o^1 | .. | o^G]
-  overview  64 frames of a film: fetch_video of qwen-vl-utils, decord | video.py
-  crops     five windows of 10 s, spread over the film, 1 frame a second: the same two | video.py
+  overview  64 frames of a video: fetch_video of qwen-vl-utils, decord | video.py
+  crops     five windows of 10 s, spread over the video, 1 frame a second: the same two | video.py
 
 A ratio above 1 means that this code is faster. The sides take turns, and the first round only warms
 up. All frames are decoded anew in each round; video.py decodes in processes, as in training.
@@ -232,8 +232,8 @@ def compare_prompts(args, policy, codec):
 # overview, crops
 
 
-def make_film(path, seconds, height):
-    """Encodes 20 seconds that are as hard to decode as a film, and repeats their packets: a camera
+def make_video(path, seconds, height):
+    """Encodes 20 seconds that are as hard to decode as a video, and repeats their packets: a camera
     pans over a picture with the spectrum of natural pictures, and every frame has other grain.
     H.264 at 24 frames a second, a key frame every ten seconds."""
     import av
@@ -256,17 +256,17 @@ def make_film(path, seconds, height):
                      + grain[y:y + height, x:x + width]).clip(0, 255).astype(np.uint8)
             clip.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         clip.mux(stream.encode())
-    with av.open(path + ".clip.mp4") as clip, av.open(path, "w") as film:
+    with av.open(path + ".clip.mp4") as clip, av.open(path, "w") as target:
         stream = clip.streams.video[0]
         packets = [packet for packet in clip.demux(stream) if packet.size]
         times = [(packet.pts, packet.dts) for packet in packets]
-        copy = film.add_stream_from_template(stream)
+        copy = target.add_stream_from_template(stream)
         for start in range(0, seconds, 20):
             shift = int(start / stream.time_base)
             for packet, (pts, dts) in zip(packets, times):
                 packet.stream, packet.time_base = copy, stream.time_base
                 packet.pts, packet.dts = pts + shift, dts + shift
-                film.mux(packet)
+                target.mux(packet)
 
 
 def by_fetch_video(path, looks):
@@ -292,14 +292,14 @@ def by_decord(path, frames):
 
 def by_video_py(cache, looks):
     """Our frames of every look -> [Frames]. cache: its decoders are processes that live on."""
-    fresh = video.FrameCache()  # knows no frame of the film
+    fresh = video.FrameCache()  # knows no frame of the video
     fresh.decoders = cache.decoders
     with ThreadPoolExecutor(video.decode_threads()) as pool:  # as rollout.py asks for them
         return [*pool.map(partial(video.load, cache=fresh), looks)]
 
 
 def compare_decoders(args, path):
-    """Makes a film at `path` and prints its rows. Checks that fetch_video returns as many frames as
+    """Makes a video at `path`, prints its rows. Checks that fetch_video returns as many frames as
     video.py, of the same size."""
     crops = [{"video": path, "start": start, "end": start + 10.0}
              for start in np.linspace(5, args.seconds - 15, 5)]
@@ -307,7 +307,7 @@ def compare_decoders(args, path):
     decord = installed("decord", "decord", "overview, crops beside decord")
     if not (qwen or decord):
         return
-    make_film(path, args.seconds, args.height)
+    make_video(path, args.seconds, args.height)
     cache = video.FrameCache(timeout=60.0, workers=video.decode_threads())
     for row, looks in {"overview": [{"video": path, "frames": 64}], "crops": crops}.items():
         frames = by_video_py(cache, looks)
@@ -339,8 +339,8 @@ def main():
     add("--response", type=int, default=600, help="tokens of each response")
     add("--group", type=int, default=8, help="responses")
     add("--rounds", type=int, default=3, help="measured rounds; medians are printed")
-    add("--seconds", type=int, default=120, help="length of the film, in steps of 20")
-    add("--height", type=int, choices=[360, 720, 1080], default=720, help="pixels of the film")
+    add("--seconds", type=int, default=120, help="length of the video, in steps of 20")
+    add("--height", type=int, choices=[360, 720, 1080], default=720, help="pixels of the video")
     args = parser.parse_args()
     arguments.require_min(1, args, "images", "prompt", "response", "group", "rounds", "seconds")
     if not args.ckpt and args.only != ["video"]:
@@ -352,7 +352,7 @@ def main():
     print(f"{launch.cores()} cores, load {os.getloadavg()[0]:.1f}; a ratio above 1: ours is faster")
     if "video" in args.only:
         with tempfile.TemporaryDirectory() as folder:
-            compare_decoders(args, os.path.join(folder, "film.mp4"))
+            compare_decoders(args, os.path.join(folder, "video.mp4"))
     if args.only != ["video"]:
         args.ckpt = checkpoint.resolve_checkpoint(args.ckpt)
         codec = chat.load_codec(args.ckpt)

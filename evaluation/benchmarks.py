@@ -100,7 +100,7 @@ def splits():
             videos=("Charades_v1_480", "Charades_v1", "videos", ""), metric="mIoU"),
         # From here on the paper has no column.
         "cgbench": cgbench,
-        # The same questions about what their publisher cut out of the film: clue_acc.
+        # The same questions about what their publisher cut out of the video: clue_acc.
         "cgbench_clue": replace(cgbench, read=partial(cgbench_tasks, clue=True), subtitles=(),
                                 folder="cgbench", videos=("cg_clue_videos",)),
         **timelens,
@@ -305,7 +305,7 @@ def cgbench_tasks(row, path, clue=False):
         "options": row["choices"],
         "answer": row["right_answer"],  # a letter
         "subtitles": None if clue else f"{row['video_uid']}.srt",  # not every video has them
-        # Seconds of the whole film, which the clue film does not have.
+        # Seconds of the whole video, which the clue video does not have.
         **({} if clue else {"evidence": row["clue_intervals"]}),
         "tags": {"duration": length, "domain": row.get("domain"),
                  "sub_category": row.get("sub_category")},

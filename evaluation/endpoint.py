@@ -150,13 +150,13 @@ class OpenAIEngine(Client):
             done = replace(done, error=None)
         return done, *rest
 
-    def check_servers(self, tools=None, film=None):
-        """Asks every server for a few tokens, for a call if `tools` are offered, and about `film`,
-        a path. Raises UserError if one does not answer, refuses, keeps the call, or reads films
-        otherwise, before any video is decoded and every episode fails after its retries."""
-        self.run(self.check_all_servers(tools, film)).result()
+    def check_servers(self, tools=None, video_path=None):
+        """Asks every server for a few tokens, for a call if `tools` are offered, and about the file
+        video_path. Raises UserError if one does not answer, refuses, keeps the call, or reads
+        videos otherwise, before any video is decoded and every episode fails after its retries."""
+        self.run(self.check_all_servers(tools, video_path)).result()
 
-    async def check_all_servers(self, tools=None, film=None):
+    async def check_all_servers(self, tools=None, video_path=None):
         for url in self.busy:
             for attempt in range(self.retries + 1):
                 done, status, after = await self.probe(url, self.timeout)
@@ -175,27 +175,27 @@ class OpenAIEngine(Client):
                 if status == 200 and (done.error or not (done.text or done.reasoning)):
                     reason = done.error or "it answered a request to write a call with no text"
                     raise launch.UserError(f"{url}: {reason}")
-            if film:
-                await self.check_film(url, os.path.realpath(film))
+            if video_path:
+                await self.check_video(url, os.path.realpath(video_path))
 
-    async def check_film(self, url, film):
+    async def check_video(self, url, video_path):
         """Raises UserError if the server may not read this file, or reads more frames of a longer
-        film: the authors' server took 32 of any, vLLM has since changed its default."""
+        video: the authors' server took 32 of any, vLLM has since changed its default."""
         counts = []
-        for source in (f"file://{film}", film_url(40), film_url(80)):
+        for source in (f"file://{video_path}", grey_video_url(40), grey_video_url(80)):
             content = [{"type": "video_url", "video_url": {"url": source}}, text_part("Which?")]
             reply = await self.post(url, json.dumps({
                 "model": self.model_name, "messages": [{"role": "user", "content": content}],
                 self.tokens_field: 1}).encode(), self.timeout)
             if reply.error:
                 raise launch.UserError(
-                    f"{url} does not read {film} ({reply.error}); --allowed-local-media-path must "
-                    "be a folder above the file itself, to which links lead")
+                    f"{url} does not read {video_path} ({reply.error}); --allowed-local-media-path "
+                    "must be a folder above the file itself, to which links lead")
             usage = reply.answer.get("usage") if isinstance(reply.answer, dict) else None
             counts.append((usage or {}).get("prompt_tokens") or 0)
         if counts[2] > 1.3 * counts[1]:
             raise launch.UserError(
-                f"{url} reads more frames of a longer film, this protocol 32 of any: start it with "
+                f"{url} reads more frames of longer videos, this protocol 32 of any: start it with "
                 """--media-io-kwargs '{"video": {"video_backend": "opencv", "num_frames": 32}}'""")
 
     def submit(self, request):
@@ -406,7 +406,7 @@ def content_parts(content, frames, numbers, selected, clip=None, jpeg=90):
             parts.append(text_part(item["text"]))
             continue
         video = next(frames)
-        # frame_sources.Film: the server reads the file
+        # frame_sources.ServerVideo: the server reads the file
         url = f"file://{video.path}" if hasattr(video, "path") else ""
         if video is clip:
             pieces = [jpeg_url(image, jpeg).partition(",")[2] for image in video.images]
@@ -449,8 +449,8 @@ def jpeg_bytes(image, quality):
     return buffer.getvalue()
 
 
-def film_url(seconds):
-    """A made-up grey film with a frame a second -> data URL."""
+def grey_video_url(seconds):
+    """A made-up grey video with a frame a second -> data URL."""
     import av
     from PIL import Image
 
@@ -470,17 +470,17 @@ def call_messages():
     return [{"role": "user", "content": f"Copy this: <tool_call>\n{call}\n</tool_call>"}]
 
 
-def make_engine(args, prefill, jpeg=90, tools=None, film=None):
+def make_engine(args, prefill, jpeg=90, tools=None, video_path=None):
     """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses.
     prefill: the protocol forces the start of every turn. jpeg: quality of images. tools: declared
-    to the chat template. film: path of a video that the server will have to read."""
+    to the chat template. video: path of a video that the server will have to read."""
     same = ("workers", "retries", "image_cap", "video_item", "tokens_field", "send_temperature",
             "give_up", "server_wait")
     engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, jpeg=jpeg,
                           timeout=args.request_timeout, prefill=args.think_prefix or prefill,
                           sampling=sampling_settings(args),
                           **{name: getattr(args, name) for name in same})
-    engine.check_servers(tools, film)
+    engine.check_servers(tools, video_path)
     return engine
 
 

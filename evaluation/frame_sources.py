@@ -26,7 +26,7 @@ from plumbing.subtitles import written_lines
 
 
 @dataclass
-class Film(video.Frames):
+class ServerVideo(video.Frames):
     """Frames that go to the model as one video. An endpoint gets the path and reads the file."""
 
     path: str = ""
@@ -41,7 +41,7 @@ class Source(rollout.Source):
     overview_grid: str = "centres"  # see above
     patch: int = 14  # of "qwen": pixels; sides of frames are multiples of two patches
     crop_min_pixels: int = 0  # pixels of a window's frame at least; 0 = min_pixels
-    grounding_film: bool = False  # grounding tasks are shown as a Film
+    grounding_as_video: bool = False  # the server reads videos of grounding tasks itself
     short_is_blind: bool = False  # too few frames: none are shown, as in the paper's driver
     written_lines: bool = False  # subtitles are all lines of the file as written, repeats too
     jpeg: int = 0  # quality at which frames reach the processor; 0 = as decoded
@@ -49,8 +49,9 @@ class Source(rollout.Source):
     show: str = "real"  # "blank", "shuffled": see apply_show; others change no frame
 
     def overview_spec(self, task, num_frames):
-        film = {"film": True} if self.grounding_film and task["type"] == "grounding" else {}
-        return {**super().overview_spec(task, num_frames), **film}
+        as_video = {"as_video": True} if self.grounding_as_video else {}
+        spec = super().overview_spec(task, num_frames)
+        return {**spec, **(as_video if task["type"] == "grounding" else {})}
 
     def load_overview(self, spec, task):
         frames, seconds, subtitles, fingerprint = super().load_overview(spec, task)
@@ -83,14 +84,14 @@ class Source(rollout.Source):
         return self.apply_show(frames, spec)
 
     def load_qwen(self, spec):
-        """Frames of "qwen", or a Film. Raises ValueError for a window without two frames, and
-        VideoError for a video without the frames of an overview."""
+        """Frames of "qwen", or a ServerVideo. Raises ValueError for a window without two frames,
+        and VideoError for a video without the frames of an overview."""
         path = video.resolve(spec["video"], self.root)
         starts, info = self.cache.index(path)
         shape = len(starts), info.height, info.width
-        if spec.get("film"):
-            indices, size = qwen_vl_sampling.film(*shape, self.max_pixels)
-            return Film(**vars(self.cache.frames(path, indices, 0, 0, size)), path=path)
+        if spec.get("as_video"):
+            indices, size = qwen_vl_sampling.vllm_video(*shape, self.max_pixels)
+            return ServerVideo(**vars(self.cache.frames(path, indices, 0, 0, size)), path=path)
         ele = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "start" in spec:
             ele = {"fps": spec["fps"], "min_frames": 1, "max_frames": spec["max_frames"],
@@ -154,8 +155,8 @@ class Source(rollout.Source):
             images = frames.images[order]
         else:
             return frames
-        # Keys name pictures: caches of the engine must not take these for the real ones. No Film,
-        # because an endpoint would read the file.
+        # Keys name pictures: caches of the engine must not take these for the real ones. No
+        # ServerVideo, because an endpoint would read the file.
         keys = [f"{self.show}{frames.frame_keys[i]}" for i in order]
         return video.Frames(images, frames.seconds, self.show + frames.key, keys)
 

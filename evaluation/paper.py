@@ -30,8 +30,9 @@ TURNS = 3  # rounds of calls, in the scripts that made the table
 QUALITY = 85  # of JPEGs
 # Fields of frame_sources.Source: qwen_vl_utils' defaults for the overview, the driver's own for a
 # window.
-READER = {"overview_grid": "qwen", "grounding_film": True, "short_is_blind": True, "jpeg": QUALITY,
-          "min_pixels": 100352, "crop_pixels": 50176, "crop_min_pixels": 784, "written_lines": True}
+READER = {"overview_grid": "qwen", "grounding_as_video": True, "short_is_blind": True,
+          "jpeg": QUALITY, "min_pixels": 100352, "crop_pixels": 50176, "crop_min_pixels": 784,
+          "written_lines": True}
 # The texts of a checkout, in order. Those of the splits are user turns.
 SPLITS = ("videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades")
 ONE_TURN = ("system", *SPLITS)
@@ -39,7 +40,7 @@ AGENT = ("system", "grounding", *SPLITS, "path", "reply", "failed", "letter", "s
 
 
 def settings(one_turn: bool) -> dict:
-    """Flags of the driver's scripts. max_pixels: of the processor of a video, for a film."""
+    """Flags of the driver's scripts. max_pixels: of the processor of a video."""
     calls = {"max_turns": 0, "tools": ["off"]} if one_turn else {"max_turns": TURNS}
     return {"frames": [64], "max_pixels": 25165824, "temperature": 0.0, "max_new_tokens": 2048,
             "max_model_len": 65536, "think_prefix": False, "max_parallel": 5, "sub_fps": 1.0,

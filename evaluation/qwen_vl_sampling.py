@@ -4,8 +4,8 @@ readers take, and how large.
 
   qwen     qwen_vl_utils 0.0.14: an even number of frames, from the first to the last one of the
            video or of a window, by linspace; sides are whole multiples of a factor
-  film     vLLM 0.17.1 for a video_url: 32 frames by linspace without rounding; Qwen3-VL's processor
-           then chooses the sides
+  vllm_video  vLLM 0.17.1 for a video_url: 32 frames by linspace without rounding; Qwen3-VL's
+           processor then chooses the sides
 
 Numbers alone: no video is opened here. Imports nothing of ours, because tests/publishers runs this
 file beside a publisher's code. Reads and writes no file.
@@ -97,7 +97,7 @@ def qwen(ele: dict, total: int, rate: float, height: int, width: int, patch: int
     return linspace(first, last, count), sides(height, width, factor, min_pixels, max_pixels)
 
 
-def film(total: int, height: int, width: int, total_pixels: float, frames: int = 32) -> tuple:
+def vllm_video(total: int, height: int, width: int, total_pixels: float, frames: int = 32) -> tuple:
     """What vLLM reads of a video_url and Qwen3-VL's processor makes of it -> (indices, (height,
     width)). total_pixels: of all frames together."""
     indices = sorted({int(i) for i in np.linspace(0, total - 1, min(frames, total))})

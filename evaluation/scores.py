@@ -402,7 +402,7 @@ def window_words(row):
 
 def add_crr(results):
     """CG-Bench's CRR, as VLMEvalKit computes it: min(long, clue) / clue, of the accuracies on the
-    films and on the parts that hold the clues, at the same K and mode. Writes it into the rows."""
+    videos and on the parts that hold the clues, at the same K and mode. Writes it into the rows."""
     rows = {cell_of(row): row for row in results if row["headline"] is not None}
     for (bench, *key), row in rows.items():
         clue = rows.get(("cgbench_clue", *key), {}).get("headline")

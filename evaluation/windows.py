@@ -4,14 +4,14 @@ evaluation/windows.py (tests/test_scores.py): did an agent look at the right pla
   recall     share of the evidence (seconds in which the answer can be seen) inside windows
   precision  share of the seconds looked at that is evidence
   hit, iou   whether any window meets the evidence; IoU of the two unions
-  random     the same four, if the same windows had been placed at random in the film
+  random     the same four, if the same windows had been placed at random in the video
 
 In the toy world also the way to an answer: share of episodes that called, of those the share whose
 frames found every flash, of those the share whose summaries told all colours, of those the share
 that was right. Their product is the accuracy that the search earns.
 
-Each executed window keeps its length, cut at the ends of the film, and its start is drawn evenly
-among those with which the window lies in the film. Windows are drawn apart from each other.
+Each executed window keeps its length, cut at the ends of the video, and its start is drawn evenly
+among those with which the window lies in the video. Windows are drawn apart from each other.
 
 Numbers alone. Reads and writes no file. Used by evaluation/scores.py.
 """
@@ -31,14 +31,14 @@ def executed_calls(record):
 
 
 def executed_spans(record):
-    """Record -> spans of its executed calls [(start, end)], cut at the ends of the film."""
+    """Record -> spans of its executed calls [(start, end)], cut at the ends of the video."""
     end = record["timing"].get("video_s") or float("inf")
     spans = [(max(0.0, call["start"]), min(call["end"], end)) for call in executed_calls(record)]
     return [span for span in spans if span[0] <= span[1]]
 
 
 def random_scores(spans, evidence, seconds, draws=100, seed=""):
-    """-> {name: mean of window_scores over `draws` placements}, for a film of `seconds`."""
+    """-> {name: mean of window_scores over `draws` placements}, for a video of `seconds`."""
     draw, total = random.Random(seed), dict.fromkeys(NAMES, 0.0)
     lengths = [end - start for start, end in spans]
     for _ in range(draws):
@@ -58,7 +58,7 @@ def step_shares(records):
         if record["status"] != "ok" or not (events := record["task"].get("events")):
             continue
         for call in calls:
-            # A window's frames are at the middles of equal parts. Toy films have 1 frame a second.
+            # A window's frames are at the middles of equal parts. Toy videos have 1 frame a second.
             start, end, n = call["start"], call["end"], call.get("frames_seen", 0)
             frames |= {int(start + (i + 0.5) * (end - start) / n) for i in range(n)}
             report += f" {call['summary']},"

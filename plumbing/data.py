@@ -79,7 +79,7 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
 
 
 def files_of(args, *read: tuple[str, list]) -> tuple[list, list]:
-    """Flags, (data file, its tasks), .. -> (films, files of subtitles that prompts show), each
+    """Flags, (data file, its tasks), .. -> (videos, files of subtitles that prompts show), each
     [(folder, name)]."""
     pairs = [(video.root_of(args, path), task) for path, tasks in read for task in tasks]
     files = [(root, task["subtitles"]) for root, task in pairs if task.get("subtitles")]
@@ -105,7 +105,7 @@ def report_check(faults, of):
 
 
 # ------------------------------------------------------------------------------------------------
-# Films of tasks
+# Videos of tasks
 
 
 def balance_over_ranks(items, cost, rank, world):
@@ -130,9 +130,9 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
 
     def look(task):
         """-> (fault or None, tokens of the prompt with `num_frames`)."""
-        spec = source.overview_spec(task, min(4, num_frames))  # few, but from all over the film
+        spec = source.overview_spec(task, min(4, num_frames))  # few, but from all over the video
         try:
-            frames, times = look_at_film(task, source, spec, num_frames)
+            frames, times = look_at_video(task, source, spec, num_frames)
         except launch.UserError as error:
             return f"task {task['id']}: {error}", 0
         subtitles = source.subtitles(task, times) if source.subtitles else ""
@@ -150,8 +150,8 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
     return [fault for fault, _ in looked if fault]
 
 
-def look_at_film(task: dict, source: video.Source, spec: dict, num_frames: int) -> tuple:
-    """Reads the film and the subtitles of a task, for --check. spec: of an overview of few frames,
+def look_at_video(task: dict, source: video.Source, spec: dict, num_frames: int) -> tuple:
+    """Reads the video and the subtitles of a task, for --check. spec: of an overview of few frames,
     which is decoded -> (its Frames, times of an overview of at most `num_frames`, which is not).
     Raises UserError if one of them is broken, or if the label lies beyond the end."""
     frames = source.load(spec)

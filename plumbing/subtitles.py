@@ -40,7 +40,7 @@ def check_subtitles(tasks: list[dict], root: str) -> None:
         mend = "; mend it, or set subtitles to null in its tasks, or give --set subtitles=none"
         try:
             path = video.resolve(name, root) if name else None
-            # A silent film may have an empty file, or one with the header WEBVTT alone.
+            # A silent video may have an empty file, or one with the header WEBVTT alone.
             if path and not read_subtitles(path, start or 0.0) and os.path.getsize(path) > 16:
                 raise ValueError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
         except (ValueError, video.VideoError) as error:

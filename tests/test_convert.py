@@ -160,14 +160,15 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
     ({"video": "a.mp4", "question": "Which?", "A": "one", "B": "two", "answer": "B"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
      ("--map", "video=clip", "question=text", "answer=label"))])
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv,", "csv;", "tsv\t", "parquet"])
 def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, kind):
-    path, rows = tmp_path / f"mine.{kind}", [row, row]
-    if kind == "csv":
+    path, rows = tmp_path / ("mine." + kind.rstrip(",;\t")), [row, row]
+    if kind[1:3] == "sv":
         flat = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
         with open(path, "w", newline="") as f:
-            csv.DictWriter(f, flat).writeheader()
-            csv.DictWriter(f, flat).writerows([flat, flat])
+            table = csv.DictWriter(f, flat, delimiter=kind[-1])
+            table.writeheader()
+            table.writerows([flat, flat])
     elif kind == "parquet":
         pytest.importorskip("pyarrow.parquet").write_table(
             pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
@@ -207,3 +208,10 @@ def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, start):
         code, _, err = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl",
                              *flags)
         assert code == 2 and says in err
+
+
+def test_a_table_in_another_encoding_is_told_how_to_save_it(tmp_path, start):
+    for name, says in (("mine.csv", "save it as CSV in UTF-8"), ("mine.json", "JSON in UTF-8")):
+        (tmp_path / name).write_text("video;question;answer", "utf-16")
+        code, _, err = start(conversion, tmp_path / name, "--out", tmp_path / "out.jsonl")
+        assert code == 2 and says in err and err.count("\n") == 1

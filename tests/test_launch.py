@@ -41,11 +41,12 @@ def test_one_line_instead_of_a_traceback(start, error, code, said):
     (b'{"id": 1}\n\n{oops\n', ":3: not JSON"), (b'{"id": 1}\n{"x": 2}\n', ":2: missing 'id'"),
     (b"[1]\n", ": a JSON array"), (b"2\n", ":1: missing 'id'"),
     (b"\xff\xfe", ": 'utf-8' codec can't decode"),
+    (b"id,video\n1,a.mp4\n", ": a table; tools/convert.py"),
     (b"id,video\n1,a.mp4\n", ":1: not JSON (Expecting value: line 1 column 1 (char 0)); tools/con"),
     (b"\n", ": no rows"),
     (b'\n{"id": 1}\n\n{"id": 0}\n', ":4: a zero"), (None, ": No such file")])
 def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
-    path = tmp_path / "data.jsonl"
+    path = tmp_path / ("data.csv" if ": a table" in wanted else "data.jsonl")
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(launch.UserError) as e:

@@ -278,7 +278,7 @@ def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, 
     """The disk goes between the overview and the call, or a request fails: the episode is counted
     as failed, tried again by the next start, and not trained on."""
     class Away(rollout.Source):
-        def load_window(self, spec, film):
+        def load_window(self, spec, fingerprint):
             raise video.VideoError(spec["video"], "no such file")
 
     kind_of_source = {"video_error": Away, "engine_error": rollout.Source}[kind]
@@ -591,7 +591,7 @@ def command(toy, tmp_path, monkeypatch, start):
     (("--set", "speed=9"), "no such setting: speed=9"),
     (("--set", "sub_question=1"), "(choose from True, False)"),
     (("--group", "8"), "nearest: --num-generations"), (("--patience", "9"), "--set patience="),
-    (("--max-new", "9"), "arguments: --max-new 9"), (("--max-pixels", "9"), "max_pixels must"),
+    (("--max-new", "9"), "arguments: --max-new 9"), (("--nonsense", "1"), "--nonsense 1\n"), (("--max-pixels", "9"), "max_pixels must"),
     (("--set", "frame_cache_dir_gb=nan"), "frame_cache_dir_gb"),
     (("--num-generations", "0"), "num_generations"),
     (("--video-root", "/no/such/place"), "no such folder"),

@@ -1,20 +1,20 @@
 """
-ask.py (tests/test_ask.py): one film, your questions: how the agent looks at the film, and its
+ask.py (tests/test_ask.py): one video, your questions: how the agent looks at the video, and its
 answers.
 
 Prints turns, windows and summaries as they come, each with its seconds. Frames and prompts stay in
-the caches, so a second question about a film is faster. The episode is that of rollout.py; with
+the caches, so a second question about a video is faster. The episode is that of rollout.py; with
 --protocol or --engine openai another system is asked, as eval.py does. `events` is the core: it
 tells an episode step by step, and the terminal is one way to show the steps.
 
-Reads:  a checkpoint folder, a film: a file or a folder of frames; --subtitles of it. Questions come
+Reads:  a checkpoint, a video: a file or a folder of frames; --subtitles of it. Questions come
         from --question, from the terminal or from a pipe, one a line; options follow a question
         after bars.
 Writes: --out, if given: rollout JSONL without rewards.
 
-  python tools/ask.py --ckpt C --video film.mp4 --question "Who opens the door?"
+  python tools/ask.py --ckpt C --video video.mp4 --question "Who opens the door?"
   python tools/ask.py --engine openai --base-url http://127.0.0.1:8000/v1 --model M --protocol conan
-      --video film.mp4 --question "Who opens the door?" --options "the butler" "a guest"
+      --video video.mp4 --question "Who opens the door?" --options "the butler" "a guest"
 """
 import argparse
 import asyncio
@@ -43,7 +43,7 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
     Plays an episode -> asynchronous iterator of its steps, each a dict with "event" and "at", the
     seconds since the episode began. Leaving the iterator cancels the episode.
 
-    overview times [K], duration: the frames that the main agent sees, seconds of the film
+    overview times [K], duration: the frames that the main agent sees, seconds of the video
     turn     number, text: the main agent has written a turn
     call     number, turn, start, end, parseable: the turn holds this call, numbers count on
     window   number, start, end, times [T]: the frames of this call are decoded
@@ -166,15 +166,15 @@ def questions(args):
     """-> iterator of tasks about --video: --question alone, or the lines of the terminal or a
     pipe, each a question with its options after |."""
     if args.question:
-        yield film_task(args, 1, args.question, args.options)
+        yield video_task(args, 1, args.question, args.options)
         return
     launch.print0("a question a line, | before each option; Ctrl-D ends")
     for number, line in enumerate(filter(str.strip, sys.stdin), 1):
         question, *options = map(str.strip, line.split("|"))
-        yield film_task(args, number, question, options)
+        yield video_task(args, number, question, options)
 
 
-def film_task(args, number=0, question="", options=None) -> dict:
+def video_task(args, number=0, question="", options=None) -> dict:
     """A question about --video as a task without a gold answer."""
     path = args.subtitle_file and os.path.relpath(args.subtitle_file, args.video_root)
     return {"id": f"question-{number}", "video": os.path.relpath(args.video, args.video_root),
@@ -183,7 +183,7 @@ def film_task(args, number=0, question="", options=None) -> dict:
 
 
 def videos_below(path):
-    """A path -> iterator of the videos there: a file, or in a folder and below it files of films
+    """A path -> iterator of the videos there: a file, or in a folder and below it files of videos
     and folders of frames. Raises UserError if there is nothing at the path."""
     if not os.path.exists(path):
         raise launch.UserError(f"{path}: no such file or folder")
@@ -208,7 +208,7 @@ def parse_args():
     add = parser.add_argument_group("what to ask").add_argument
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
     add("--ckpt", help="checkpoint folder; not needed with --engine openai")
-    add("--video", required=True, help="a film: a file, or a folder of frames")
+    add("--video", required=True, help="a video: a file, or a folder of frames")
     add("--question", help="default: questions are read from the terminal")
     add("--options", nargs="+", metavar="TEXT", help="of that question; default: an open answer")
     add("--type", choices=["open", "list", "grounding"], default="open",
@@ -223,7 +223,7 @@ def parse_args():
     endpoint.add_arguments(parser)
     rollout.add_agent_arguments(parser, tools=False)
     add("--subtitles", dest="subtitle_file", metavar="FILE",
-        help="of the film, SRT or WebVTT: lines spoken while a frame is shown")
+        help="of the video, SRT or WebVTT: lines spoken while a frame is shown")
     # One answer, the same each time.
     parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9)
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
@@ -244,7 +244,7 @@ def parse_args():
         paths.append(args.subtitle_file)
     for path in paths:
         if not os.path.exists(path):
-            how = "download the film first" if "://" in path else "no such file"
+            how = "download the video first" if "://" in path else "no such file"
             raise launch.UserError(f"{path}: {how}")
     args.video_root = args.video_root or os.path.commonpath([os.path.dirname(p) for p in paths])
     if args.out:
@@ -257,7 +257,7 @@ def set_up(args):
     protocol, _ = systems.make_protocol(args)
     flags = argparse.Namespace(**{**vars(args), "tools": args.tools == ["on"]})
     agent, source = rollout.agent_settings(flags, args.video)
-    tasks = [film_task(args, 0, args.question or "", args.options)]
+    tasks = [video_task(args, 0, args.question or "", args.options)]
     suite = evaluation.Suite(None, tasks, agent, systems.source_of(source, args))
     protocol_loop.check_prompts(protocol, tasks, agent, 1)
     ckpt, _ = evaluation.whole_checkpoint(args)

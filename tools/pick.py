@@ -13,7 +13,7 @@ not.
 
 The records of eval.py are read too, which hold text and no ids: a published model or a stronger one
 behind an endpoint then teaches the cold start. --recall leaves out rollouts that looked elsewhere
-(of tasks with `evidence`), --per-video bounds the prompts that one film gives.
+(of tasks with `evidence`), --per-video bounds the prompts that one video gives.
 
 --band LOW HIGH FILE writes the tasks whose mean R_acc over their rollouts lies in this range. From
 a group without variance GRPO learns nothing.
@@ -225,7 +225,7 @@ def main():
     add("--least", type=float, default=0.5, help="R_acc that the best rollout needs, 0 to 1")
     add("--recall", type=float, default=0.0, help="share of a task's `evidence` that the windows "
         "of a rollout with calls must show, 0 to 1; 0 = any windows")
-    add("--per-video", type=int, default=0, help="prompts of one film, at most; 0 = all")
+    add("--per-video", type=int, default=0, help="prompts of one video, at most; 0 = all")
     yes_no = argparse.BooleanOptionalAction
     add("--tools", action=yes_no, default=True, help="crop_video was offered, as in rollout.py")
     add("--sub-question", action=yes_no, default=True,
@@ -256,7 +256,7 @@ def main():
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes
         for episode in (e for group in grouped for e in group):
             prompts[episode.task["id"], episode.num_frames].append(episode)
-        picked, taken = [], collections.Counter()  # taken: prompts of each film
+        picked, taken = [], collections.Counter()  # taken: prompts of each video
         for group in prompts.values():
             one = best(group, args.least, args.recall)
             if one and not (args.per_video and taken[one.task["video"]] == args.per_video):

@@ -67,7 +67,7 @@ def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None
 
 
 def still_there(group: list[rollout.Episode], features: model.VisionFeatures) -> bool:
-    """Whether the film of a group can be read as it was recorded. If not, its rollouts fail, which
+    """Whether the video of a group can be read as it was recorded. If not, its rollouts fail, which
     the log counts. The features are computed, and kept for the update."""
     try:
         for item in group[0].context.items:
@@ -112,7 +112,7 @@ def main():
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
     readable = [group for group in groups if still_there(group, policy.features)]
-    lost = len(readable) < len(groups)  # one film has gone, or the disk with all of them
+    lost = len(readable) < len(groups)  # one video has gone, or the disk with all of them
     if launch.any_rank(lost and source.cache.away()) or not launch.any_rank(readable):
         raise launch.RunError("videos of these rollouts cannot be read; is the disk there?")
     groups = readable

@@ -1,6 +1,6 @@
 """
 serve.py (tests/slow/test_serve.py): the agent behind an OpenAI-compatible endpoint, with a page to
-ask a film.
+ask a video.
 
 All clients share one engine and one pump, so their questions run in one batch. An episode is that
 of tools/ask.py, and at temperature 0 so is the answer.
@@ -8,15 +8,15 @@ of tools/ask.py, and at temperature 0 so is the answer.
   POST /v1/chat/completions   the answer is `content`; the way to it is `trace` (events of ask.py)
                               and, as text, `reasoning_content`. "stream": true sends both as they
                               come, the answer last
-  GET  /v1/models, /health    GET / is the page; PUT /films takes a film that is dropped there
+  GET  /v1/models, /health    GET / is the page; PUT /videos takes a video that is dropped there
 
-The last user message is the question, and the film is the last one of the request:
+The last user message is the question, and the video is the last one of the request:
   {"type": "video_url", "video_url": {"url": U}}   U: a path or a file: URL below --video-root, a
-                              data: URL, or the URL that PUT /films gave
+                              data: URL, or the URL that PUT /videos gave
   {"type": "image_url", ..}   frames as data: URLs, each after a text like "<12.5 seconds>", or with
                               the field "fps". Frames without times are refused, because every
                               window would be wrong
-A request without a film is refused. Nothing is fetched from a network.
+A request without a video is refused. Nothing is fetched from a network.
 
 Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_completion_tokens
 (bounds the answer that is sent, never a thought: clients send 16), options ["..", ..], answer_type
@@ -24,7 +24,7 @@ Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_co
 their times). Options in the text, "A. .." one a line, are options too, and a text after them
 replaces our line on how to answer. Other fields are not read.
 
-Reads: a checkpoint folder, films below --video-root. Writes nothing that outlives the server.
+Reads: a checkpoint folder, videos below --video-root. Writes nothing that outlives the server.
 
 CPU toy:  python tools/serve.py --preset toy --ckpt out/demo/grpo --video-root out/demo/toy/videos
 1 GPU:    python tools/serve.py --ckpt grpo_out --video-root FILMS
@@ -80,8 +80,8 @@ MAX_MARKS = 100_000  # of [ { and , in a JSON body: parsing takes time and memor
 
 
 def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
-    """Messages -> (URL of a film or None, [(second or None, URL of an image)], the question)."""
-    film, frames, question, system, count = None, [], "", [], 0
+    """Messages -> (URL of a video or None, [(second or None, URL of an image)], the question)."""
+    video_url, frames, question, system, count = None, [], "", [], 0
     for message in messages:
         role, content = message.get("role"), message.get("content")
         items = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -90,7 +90,7 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
         texts, second = [], None
         count += len(items)
         if count > MAX_ITEMS:
-            raise Refused(400, f"a request has {MAX_ITEMS:,} texts, films and frames at most")
+            raise Refused(400, f"a request has {MAX_ITEMS:,} texts, videos and frames at most")
         for item in items:
             kind = item.get("type") if isinstance(item, dict) else None
             value = item.get(kind) if kind in ("text", "video_url", "image_url") else None
@@ -99,10 +99,10 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
                 raise Refused(400, "content holds items of type text, video_url and image_url, "
                               "each with its text or URL")
             if kind == "video_url":
-                film, frames = value, []
+                video_url, frames = value, []
             elif kind == "image_url":
                 frames.append((second, value))
-                film = second = None
+                video_url = second = None
             elif stamp := STAMP.fullmatch(value):
                 second = float(stamp[1])
             else:
@@ -117,7 +117,7 @@ def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
     question = "\n".join([*system, question])
     if len(question) > MAX_TEXT:
         raise Refused(400, f"a question has {MAX_TEXT:,} characters at most")
-    return film, frames, question
+    return video_url, frames, question
 
 
 def question_task(text: str, options=None, kind=None) -> dict:
@@ -140,7 +140,7 @@ def data_of(url: str) -> bytes:
     """A data: URL in base64 -> its bytes."""
     head, _, text = url.partition(",")
     if not (head.startswith("data:") and head.endswith(";base64")):
-        raise Refused(400, "films and frames in a request are data: URLs in base64; nothing is "
+        raise Refused(400, "videos and frames in a request are data: URLs in base64; nothing is "
                       "fetched from a network")
     try:
         return base64.b64decode(text, validate=True)
@@ -148,33 +148,33 @@ def data_of(url: str) -> bytes:
         raise Refused(400, "a data: URL that is not base64") from None
 
 
-class Films:
-    """Films below --video-root, and films of clients: files in a folder of this server, under a
-    digest of their bytes, so that a film that is sent again is decoded once."""
+class VideoStore:
+    """Videos below --video-root, and videos of clients: files in a folder of this server, under a
+    digest of their bytes, so that a video that is sent again is decoded once."""
 
     def __init__(self, root: str, max_bytes: int):
-        """max_bytes: bytes of clients' films that are kept; the longest unused go first."""
+        """max_bytes: bytes of clients' videos that are kept; the longest unused go first."""
         self.root, self.most = root, max_bytes
-        self.sent = tempfile.mkdtemp(prefix="films-")
+        self.sent = tempfile.mkdtemp(prefix="videos-")
         self.lock = threading.Lock()  # uploads come from several threads
-        self.used = collections.Counter()  # name -> questions that look at the film now
+        self.used = collections.Counter()  # name -> questions that look at the video now
 
-    def find(self, film: str | None, frames: list, fps: float | None) -> tuple[str, str]:
-        """-> (folder, path in it) of a request's film. A film of a client counts as used until
+    def find(self, url: str | None, frames: list, fps: float | None) -> tuple[str, str]:
+        """-> (folder, path in it) of a request's video. A video of a client counts as used until
         `release`."""
-        if film and film.startswith("data:"):
-            return self.sent, self.keep({"": data_of(film)}, True)
-        if film and (sent := re.fullmatch("film:([0-9a-f]{64})", film)):
+        if url and url.startswith("data:"):
+            return self.sent, self.keep({"": data_of(url)}, True)
+        if url and (sent := re.fullmatch("video:([0-9a-f]{64})", url)):
             return self.again(sent[1])
-        if film:
+        if url:
             with contextlib.suppress(ValueError):  # "http://[" is no address at all
-                parts = urlsplit(film)
+                parts = urlsplit(url)
                 if parts.scheme in ("", "file") and parts.netloc in ("", "localhost"):
-                    return self.root, self.inside(unquote(parts.path) if parts.scheme else film)
-            raise Refused(400, "a film is a path or a file: URL below --video-root, or a data: "
-                          "URL; nothing is fetched from a network: download the film first")
+                    return self.root, self.inside(unquote(parts.path) if parts.scheme else url)
+            raise Refused(400, "a video is a path or a file: URL below --video-root, or a data: "
+                          "URL; nothing is fetched from a network: download the video first")
         if not frames:
-            raise Refused(400, "there is no film: send a video_url, or frames as image_url")
+            raise Refused(400, "there is no video: send a video_url, or frames as image_url")
         times = [second for second, _ in frames]
         if None in times and fps is None:
             raise Refused(400, 'frames need times: a text like "<12.5 seconds>" before each, or '
@@ -191,18 +191,18 @@ class Films:
             if os.path.exists(video.resolve(path, self.root)):
                 return os.path.relpath(os.path.join(self.root, path), self.root)
         # One line for both, so that no client learns which files lie elsewhere.
-        raise Refused(404, "no such film below --video-root")
+        raise Refused(404, "no such video below --video-root")
 
     def again(self, name: str) -> tuple[str, str]:
-        """The film that PUT /films has taken earlier."""
+        """The video that PUT /videos has taken earlier."""
         with self.lock:
             if not os.path.exists(os.path.join(self.sent, name)):
-                raise Refused(404, "this film is no longer kept here: send it again")
+                raise Refused(404, "this video is no longer kept here: send it again")
             self.used[name] += 1
         return self.sent, name
 
     def keep(self, files: dict[str, bytes], used: bool = False) -> str:
-        """{name: bytes} of a folder of frames, or {"": bytes} of a film -> its name in `sent`."""
+        """{name: bytes} of a folder of frames, or {"": bytes} of a video -> its name in `sent`."""
         digest = hashlib.sha256()
         for file, data in files.items():
             digest.update(f"{file} {len(data)} ".encode())
@@ -215,18 +215,18 @@ class Films:
                     with tempfile.TemporaryDirectory(dir=self.sent, prefix=".",
                                                      ignore_cleanup_errors=True) as part:
                         for file, data in files.items():
-                            with open(os.path.join(part, file or "film"), "wb") as f:
+                            with open(os.path.join(part, file or "video"), "wb") as f:
                                 f.write(data)
-                        os.rename(part if len(files) > 1 else os.path.join(part, "film"), path)
+                        os.rename(part if len(files) > 1 else os.path.join(part, "video"), path)
                 os.utime(path)
             except OSError as error:  # the disk is full, say
-                raise Refused(507, f"the film cannot be kept: {error.strerror}") from None
+                raise Refused(507, f"the video cannot be kept: {error.strerror}") from None
             self.used[name] += used
             self.make_room(name)
         return name
 
     def make_room(self, newest):
-        """Deletes clients' films that have not been used for the longest, above `most` bytes."""
+        """Deletes clients' videos that have not been used for the longest, above `most` bytes."""
         def size(path):
             inner = os.listdir(path) if os.path.isdir(path) else [""]
             return sum(os.path.getsize(os.path.join(path, name).rstrip("/")) for name in inner)
@@ -239,7 +239,7 @@ class Films:
                 shutil.rmtree(entry.path) if entry.is_dir() else os.remove(entry.path)
 
     def release(self, root: str, name: str) -> None:
-        """A question about this film has ended."""
+        """A question about this video has ended."""
         if root == self.sent:
             with self.lock:
                 self.used[name] -= 1
@@ -342,7 +342,7 @@ class Agents:
             raise Refused(504, f"no answer within {self.args.seconds:g} seconds") from None
 
     async def play(self, tell, task, num_frames, agent, root):
-        """An episode about a film; tells the events of ask.py, the answer with its tokens."""
+        """An episode about a video; tells the events of ask.py, the answer with its tokens."""
         source = replace(self.sampler.source, root=root)
         sampler = replace(self.sampler, agent=agent, source=source, pump=self.pump)
         # A name of its own for each question: names of requests come from it. Seeds do not.
@@ -469,7 +469,7 @@ class Guard:
         return None
 
 
-def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
+def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
     """-> the application. key: that clients must send; None: none."""
     from typing import Annotated, Literal
 
@@ -543,31 +543,31 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         return {"object": "list",
                 "data": [{"id": args.name, "object": "model", "created": 0, "owned_by": "local"}]}
 
-    @app.get("/films")
+    @app.get("/videos")
     def listed():  # in a thread, because a large folder takes seconds
-        """Films below --video-root for the page."""
-        paths = itertools.islice(ask.videos_below(films.root), 1000)
-        names = sorted(os.path.relpath(path, films.root) for path in paths)
+        """Videos below --video-root for the page."""
+        paths = itertools.islice(ask.videos_below(store.root), 1000)
+        names = sorted(os.path.relpath(path, store.root) for path in paths)
         # A name that is no UTF-8 cannot be sent.
         return [name for name in names if not re.search("[\ud800-\udfff]", name)]
 
-    @app.put("/films")
+    @app.put("/videos")
     async def dropped(request: Request):
         body = request.scope.pop("body")
         if not body:
-            raise Refused(400, "the body is the film, and it is empty")
-        return {"url": "film:" + await asyncio.to_thread(films.keep, {"": body})}
+            raise Refused(400, "the body is the video, and it is empty")
+        return {"url": "video:" + await asyncio.to_thread(store.keep, {"": body})}
 
-    @app.get("/films/{path:path}")
+    @app.get("/videos/{path:path}")
     async def played(path: str):
-        """A film for the page's player."""
-        path = films.inside(path)
-        file = os.path.join(films.root, path)
+        """A video for the page's player."""
+        path = store.inside(path)
+        file = os.path.join(store.root, path)
         if not os.path.isfile(file):
             raise Refused(404, "a player needs a file, and this is a folder of frames")
         # Other files below --video-root, and those that a link leads to, are not shown.
-        await asyncio.to_thread(check_film, agents.sampler.source, films.root, path)
-        # Whatever the name says, a browser must not take a film for a page of this server.
+        await asyncio.to_thread(check_video, agents.sampler.source, store.root, path)
+        # Whatever the name says, a browser must not take a video for a page of this server.
         kind = mimetypes.guess_type(file)[0] or ""
         return FileResponse(file, media_type=kind if kind.startswith("video/") else "video/mp4",
                             headers={"X-Content-Type-Options": "nosniff",
@@ -584,21 +584,21 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
         body = Asked.model_validate_json(request.scope.pop("body"))
         if body.model not in (None, "", args.name):
             raise Refused(404, f"no such model; there is {args.name}")
-        film, frames, question = parts_of(body.messages)
+        video_url, frames, question = parts_of(body.messages)
         values = {"temperature": body.temperature, "seed": body.seed}
         agent = replace(agents.sampler.agent, **{k: v for k, v in values.items() if v is not None})
-        root, path = await asyncio.to_thread(films.find, film, frames, body.fps)
-        # Films and frames are files now, and a question may wait for long.
-        film = None if film and film.startswith("data:") else film
+        root, path = await asyncio.to_thread(store.find, video_url, frames, body.fps)
+        # Videos and frames are files now, and a question may wait for long.
+        video_url = None if video_url and video_url.startswith("data:") else video_url
         fps = None if frames else body.fps
         body.messages.clear()
         frames.clear()
         guard.free(request.scope)
         head = {"id": "chatcmpl-" + secrets.token_hex(12), "created": int(time.time()),
                 "model": args.name}
-        ended = partial(films.release, root, path)
+        ended = partial(store.release, root, path)
         try:
-            info = await asyncio.to_thread(check_film, agents.sampler.source, root, path)
+            info = await asyncio.to_thread(check_video, agents.sampler.source, root, path)
             default = min(max(round(fps * info.duration), 1), 1024) if fps else args.frames
             task = {"id": head["id"], "video": path,
                     **question_task(question, body.options, body.answer_type)}
@@ -615,7 +615,7 @@ def make_app(agents: Agents, films: Films, args, key: bytes | None = None):
             async for event in under_way.events():
                 trace.append(event)
                 yield event
-            episodes[head["id"]] = {"question": question, "film": film, "events": trace}
+            episodes[head["id"]] = {"question": question, "video": video_url, "events": trace}
             while len(episodes) > 100:
                 episodes.popitem(last=False)
 
@@ -652,13 +652,13 @@ def page_text() -> tuple[str, str]:
                   "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
 
-def check_film(source, root, path):
-    """-> VideoInfo. Raises Refused if a film cannot be opened."""
+def check_video(source, root, path):
+    """-> VideoInfo. Raises Refused if a video cannot be opened."""
     try:
         return video.probe(video.resolve(path, root), source.cache)
     except video.VideoError as error:  # not str(error): that holds a path of this machine
         reason = error.why.replace(root, "")[:200]
-        raise Refused(400, f"the film cannot be read: {reason}") from None
+        raise Refused(400, f"the video cannot be read: {reason}") from None
 
 
 def http_server(app, agents, **config):
@@ -722,20 +722,20 @@ def parse_args():
     add("--name", help="of the model, as clients ask for it; default: the folder's name")
     add("--api-key-env", help="environment variable with the key that clients send")
     add("--max-mb", type=float, default=256.0, help="MiB of one request")
-    add("--films-gb", type=float, default=4.0, help="GiB of clients' films that are kept")
+    add("--videos-gb", type=float, default=4.0, help="GiB of clients' videos that are kept")
     add("--live", type=int, default=0, help="episodes at once; 0 = twice max_num_seqs")
     add("--waiting", type=int, default=256, help="questions under way or waiting; then 429")
     add("--seconds", type=float, default=600.0, help="for one question, waiting included")
     rollout.add_agent_arguments(parser)
     if arguments.parse_early(parser).preset == "toy":
         parser.set_defaults(**rollout.toy_defaults())
-    # The same answer each time. Films of any folder must be asked for.
+    # The same answer each time. Videos of any folder must be asked for.
     parser.set_defaults(temperature=0.0, video_root=".", gpu_memory_utilization=0.9,
                         subtitles="none")
     args = parser.parse_args()
     arguments.require_min(1, args, "frames", "waiting")
     arguments.require_min(0, args, "live")
-    for name in ("max_mb", "films_gb", "seconds"):
+    for name in ("max_mb", "videos_gb", "seconds"):
         if not 0 < getattr(args, name) < float("inf"):
             raise launch.UserError(f"--{name.replace('_', '-')} must be above 0")
     args.live = args.live or 2 * args.max_num_seqs
@@ -765,18 +765,18 @@ def main():
     launch.print0(f"{args.ckpt}: loading the engine")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     engine = rollout.make_engine(ckpt, codec, args)
-    films = Films(source.root, int(args.films_gb * 2**30))
+    store = VideoStore(source.root, int(args.videos_gb * 2**30))
     agents = Agents(rollout.RolloutWorker(engine, codec, source, agent), args)
-    launch.print0(f"http://{args.host}:{args.port}  model {args.name}, films of {source.root}")
+    launch.print0(f"http://{args.host}:{args.port}  model {args.name}, videos of {source.root}")
     # uvicorn raises the signal once more after its own end, which would skip the lines below.
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        http_server(make_app(agents, films, args, key), agents,
+        http_server(make_app(agents, store, args, key), agents,
                     log_level="warning").run([args.socket])
     finally:
-        with films.lock:  # not in the middle of an upload
-            shutil.rmtree(films.sent, ignore_errors=True)
+        with store.lock:  # not in the middle of an upload
+            shutil.rmtree(store.sent, ignore_errors=True)
         agents.close()
 
 

@@ -14,7 +14,7 @@ from evaluation import qwen_vl_sampling
 
 def test_sizes_are_those_of_the_processors():
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_film
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_video
 
     draw = random.Random(1)
     for _ in range(2000):
@@ -22,7 +22,7 @@ def test_sizes_are_those_of_the_processors():
         for factor, least, most in ((28, 100352, 602112), (28, 784, 50176), (32, 65536, 16777216)):
             wanted = smart_resize(height, width, factor, least, most)
             assert qwen_vl_sampling.sides(height, width, factor, least, most) == wanted
-        assert qwen_vl_sampling.film(900, height, width, 25165824)[1] == of_film(
+        assert qwen_vl_sampling.vllm_video(900, height, width, 25165824)[1] == of_video(
             32, height, width, 2, 32, 4096, 25165824)
-    places, _ = qwen_vl_sampling.film(901, 480, 640, 25165824)
+    places, _ = qwen_vl_sampling.vllm_video(901, 480, 640, 25165824)
     assert places == np.linspace(0, 900, 32, dtype=int).tolist()

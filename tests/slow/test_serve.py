@@ -38,10 +38,10 @@ class Running:
         self.engine = engine or Scripted(codec, answered)
         self.engine.close = lambda: None
         source = rollout.Source(str(root), video.FrameCache())
-        self.films = serve.Films(str(root), 2**24)
+        self.store = serve.VideoStore(str(root), 2**24)
         self.agents = serve.Agents(rollout.RolloutWorker(self.engine, codec, source, AGENT),
                                    self.args)
-        self.guard = serve.make_app(self.agents, self.films, self.args, key)
+        self.guard = serve.make_app(self.agents, self.store, self.args, key)
         self.server = serve.http_server(self.guard, self.agents, port=0, log_level="error")
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
@@ -56,7 +56,7 @@ class Running:
         self.server.should_exit = True
         self.thread.join()
         self.agents.close()
-        shutil.rmtree(self.films.sent)
+        shutil.rmtree(self.store.sent)
 
     def post(self, *content, **fields):
         return self.http.post("/v1/chat/completions", json=body_of(*content, **fields))
@@ -127,7 +127,7 @@ def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(runnin
     server = running()
     wanted = asked_in_terminal(codec, toy)
     ways = [FILM, "./" + FILM, f"file://{toy}/{FILM}", str(toy / FILM), as_data(toy / FILM)]
-    kept = server.http.put("/films", content=(toy / FILM).read_bytes()).json()["url"]
+    kept = server.http.put("/videos", content=(toy / FILM).read_bytes()).json()["url"]
     for way in [*ways, kept]:
         response = server.post(film(way), text())
         assert content_of(response).split()[0] == "red"
@@ -170,11 +170,11 @@ def test_frames_as_images_options_and_stream_null(running):
 def test_a_film_is_never_a_page(running, toy, tmp_path):
     """A film may be named evil.html and hold a script beside its frames."""
     server = running()
-    server.films.root = str(tmp_path)
+    server.store.root = str(tmp_path)
     for name, kind in (("evil.html", "video/mp4"), ("a.svg", "video/mp4"), ("b", "video/mp4"),
                        ("a.mp4", "video/mp4"), ("a.webm", "video/webm")):
         shutil.copy(toy / FILM, tmp_path / name)
-        headers = server.http.get(f"/films/{name}").headers
+        headers = server.http.get(f"/videos/{name}").headers
         assert headers["Content-Type"] == kind
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Content-Security-Policy"] == "sandbox"
@@ -253,22 +253,22 @@ def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(runn
         except (ValueError, KeyError, TypeError):
             line = None
         good = (response.status_code in (400, 404, 413) and line and "\n" not in line
-                and len(line) < 400 and str(toy) not in line and "films-" not in line)
+                and len(line) < 400 and str(toy) not in line and "videos-" not in line)
         if not good:
             wrong[name] = response.status_code, response.text[:200]
     assert not wrong
-    assert server.agents.taken == 0 and not +server.films.used
+    assert server.agents.taken == 0 and not +server.store.used
     assert content_of(server.post())
 
 
 @pytest.mark.parametrize("method, path, headers, status", [
     ("POST", "/v1/chat/completions", {"Host": "example.org"}, 403),
     ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}, 415),
-    ("GET", "/films/../../etc/passwd", {}, 404),
-    ("GET", "/films/%2e%2e/%2e%2e/etc/passwd", {}, 404),
-    ("GET", "/films/videos", {}, 404),
+    ("GET", "/videos/../../etc/passwd", {}, 404),
+    ("GET", "/videos/%2e%2e/%2e%2e/etc/passwd", {}, 404),
+    ("GET", "/videos/videos", {}, 404),
     ("GET", "/episodes/none", {}, 404),
-    ("PUT", "/films", {}, 400),
+    ("PUT", "/videos", {}, 400),
 ])
 def test_the_door_is_guarded(running, method, path, headers, status):
     server = running()
@@ -324,7 +324,7 @@ def test_a_client_that_leaves_ends_its_episode(running, codec, stream):
                 pass
     server.until(lambda: server.agents.taken == 0 and not server.agents.jobs)
     assert not server.agents.pump.waiting, "the engine still has its request"
-    assert not +server.films.used
+    assert not +server.store.used
     server.engine.go.set()
     assert content_of(server.post())
 
@@ -335,7 +335,7 @@ def test_a_server_ends_while_a_body_is_half_sent(running):
 
     server = running()
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
-        client.sendall(b"PUT /films HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
+        client.sendall(b"PUT /videos HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
         server.until(lambda: server.guard.in_flight == 3)
         server.server.handle_exit(signal.SIGTERM, None)
         server.until(lambda: not server.thread.is_alive())

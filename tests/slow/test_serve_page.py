@@ -15,7 +15,7 @@ def visit(browser):  # noqa: F811
         browser.get("about:blank")
         browser.get(server.url + "/" + fragment)
         server.until(lambda: browser.execute_script(
-            "return document.getElementById('film').options.length > 1 "
+            "return document.getElementById('video').options.length > 1 "
             "|| !document.getElementById('locked').hidden"))
         return browser
 
@@ -26,8 +26,8 @@ def visit(browser):  # noqa: F811
 
 
 def ask(page, question=QUESTION, film=FILM):
-    page.execute_script("document.getElementById('film').value = arguments[0];"
-                        "document.getElementById('film').onchange();"
+    page.execute_script("document.getElementById('video').value = arguments[0];"
+                        "document.getElementById('video').onchange();"
                         "document.getElementById('question').value = arguments[1];"
                         "document.getElementById('form').requestSubmit();", film, question)
 
