@@ -10,8 +10,8 @@ Departs from the usual server beside the trainer: no copy of the weights on disk
 engine's log-probs are those of the distribution that was sampled from: temperature and banned ids
 applied, no top-p and no top-k (eval.py alone may set these).
 
-Reads a checkpoint folder; writes nothing. Used by rollout.py and evaluation/endpoint.py; copy
-EngineLoop for any engine that has submit(request), abort(request id) and poll().
+Reads a checkpoint folder; writes nothing. Used by rollout.py, grpo.py and evaluation/. EngineLoop
+serves any engine that has submit(request), abort(request id) and poll().
 """
 import asyncio
 import atexit
@@ -166,7 +166,7 @@ class EngineConfig:
     gpu_memory: float = 0.5  # fraction of the card
     sleeping: bool = False  # give memory back while the trainer works (GPU)
     max_videos: int = 1  # in one context
-    max_num_batched_tokens: int = None  # of one step, chunks of longer prompts; None: vLLM's number
+    max_num_batched_tokens: int = None  # of one step; None: vLLM's number, on a CPU no chunks
 
 
 class VllmEngine:
@@ -235,10 +235,10 @@ class VllmEngine:
         self.running[request.id] = request
         self.engine.add_request(request.id, prompt, params)
 
-    def abort(self, name: str) -> None:
-        """Forgets a request. name: its id."""
-        if self.running.pop(name, None):
-            self.engine.abort_request([name])
+    def abort(self, request_id: str) -> None:
+        """Forgets a request."""
+        if self.running.pop(request_id, None):
+            self.engine.abort_request([request_id])
 
     def poll(self) -> list[Completion]:
         """One step of the engine -> the requests that it finished. Raises RuntimeError if the

@@ -291,7 +291,7 @@ def evaluate(args):
         # This rank's tasks of every job.
         rank_jobs = [(*job[:3], [job[3][i] for i in part]) for job, part in zip(jobs, shares[rank])]
         run_jobs(rank_jobs, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
-    faulthandler.cancel_dump_traceback_later()  # no more beats: waiting and grading take long
+    faulthandler.cancel_dump_traceback_later()  # no more resets: waiting and grading take long
     if world > 1:
         launch.any_rank(False)  # a barrier: all records are written
     if engine and args.engine == "openai" and rank == 0:

@@ -135,7 +135,7 @@ def training_trees(groups, args):
     """Groups of this rank, with advantages -> (trees of the groups with a signal, sampled tokens of
     ALL groups, number of skipped groups). The tokens of a skipped group count in N: they have
     advantage 0."""
-    # rollouts are numbered through all groups of the rank, see group_tree.
+    # Rollouts are numbered through all groups of the rank, see group_tree.
     trees, tokens, skipped, rollouts = [], 0, 0, 0
     for group in groups:
         tokens += sum(sum(e.context.mask) for e in group)
@@ -376,7 +376,7 @@ def main():
     engine, source = run.sampler.engine, run.sampler.source
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
-    stop_asked = launch.stop_on_signal()
+    stop_event = launch.stop_on_signal()
     bad_steps = 0  # steps in a row without a finite gradient or a video
     if val_tasks and run.start == 0:  # the accuracy that training starts from
         best["last_unread"] = evaluate(run.log, run.sampler, val_tasks, 0, args)[1]
@@ -438,7 +438,7 @@ def main():
                 best.update(best=acc, best_step=step + 1, best_unread=unread)
             best["last_unread"] = unread
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
-        stopping = launch.any_rank(stop_asked.is_set())
+        stopping = launch.any_rank(stop_event.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad_steps
         # Bad steps moved no weight: a run that only stops in one takes them again.
@@ -624,7 +624,7 @@ def build_parser():
     add("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end")
     parser.add_setting("show_every", "steps between printed rollouts; 0 = never", 20)
     add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
-    add("--eval-every", type=int, default=50, help="steps between them; 0 = at the end")
+    add("--eval-every", type=int, default=50, help="steps between uses of --val; 0 = at the end")
     return parser
 
 

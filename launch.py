@@ -153,7 +153,7 @@ def cores():
 
 
 def use_gpu(cpu=False):
-    """Whether this process computes on a GPU. cpu: no. Raises UserError that says why not,
+    """Whether this process computes on a GPU; with cpu never. Raises UserError that says why not,
     if the machine or the build of torch shows that there should be one: an 8B would train in fp32
     on the CPU."""
     import torch

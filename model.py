@@ -74,7 +74,7 @@ class VisionFeatures:
     sets are dropped if all together exceed max_bytes."""
 
     def __init__(self, visual, codec, load, max_bytes=2**30):
-        """load: a VisionItem's spec -> video.Frames; called only if the features are not kept."""
+        """load: a VisionItem's spec -> video.Frames; for features and frames not kept."""
         self.visual, self.codec, self.load = visual, codec, load
         self.frames = {}  # VisionItem.key -> video.Frames that are in memory, which need no load
         self.cache = OrderedDict()  # VisionItem.key -> features
@@ -290,11 +290,11 @@ def pad_packs_over_ranks(codec, packs):
     """
     import torch.distributed as dist
 
-    longest = torch.tensor(len(packs))  # in host memory, so the host does not wait for a GPU
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    max_packs = torch.tensor(len(packs))  # in host memory, so the host does not wait for a GPU
+    dist.all_reduce(max_packs, op=dist.ReduceOp.MAX)
     # Two ids, the second one trained: the smallest pack with a loss to go backward from.
     spare = pack_trees(codec, [Tree(TokenSpan([codec.eos, codec.eos], [0, 1]))])
-    return [(pack, True) for pack in packs] + [(spare, False)] * (int(longest.item()) - len(packs))
+    return [(pack, True) for pack in packs] + [(spare, False)] * (int(max_packs) - len(packs))
 
 
 def to_device(tensor, device):

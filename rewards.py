@@ -88,13 +88,13 @@ def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardCo
     # sampled token, the format part at the tokens that --format-credit names.
     paid_task = acc + pay.tool_weight * tool - pay.call_cost * len(executed)
     paid_fmt = pay.format_weight * fmt
-    judged = {}
+    extra = {}
     if evidence := task.get("evidence"):
-        judged["windows"] = window_scores([(c["start"], c["end"]) for c in executed], evidence)
+        extra["windows"] = window_scores([(c["start"], c["end"]) for c in executed], evidence)
         # The IoU: recall would pay for the whole video, and a sum over windows for copies of one.
-        paid_task += pay.window_weight * (judged["windows"]["iou"] or 0.0)
+        paid_task += pay.window_weight * (extra["windows"]["iou"] or 0.0)
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
-            "total": paid_task + paid_fmt, **judged}
+            "total": paid_task + paid_fmt, **extra}
 
 
 def accuracy(response, task_type, gold, options=None):
@@ -607,8 +607,8 @@ def list_share(answer, gold):
 # Option letters
 
 # Each pattern sees single spaces and newlines. None has two open-ended repeats in a row, so all
-# take linear time. Of brackets they see round ones alone, see tidied. A table of the tests has a
-# reply for each alternative.
+# take linear time. Of brackets they see round ones alone, see strip_markdown. A table of the tests
+# has a reply for each alternative.
 OPTION = r"(?:option )?\(?"
 END = r"(?![-']?\w|\+\+|#|\.\w\.)"  # alone: not Apples, A's, B-roll, C++, C#, A.M.
 IS = r" (?:is|(?:would|should|must) be)(?: most)?(?: \w{1,9}ly)?"
@@ -676,7 +676,7 @@ def lists_options(text, letter, letters):
 
 
 def named_letters(pattern, text, letters):
-    """{letter: index after the letter} of all letters that a pattern names in text, by last
+    """{letter: index after the match} of all letters that a pattern names in text, by last
     mention. Denied letters are left out, and so is a letter that begins a list of the options."""
     named, valid, end = {}, True, 0
     for match in pattern.finditer(text):
@@ -705,7 +705,7 @@ def stated_letter(pattern, text, letters):
 
 
 def letters_by_text(answer, texts, letters):
-    """The letters of the options whose text is said and not denied. All arguments normalised."""
+    """The letters of the options whose text is said and not denied. answer, texts: normalised."""
     # Longer texts first, so that "hot dog" does not name "dog". A lone letter is a label.
     names = {text for text in texts if text.upper() not in {"", *letters}}
     any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
@@ -776,7 +776,7 @@ AT = rf"[a-z_]{{0,8}}(?: time(?:stamp)?)?(?: \(s(?:econds)?\))?[\"' :=]{{0,6}}(?
 NAMED = re.compile(rf"(?i)(?:start|begin){AT}[^0-9]{{0,60}}?(?:end|finish|stop){AT}")
 # Words just before or after a pair of numbers that is no time. A newline stands for the pair.
 COUNTED = re.compile(r"(?i)(?:frames?|confidence:?)(?: \w{4,7})? ?\n|\n (?:frame|percent|confid)")
-MINUTES = re.compile(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)")
+MINUTE_RANGE = re.compile(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)")
 MINUTES = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?) ?m(?:in(?:ute)?s?|(?= ?[0-9]{1,2} ?s))"
                      rf"(?:,? ?(?:and )?([0-9]{{1,2}}(?:\.[0-9]{{1,3}})?){SECONDS})?")
 
@@ -791,7 +791,7 @@ def extract_span(response):
     text = re.sub(r"<([0-9][^<>]*)>", r"\1", answer_text(response))
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
     # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
-    text = re.sub(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)", r"\1 min to ", text)
+    text = MINUTE_RANGE.sub(r"\1 min to ", text)
     text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)
     spans = [(match.span(), match[1], match[2]) for match in NAMED.finditer(text)]
     alone = text.strip(" .\"'")

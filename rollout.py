@@ -265,12 +265,12 @@ RECORD_FIELDS = ("task", "group", "sample", "policy_step", "status", "error", "t
 class RolloutWorker:
     """Everything that turns tasks into episodes."""
 
-    engine: object  # submit(Request), poll() -> [Completion], max_seqs: the size of the batch
+    engine: object  # submit(Request), abort(id), poll() -> [Completion], max_seqs: the batch
     codec: chat.ChatProcessor
     source: Source
     agent: AgentConfig
     pay: rewards.RewardConfig = rewards.RewardConfig()  # the terms of the reward and their weights
-    judge: object = None  # endpoint.Judge, whose verdicts pay open answers; None: token F1
+    judge: object = None  # plumbing.judge.Judge, whose verdicts pay open answers; None: token F1
     threads: int = field(default_factory=video.decode_threads)  # that decode
     max_live: int = None  # episodes at once; None = twice the engine's batch
     open_context: callable = open_context  # of sub-agents; evaluation/systems.py has another
@@ -327,8 +327,8 @@ async def run_episode(episode: Episode, sampler: RolloutWorker) -> Episode:
 
         # Fan-out: one sub-agent per window, all at once. They join the engine's running batch. Or
         # the main agent looks at the windows itself.
-        answer = load_windows if agent.crop_response == "frames" else run_sub_agents
-        windows = await answer(records, calls, episode, sampler, turn)
+        respond = load_windows if agent.crop_response == "frames" else run_sub_agents
+        windows = await respond(records, calls, episode, sampler, turn)
 
         # Gather: ONE user turn, in call order, then ONE generation prompt.
         replies = [{"role": "tool", "content": [{"type": "video", **spec}] if spec
@@ -494,8 +494,8 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
 
     # Only the text after the thought is returned: the main agent's context stays small.
     # A thought that never closes holds no summary. A Thinking checkpoint's template opens one.
-    thought = rewards.never_closed(completion.text, codec is not None and codec.opens_thought)
-    summary = "" if thought else completion.text.rpartition("</think>")[2].strip()
+    unclosed = rewards.never_closed(completion.text, codec is not None and codec.opens_thought)
+    summary = "" if unclosed else completion.text.rpartition("</think>")[2].strip()
     context.sampled(completion.ids, completion.logps)
     # Sub-agents are not trained. Their ids are kept so that a record is complete.
     ids = {"ids": context.ids, "mask": context.mask, "logps": context.logps,
@@ -574,8 +574,8 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
 
 async def score_episode(episode: Episode, pay: rewards.RewardConfig | None = None,
                         judge=None) -> Episode:
-    """Sets the reward of an episode that has ended. judge: endpoint.Judge or None. It reads open
-    answers only, because letters, lists, spans and missing answers are graded by rule."""
+    """Sets the reward of an episode that has ended. judge: plumbing.judge.Judge or None. It reads
+    open answers only, because letters, lists, spans and missing answers are graded by rule."""
     task, verdict = episode.task, None
     answer = rewards.final_answer(episode.turns, episode.think_open)
     judged = (judge is not None and rewards.task_types()[task["type"]].judged
@@ -640,7 +640,8 @@ def from_json(row: dict) -> Episode:
 
 def add_agent_arguments(parser, tools: bool = True) -> None:
     """Flags and settings of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields
-    of AgentConfig, Source. tools=False leaves --tools to the caller (eval.py runs both modes)."""
+    of AgentConfig, those of Source, the engine. tools=False leaves --tools to the caller (eval.py
+    runs both modes)."""
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     for f in fields(AgentConfig):
         if f.metadata["is_setting"]:
@@ -693,11 +694,11 @@ def check_positions(codec, agent) -> None:
     """Raises UserError if a context may be longer than the checkpoint's positions."""
     text = json.loads(codec.files["config.json"])["text_config"]
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    places = text.get("max_position_embeddings", agent.max_model_len)
+    max_positions = text.get("max_position_embeddings", agent.max_model_len)
     # Positions that are stretched (yarn) may be more than max_position_embeddings.
-    if rope.get("rope_type", "default") == "default" and agent.max_model_len > places:
+    if rope.get("rope_type", "default") == "default" and agent.max_model_len > max_positions:
         raise launch.UserError(f"--max-model-len {agent.max_model_len}: the checkpoint has "
-                               f"{places} positions; lower it (for one of toy.py: --preset toy)")
+                               f"{max_positions} positions; lower it (for toy.py: --preset toy)")
 
 
 def check_context(codec, tasks, agent, source, frames) -> None:
@@ -805,7 +806,7 @@ def parse_args():
     add("--num-generations", type=int, default=1, help="rollouts per task")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
-    add("--show", type=int, default=0, help="print so many episodes, «sampled» text in marks")
+    add("--show", type=int, default=0, help="print this many episodes, «sampled» text in marks")
     add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says")
     # A preset changes defaults, which yield to flags. So the preset must be known first.
@@ -876,7 +877,7 @@ def main():
     sampler = RolloutWorker(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
 
     runs.write_args(runs.args_path(args.out), args, inputs=inputs)
-    stop_asked, began = launch.stop_on_signal(), time.monotonic()
+    stop_event, began = launch.stop_on_signal(), time.monotonic()
     episodes = run(sampler, tasks, args.frames, args.num_generations, args.step, done=done)
     with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
         if part.tell():
@@ -888,7 +889,7 @@ def main():
             part.flush()  # a kill loses the episodes under way alone
             if len(rows) - len(done) <= args.show:
                 print(show(episode, codec), flush=True)
-            if stop_asked.is_set():
+            if stop_event.is_set():
                 break
     write(rows, args.out)
     seconds = time.monotonic() - began

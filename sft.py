@@ -279,7 +279,7 @@ def build_optimizers(policy, args, device):
         optimizers.append(torch.optim.Muon(layers, lr=args.muon_lr, momentum=0.95, weight_decay=0.0,
                                            adjust_lr_fn="match_rms_adamw"))
         if device.type == "cpu":
-            muon.rank_matrices(optimizers[-1], layers)
+            muon.distribute(optimizers[-1], layers)
     return optimizers
 
 
@@ -426,7 +426,7 @@ def main():
 
         # 3. The held-out loss, and a checkpoint.
         # `last` links to the newest checkpoint, `best` to the one with the lowest held-out loss.
-        # held is None without --val: then no `best`, and checkpoints by --save-every alone.
+        # val_chats is None without --val: then no `best`, and checkpoints by --save-every alone.
         if val_chats and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, val_chats, args, rank, world)
             unread = sorted(launch.gather_rows(sorted(val_chats.broken)))

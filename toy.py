@@ -136,7 +136,7 @@ def told_scenes(scenes, looks):
 
 
 def make_task(name, scenes, border):
-    """asked: the border colour of the question."""
+    """A video's task. border: the border colour of the question."""
     hits = [scene for scene in scenes if scene["border"] == border]
     return {"id": name, "video": f"videos/{name}.mp4",
             "question": f"Which colours flash while the border is {border}?", "options": None,

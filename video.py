@@ -77,7 +77,7 @@ class VideoInfo:
 class VideoTable:
     """When the frames of a video are displayed, and where a decoder can begin."""
 
-    state: tuple  # real path, identity, READER: another state of the file is another video
+    state: tuple  # real path, identity, CACHE_VERSION: another state of the file is another video
     starts: np.ndarray  # [N] seconds, strictly increasing, the first is 0; read-only
     info: VideoInfo
     ticks: np.ndarray  # [N] the same times in the stream's own unit, or numbers of frames
@@ -271,7 +271,7 @@ class Source:
 
     def overview_spec(self, task, num_frames):
         """The overview of a task, as `load` reads it and as a rollout records it."""
-        # Only if set: records of runs without --set snap=have no such field.
+        # Only if set: records of runs without --set snap=keyframe have no such field.
         snap = {"snap": True} if self.snap else {}
         return {"video": task["video"], "frames": num_frames, **snap}
 
@@ -290,7 +290,7 @@ class Source:
         return frames, duration, self.subtitles(task, frames.seconds) if timed else "", fingerprint
 
     def load_window(self, spec, fingerprint):
-        """A crop as the model asked for -> (the same clamped to the video, Frames). fingerprint:
+        """A crop that the model asked for -> (the same clamped to the video, Frames). fingerprint:
         its identity at the overview. Raises as `load` does, and VideoError for another video."""
         frames = self.load_unchanged(spec, fingerprint)
         # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
@@ -581,7 +581,7 @@ def _display_pts(path):
     if such a frame has no dts: a decoder holds the last frames back. ffmpeg takes their pts, and
     its last frames are out of order.
     """
-    # wrong, latest: of pts, of dts. dts: of each frame.
+    # disorder, latest: of pts, of dts. dts: of each frame.
     times, dts, length, disorder, latest = [], [], 0, [0, 0], [-math.inf, -math.inf]
     with _stream(path) as (container, stream):
         for frame in container.decode(stream):
@@ -746,7 +746,7 @@ class ChildDecoder:
         self.timeout, self.process, self.pipe = timeout, process, pipe
 
     def ask(self, request):
-        """Like _answer. VideoError also if two children died, or if one stayed silent."""
+        """Like _dispatch. VideoError also if two children died, or if one stayed silent."""
         frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
         patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
         for _ in range(2):  # a user may have killed the first
@@ -814,7 +814,7 @@ class Decoders:
         self.idle, self.busy, self.lock = [], 0, threading.Lock()
 
     def ask(self, request):
-        """_answer of an idle or a new child; without a timeout, of this thread."""
+        """_dispatch of an idle or a new child; without a timeout, of this thread."""
         if self.timeout is None:
             return _dispatch(request)
         with self.lock:
@@ -849,12 +849,12 @@ class MemoryCache:
     """Values by key, shared by threads; the least recently used are dropped.
 
     Threads that ask for the same key at the same time wait for the first of them. If that thread
-    fails, all get the error. The error is not kept, because the file may be mended later. most:
-    bytes; a larger value is returned and not kept.
+    fails, all get the error. The error is not kept, because the file may be mended later.
+    max_bytes: a larger value is returned and not kept.
     """
 
     def __init__(self, max_bytes):
-        self.most, self.bytes, self.lock = max_bytes, 0, threading.Lock()  # bytes kept now
+        self.max_bytes, self.bytes, self.lock = max_bytes, 0, threading.Lock()  # bytes kept now
         self.entries = {}  # key -> Future of (value, bytes), oldest first
 
     def get_or_compute(self, key, read, last=True):
@@ -875,7 +875,7 @@ class MemoryCache:
         with self.lock:
             future.set_result((value, size))  # wakes the waiting threads
             self.bytes += size
-            while self.bytes > self.most:
+            while self.bytes > self.max_bytes:
                 # Usually the first entry, so no list of all entries is made.
                 oldest = next((name for name, entry in self.entries.items()
                                if entry.done() and (last or name != key)), None)
@@ -987,12 +987,12 @@ def _digest(value):
 
 def decode_threads():
     """How many videos a rank decodes at once: one per core, but for one core that feeds the GPU."""
-    # At least two: a short window must not wait for long. At most 32, each of which is a process.
+    # At least two: a short window must not wait for a long video. At most 32 child processes.
     return min(32, max(2, launch.cores() - 1))
 
 
 def add_arguments(parser):
-    """Of the frames of a stage: they must be the same in SFT, RL and evaluation."""
+    """Flags of the frames of a stage: they must be the same in SFT, RL and evaluation."""
     add = parser.add_argument_group("frames").add_argument
     # A path in a data file must not reach other files of the machine.
     add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
@@ -1006,9 +1006,9 @@ def add_arguments(parser):
 
 
 def frame_cache(args):
-    """The parsed flags -> the decoded frames of a stage. Raises UserError naming the flag."""
+    """The parsed flags -> the FrameCache of a stage. Raises UserError naming the flag."""
     arguments.require_min(0, args, "frame_cache_gb", "frame_cache_dir_gb")
-    # In a child process: a decoder that hangs or crashes costs one video.
+    # In a child process, if there is a timeout: a decoder that hangs or crashes costs one video.
     return FrameCache(int(args.frame_cache_gb * 2**30), args.decode_timeout or None,
                       decode_threads(), args.frame_cache_dir, int(args.frame_cache_dir_gb * 2**30))
 

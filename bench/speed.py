@@ -82,7 +82,7 @@ def print_ratios(row, seconds):
 
 
 def pictures(count):
-    """[N, 32, 32, 3]: the prompt of both sides."""
+    """[N, 32, 32, 3]: the images in the prompt of both sides."""
     return np.random.default_rng(0).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
 
 
@@ -194,7 +194,7 @@ def compare_trainers(args, policy, codec):
     filler = filler_text(codec, args)
     rounds = train_with_trl(args, filler, our_step(args, policy, codec, filler))
     for i, row in enumerate(("update", "step")):
-        print_ratios(row, {side: statistics.median(found[side][i] for found in rounds[1:])
+        print_ratios(row, {side: statistics.median(times[side][i] for times in rounds[1:])
                            for side in ("TRL", "ours")})
 
 
@@ -269,15 +269,15 @@ def make_video(path, seconds, height):
                 target.mux(packet)
 
 
-def by_fetch_video(path, looks):
-    """Frames of every look by qwen-vl-utils -> [[T, 3, H, W]]."""
+def by_fetch_video(path, specs):
+    """Frames of every spec by qwen-vl-utils -> [[T, 3, H, W]]."""
     from qwen_vl_utils.vision_process import fetch_video
 
     size = {"min_pixels": 1024, "max_pixels": 50176, "total_pixels": 64 * 50176 * 2}
-    asked = [{"nframes": look["frames"]} if "frames" in look else
-             {"video_start": look["start"], "video_end": look["end"], "fps": 1.0, "min_frames": 4}
-             for look in looks]
-    return [fetch_video({"video": path, **words, **size}, image_patch_size=16) for words in asked]
+    ranges = [{"nframes": spec["frames"]} if "frames" in spec else
+              {"video_start": spec["start"], "video_end": spec["end"], "fps": 1.0, "min_frames": 4}
+              for spec in specs]
+    return [fetch_video({"video": path, **span, **size}, image_patch_size=16) for span in ranges]
 
 
 def by_decord(path, frames):
@@ -290,12 +290,12 @@ def by_decord(path, frames):
     return [reader.get_batch(np.rint(f.seconds * rate).astype(int)).asnumpy() for f in frames]
 
 
-def by_video_py(cache, looks):
-    """Our frames of every look -> [Frames]. cache: its decoders are processes that live on."""
+def by_video_py(cache, specs):
+    """Our frames of every spec -> [Frames]. cache: its decoders are processes that live on."""
     fresh = video.FrameCache()  # knows no frame of the video
     fresh.decoders = cache.decoders
     with ThreadPoolExecutor(video.decode_threads()) as pool:  # as rollout.py asks for them
-        return [*pool.map(partial(video.load, cache=fresh), looks)]
+        return [*pool.map(partial(video.load, cache=fresh), specs)]
 
 
 def compare_decoders(args, path):
@@ -309,13 +309,13 @@ def compare_decoders(args, path):
         return
     make_video(path, args.seconds, args.height)
     cache = video.FrameCache(timeout=60.0, workers=video.decode_threads())
-    for row, looks in {"overview": [{"video": path, "frames": 64}], "crops": crops}.items():
-        frames = by_video_py(cache, looks)
-        sides = {"ours": partial(by_video_py, cache, looks)}
+    for row, specs in {"overview": [{"video": path, "frames": 64}], "crops": crops}.items():
+        frames = by_video_py(cache, specs)
+        sides = {"ours": partial(by_video_py, cache, specs)}
         if qwen:
-            sides["fetch_video"] = partial(by_fetch_video, path, looks)
+            sides["fetch_video"] = partial(by_fetch_video, path, specs)
             ours = [(len(f.images), 3, *f.images.shape[1:3]) for f in frames]
-            theirs = [tuple(f.shape) for f in by_fetch_video(path, looks)]
+            theirs = [tuple(f.shape) for f in by_fetch_video(path, specs)]
             if ours != theirs:
                 raise RuntimeError(f"{row}: fetch_video returned {theirs}, video.py {ours}")
         if decord:

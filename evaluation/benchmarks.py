@@ -412,7 +412,7 @@ def read_split(name, root):
         raise launch.UserError(f"--root {root}: no such folder; {expected}")
     files = row_files(root, split.rows)
     if not files:
-        expected = f"expected {' or '.join(split.rows)} (.parquet, .json, .jsonl) of {split.hub}"
+        expected = f"expected {' or '.join(split.rows)} (.parquet, .json.., .txt) of {split.hub}"
         raise launch.UserError(f"--root {root}: no rows of {name}; {expected}")
     note_names = ("items", "published", "no video", "no subtitles", "no usable answer")
     tasks, counts, notes = [], Counter(), dict.fromkeys(note_names, 0)

@@ -91,7 +91,7 @@ def total(counts, index):
 
 def mean(records):
     """Records -> mean of every cost but seconds, and "tokens", the sum of all tokens. A cost that
-    any record lacks is None. Records written before costs existed make every cost None."""
+    any record lacks is None. None if a record was written before costs existed."""
     costs = [record["cost"] for record in records if "cost" in record]
     if len(costs) < len(records):
         return None

@@ -57,7 +57,7 @@ def add_arguments(parser):
     add = parser.add_setting  # an endpoint gets the fields that are set
     add("top_p", "tokens of this much probability; 1 = all", type=float)
     add("top_k", "the k likeliest tokens; 0 = all; endpoints: vLLM and SGLang", type=int)
-    add("presence_penalty", "taken off the logit of tokens said before; 0 = off", type=float)
+    add("presence_penalty", "taken off the logit of tokens generated before; 0 = off", type=float)
 
 
 def sampling_settings(args):
@@ -473,7 +473,7 @@ def call_messages():
 def make_engine(args, prefill, jpeg=90, tools=None, video_path=None):
     """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses.
     prefill: the protocol forces the start of every turn. jpeg: quality of images. tools: declared
-    to the chat template. video: path of a video that the server will have to read."""
+    to the chat template. video_path: a video that the server will have to read."""
     same = ("workers", "retries", "image_cap", "video_item", "tokens_field", "send_temperature",
             "give_up", "server_wait")
     engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, jpeg=jpeg,
@@ -492,7 +492,7 @@ def judge(records, path, args):
     """
     Lets a chat endpoint decide open answers that the rule calls wrong. A yes makes the score 1.
 
-    path: file of verdicts, see endpoint.Judge; failed requests are asked again. records get
+    path: file of verdicts, see plumbing.judge.Judge; failed requests are asked again. records get
     "judge": True, False, or None after a failure, and then the rule's score stays. args: the
     judge's flags; without judge_url only known verdicts count. Raises UserError if no server
     answers, or if it refuses.

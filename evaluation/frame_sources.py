@@ -77,10 +77,10 @@ class Source(rollout.Source):
             # reader leaves 5% above the least, so that a shape still fits between both bounds.
             max_pixels = min(max_pixels, max(2 * self.total_pixels // num_frames,
                                              int(1.05 * self.min_pixels)))
-        request = {**spec, "frames": num_frames}
+        load_spec = {**spec, "frames": num_frames}
         if self.overview_grid == "start":
-            request = {"video": spec["video"], "times": self.times_from_start(spec, num_frames)}
-        frames = video.load(request, self.root, self.cache, self.min_pixels, max_pixels)
+            load_spec = {"video": spec["video"], "times": self.times_from_start(spec, num_frames)}
+        frames = video.load(load_spec, self.root, self.cache, self.min_pixels, max_pixels)
         return self.apply_show(frames, spec)
 
     def load_qwen(self, spec):

@@ -7,7 +7,7 @@ answer; evaluation/systems.py and evaluation/paper.py have one for each system. 
 episode loop of all protocols, on the engine, pump, frames and records of rollout.py. ParaVT as
 trained goes through rollout.py's own loop; a test asserts that both loops give the same records.
 
-Reads and writes no file. Used by eval.py, evaluation/costs.py and tools/ask.py.
+Reads and writes no file. Used by eval.py, evaluation/systems.py, evaluation/paper.py, tools/ask.py.
 """
 
 import bisect

@@ -2,10 +2,10 @@
 evaluation/qwen_vl_sampling.py (tests/slow/test_paper.py): which frames of a video the publishers'
 readers take, and how large.
 
-  qwen     qwen_vl_utils 0.0.14: an even number of frames, from the first to the last one of the
-           video or of a window, by linspace; sides are whole multiples of a factor
+  qwen        qwen_vl_utils 0.0.14: an even number of frames, from the first to the last one of the
+              video or of a window, by linspace; sides are whole multiples of a factor
   vllm_video  vLLM 0.17.1 for a video_url: 32 frames by linspace without rounding; Qwen3-VL's
-           processor then chooses the sides
+              processor then chooses the sides
 
 Numbers alone: no video is opened here. Imports nothing of ours, because tests/publishers runs this
 file beside a publisher's code. Reads and writes no file.

@@ -89,12 +89,12 @@ def add_run_variance(drawn, middle, records, bench):
                             bench, draws=1)[0] for run in range(len(runs))]
         if len(values) > 1:
             parts.append((statistics.variance(values) / len(values), len(values) - 1))
-    runs = sum(variance for variance, _ in parts[1:])
-    if not runs:
+    run_variance = sum(variance for variance, _ in parts[1:])
+    if not run_variance:
         return drawn
     freedom = sum(v for v, _ in parts) ** 2 / sum(v * v / number for v, number in parts)
     rng = np.random.default_rng(1)
-    deviations = drawn - middle + math.sqrt(runs) * rng.standard_normal(len(drawn))
+    deviations = drawn - middle + math.sqrt(run_variance) * rng.standard_normal(len(drawn))
     return middle + deviations * np.sqrt(freedom / rng.chisquare(freedom, len(drawn)))
 
 
@@ -215,7 +215,7 @@ def sign_flip_p(records, bench, draws=20000):
     If the systems do not differ, their names could as well be exchanged in any video, which turns
     the sign of that video's share of the difference. Up to 20 videos with a share are exact: all
     sign patterns. More are drawn at random, always from the same seed. If a system has several
-    runs, a draw of `of_runs` is added, because other seeds of equal systems differ, too.
+    runs, a draw of `add_run_variance` is added, because other seeds of equal systems differ, too.
     """
     sums, counts = by_video(records, bench)
     if counts.any(1).sum() < 2:
@@ -320,7 +320,7 @@ def pool(name, runs):
 
 def grade_columns(records, bench):
     """Records of one (benchmark, K, mode) -> the part of a row that depends on grades: headline,
-    interval, n, items (tasks of the benchmark), items_headline (those that the headline counts)."""
+    interval, n, items (tasks of the benchmark), items_headline, videos (of the headline), acc."""
     part_of = benchmarks.headline(bench)[1]
     value, draws = bootstrap(list(records), bench)
     within = [r["task"] for r in records if part_of(r) is not None]
@@ -350,8 +350,8 @@ def few_mark(row):
 
 
 def table(results, labels=12):
-    """Results -> aligned text: a row per benchmark, K and mode, then the breakdowns. One with a
-    single label, or with more than `labels`, are in summary.json alone."""
+    """Results -> aligned text: a row per benchmark, K and mode, then the breakdowns. Those with
+    a single label, or with more than `labels`, are in summary.json alone."""
     named = any(row.get("bench") for row in results)
     head = f"{'bench':<15} " if named else ""  # no column that would be empty
     wide = max(5, *(len(mode_of(row)) for row in results))
@@ -414,8 +414,8 @@ def compare(evaluations):
     """
     Finished evaluations -> {"time", "rows", "seeds", "costs", "differences"}. rows: one
     per checkpoint, benchmark and K, with tools and without. seeds: headlines of the runs of a
-    pooled system. costs: accuracy and cost of each of those runs. differences: of every folder to
-    the first, paired by item, with the p-value and Holm's over all of them.
+    pooled system. costs: headline and cost per folder, benchmark, K and mode. differences: of every
+    folder to the first, paired by item, with the p-value and Holm's over all of them.
 
     evaluations: [(name, summary.json, {(benchmark, K, mode): {(task id, sample): graded record}})].
     """
@@ -471,10 +471,10 @@ def compare(evaluations):
 def comparison_table(compared):
     """Result of `compare` -> aligned text."""
     # Windows of episodes that called, and the way to an answer in the toy world.
-    judged, toy = (any(name in row for row in compared["rows"]) for name in ("recall", "called"))
+    windowed, toy = (any(name in row for row in compared["rows"]) for name in ("recall", "called"))
     lines = [f"{'checkpoint':<12} {'K':>6} {'n':>5} {'with tools [95%]':>22} {'tokens':>7} "
              f"{'no tools':>9} {'tokens':>7} {'f_tau':>6} {'kappa':>6}"
-             + " window: recall  hit" * judged + " called  found   told  right" * toy]
+             + " window: recall  hit" * windowed + " called  found   told  right" * toy]
     for row in compared["rows"]:
         tools = "-"  # not run, or refused
         if row.get("acc_tools") is not None:
@@ -482,7 +482,7 @@ def comparison_table(compared):
         line = f"{row['name']:<12} {row['K']!s:>6} {row['n']:>5} {tools:>22}"
         for name, width, digits in (("tokens_tools", 7, 0), ("acc_no_tools", 9, 3),
                                     ("tokens_no_tools", 7, 0), ("f_tau", 6, 3), ("kappa", 6, 2),
-                                    *[("recall", 14, 3), ("hit", 4, 2)] * judged,
+                                    *[("recall", 14, 3), ("hit", 4, 2)] * windowed,
                                     *[(name, 6, 2) for name in windows.STEPS] * toy):
             cell = "-" if row.get(name) is None else f"{row[name]:.{digits}f}"
             line += f" {cell:>{width}}"
@@ -510,8 +510,8 @@ def difference_lines(compared):
     if not rows:
         return []
     tests = sum(row["p"] is not None for row in rows)
-    lines = ["", "difference of the same items; p by sign flips of videos, Holm's over "
-             f"{tests}",
+    lines = ["", "difference of the same items; p by sign flips of videos, "
+             f"Holm's over {tests}",
              f"{'pair':<18} {'K':>6} {'tools':>5} {'difference [95%]':>23} {'p':>6} {'Holm':>6} "
              f"{'videos':>6} {'items':>6}"]
     for row in rows:

@@ -91,14 +91,14 @@ def parse_early(parser):
 
 
 def require_min(minimum, args, *names):
-    """Raises UserError naming the first of these flags that is below `minimum` or infinite."""
+    """Raises UserError naming the first of these settings below `minimum` or infinite."""
     for name in names:
         if not minimum <= (value := getattr(args, name)) < float("inf"):  # NaN fails this, too
             raise launch.UserError(f"{name} must be at least {minimum}, got {value}")
 
 
 def add_computing(parser):
-    """Of every stage that computes with a checkpoint."""
+    """Settings of every stage that computes with a checkpoint."""
     add = parser.add_setting
     add("cpu", "compute without a GPU, although there should be one", False)
     add("patience", "seconds a phase may take before the run ends and prints its stacks; 0 = for "

@@ -165,7 +165,7 @@ def check_weights(ckpt: str, weights: dict, stored: dict) -> None:
 
 def load_sharded(ckpt, codec, device, gradient_checkpointing=False, replicas=1, frozen=False,
                  lora=0, tower=False):
-    """Checkpoint folder -> sharded Policy. Collective; no rank ever holds a whole copy.
+    """Checkpoint folder -> sharded Policy. Collective; no rank holds more than its shard.
 
     The model is built on the meta device, then every rank reads its own rows from the safetensors
     files. Trained weights are fp32 whatever the files hold. replicas: see shard. frozen: a
@@ -600,7 +600,7 @@ def load_train_state(policy, optimizer, path):
 
 
 def add_arguments(parser, add):
-    """Of a stage that trains a checkpoint. add: add_argument of a group of the parser."""
+    """Flags of a stage that trains a checkpoint. add: add_argument of a group of the parser."""
     add("--lora-rank", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
     parser.add_setting("max_grad_norm", "norm at which gradients are clipped; 0 = never", 1.0)
     parser.add_setting("gradient_checkpointing", "compute decoder layers again in backward", True)

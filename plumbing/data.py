@@ -123,7 +123,7 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
               prompt_tokens) -> list:
     """Opens every video and counts the tokens of every first prompt with `num_frames`; prints the
     counts. prompt_tokens: (task, spec, Frames, times, subtitles) -> tokens. -> faults, a line each.
-    Labels have been checked by read_tasks. Builds no model."""
+    read_tasks has checked labels, but not against the video's end. Builds no model."""
     from concurrent.futures import ThreadPoolExecutor
 
     from tqdm import tqdm

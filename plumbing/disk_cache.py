@@ -18,8 +18,7 @@ import numpy as np
 
 class DiskCache:
     """Tables and frames on disk, for later runs and other processes; the least recently used are
-    deleted. max_bytes: bytes of all files; beyond 8 processes each may add
-    1/64."""
+    deleted. max_bytes: bytes of all files; beyond 8 processes each may add 1/64."""
 
     def __init__(self, path, max_bytes):
         self.path, self.max_bytes = path, max_bytes

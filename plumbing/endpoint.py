@@ -119,7 +119,7 @@ class Client:
 
 
 def is_retryable(status):
-    """Whether another try may succeed. status: as in OpenAIEngine.post."""
+    """Whether another try may succeed. status: of a Reply."""
     return status in (0, 429) or status >= 500
 
 
@@ -160,5 +160,5 @@ def refusal(url, model, reply, flag=""):
     evaluate."""
     if not reply.status:
         return f"no server answers at {url} ({reply.error}); expected an OpenAI-compatible endpoint"
-    return (f"{url} refuses a request ({reply.error}); see the server's log, the key in "
-            f"--{flag or 'api-'}key-env, --{flag}model {model}, and if the address ends in /v1")
+    return (f"{url} refuses a request ({reply.error}); see the server's log, --{flag}model "
+            f"{model}, {'--set judge_key_env' if flag else '--api-key-env'}, the /v1 of the URL")

@@ -5,8 +5,8 @@ whether an answer says what the reference answer says.
   judge  question, reference answer, given answer -> yes, no, or no verdict; one prompt and one
          parser for evaluation and for rewards
 
-Asks an endpoint; keeps its verdicts in a file. Used by rollout.py, grpo.py and
-evaluation/endpoint.py.
+Asks an endpoint; keeps its verdicts in a file. Used by rollout.py, grpo.py, eval.py,
+tools/replay.py and evaluation/endpoint.py.
 """
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from plumbing.endpoint import PROBE, Client, Reply, address, is_retryable, refus
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
-    """Flags of the judge. when: what it is asked about. name: help of --judge-model."""
+    """Flags of the judge. when: about what, or when, it is asked. name: help of --judge-model."""
     add = parser.add_argument_group("judge of open answers").add_argument
     add("--judge-url", type=address, help=f"chat endpoint, asked {when}; default: none")
     add("--judge-model", help=name)

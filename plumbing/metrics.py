@@ -6,8 +6,8 @@ terminal and a tracker.
   metrics  = means over the rows that are ok, sums over ranks, the same per K and per type
   signs    = warnings that a run learns nothing, with the likely cause
 
-What each number means: docs/metrics.md. Reads and writes --out/log.jsonl. Used by sft.py and
-grpo.py.
+What each number means: docs/metrics.md. Reads and writes --out/log.jsonl. Used by sft.py,
+grpo.py and tools/replay.py.
 """
 import contextlib
 import json

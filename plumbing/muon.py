@@ -5,7 +5,7 @@ ranks.
   X = G / |G|, then five times  X = a X + (b X X^T + c (X X^T)^2) X, which is nearly semi-orthogonal
 
 Else each rank of the toy's cold start would spend a seventh of a step on the same products.
-Reads and writes nothing. Used by sft.py. Tests: tests/test_sft.py.
+Reads and writes nothing. Used by sft.py.
 """
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import launch
 
 
-def rank_matrices(optimizer, layers):
+def distribute(optimizer, layers):
     """Muon on a CPU: in fp32, and if each rank holds all of every matrix, a rank orthogonalises
     only its share of them and sends the new weights to the others."""
     rank, world = (0, 1) if hasattr(layers[0], "full_tensor") else launch.rank_and_world()

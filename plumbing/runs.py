@@ -124,7 +124,7 @@ def code_digests(*folders):
 
 def write_args(path, args, **fields):
     """Writes the settings of a run, digests of its scripts, and the folders of checkpoints from the
-    Hub, whose paths name commits, as JSON. more: further fields."""
+    Hub, whose paths name commits, as JSON. fields: further ones."""
     content = {**vars(args), "code": code_digests(), "hub": hub.fetched.folders, **fields}
     launch.write_atomic(path, json.dumps(content, indent=1))
 
@@ -139,11 +139,11 @@ def settings_diff(args, inputs, run):
                "frame_cache_dir_gb", "gpu_memory_utilization", "patience", "dp_replicate",
                "decode_timeout", "track", "project", "judge_url", "judge_key_env", "ckpt", "data",
                "val", "rollouts", "code", "hub", "inputs"}
-    new, old, read = json.loads(json.dumps(vars(args))), run.get("args", {}), run.get("inputs", {})
+    new, old, was = json.loads(json.dumps(vars(args))), run.get("args", {}), run.get("inputs", {})
     flags = [f"{k} {old[k]} (now {new.get(k, 'gone: use the code of that run')})"
              for k in sorted(old) if k not in ignored and (k not in new or old[k] != new[k])]
-    return [f"{k} changed since" + f" ({read[k][1]}, now {inputs[k][1]})" * bool(read[k][1])
-            for k in sorted(read) if k in inputs and inputs[k][0] != read[k][0]] + flags
+    return [f"{k} changed since" + f" ({was[k][1]}, now {inputs[k][1]})" * bool(was[k][1])
+            for k in sorted(was) if k in inputs and inputs[k][0] != was[k][0]] + flags
 
 
 def resume_point(out, args, resume, inputs=None, base=None):
@@ -183,7 +183,7 @@ def resume_point(out, args, resume, inputs=None, base=None):
 def claim_file(out, args, inputs, names, required):
     """Makes --out of rollout.py this run's own -> the records that the file and its .part hold
     already. Raises UserError if these are of other settings, which lie beside them. inputs: see
-    identities. names: {(group, sample)} of all rollouts; kept: keys of a whole record. Other
+    identities. names: {(group, sample)} of all rollouts; required: keys of a whole record. Other
     records are left out."""
     folder, name = os.path.split(os.path.abspath(out))
     launch.make_out(folder)
@@ -212,8 +212,8 @@ def refuse_ckpt_in_out(ckpt, base, out):
     """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
     old checkpoints."""
     for folder in filter(None, (chat.with_config(ckpt), base)):
-        above = pathlib.Path(folder).resolve()
-        if any(os.path.samefile(out, ancestor) for ancestor in (above, *above.parents)):
+        path = pathlib.Path(folder).resolve()
+        if any(os.path.samefile(out, ancestor) for ancestor in (path, *path.parents)):
             raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
                                    "deletes old checkpoints; choose another --out")
 

@@ -11,7 +11,7 @@ import launch
 
 
 def add_track_arguments(parser, add):
-    """Of a tracker. add: add_argument of a group of the parser."""
+    """Flags of a tracker. add: add_argument of a group of the parser."""
     add("--track", choices=["trackio", "wandb", "swanlab"],
         help="send the numbers of log.jsonl there too; needs the package of this name")
     parser.add_setting("project", "of --track", "paravt")
@@ -37,12 +37,12 @@ def start_tracker(out, start, args):
         identity = f.read()
     # trackio knows a run by its name, so the name must be its own.
     name = f"{os.path.basename(os.path.abspath(out))}-{identity[:6]}"
-    backends = {"trackio": {}, "wandb": {"id": identity, "dir": out},
+    options = {"trackio": {}, "wandb": {"id": identity, "dir": out},
                 "swanlab": {"id": identity, "log_dir": os.path.join(out, "swanlog")}}[args.track]
     try:
         tracker = importlib.import_module(args.track)
         tracker.init(project=args.project, name=name, config={**vars(args)},  # trackio adds to it
-                     resume="allow", **backends)
+                     resume="allow", **options)
     except Exception as error:  # no login, no network: every tracker has errors of its own
         reason = " ".join(str(error).split())
         raise launch.UserError(f"--track {args.track}: {type(error).__name__}: {reason}") from None

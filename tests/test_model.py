@@ -304,7 +304,7 @@ def test_ranks_share_the_matrices_that_a_step_of_muon_reaches(monkeypatch):
         monkeypatch.setattr(launch, "rank_and_world", lambda place=place: place)
         monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, owner, rank=rank: (
             sent.update({owner: flat.clone()}) if owner == rank else None))
-        muon.rank_matrices(optimizer, layers)
+        muon.distribute(optimizer, layers)
         optimizer.step()
         alone = alone or layers
     assert len(sent) == 2 and (sent[0] == alone[0].detach().flatten()).all()

@@ -204,7 +204,6 @@ def videos_below(path):
 
 def parse_args():
     parser = arguments.parser(__doc__)
-    parser.conflict_handler = "resolve"  # --subtitles is a file here
     add = parser.add_argument_group("what to ask").add_argument
     add("--engine", choices=["vllm", "openai"], default="vllm", help="openai: ask an endpoint")
     add("--ckpt", help="checkpoint folder; not needed with --engine openai")

@@ -49,7 +49,7 @@ def read_table(path):
         return benchmarks.read_rows(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as f:
-            delimiter = max(",;\t", key=f.readline().count)  # spreadsheets write either
+            delimiter = max(",;\t", key=f.readline().count)  # spreadsheets write any of these
             f.seek(0)
             return list(csv.DictReader(f, restkey="(no name)", delimiter=delimiter))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -532,8 +532,8 @@ def to_task(row):
 
 
 def span_of(answer, kind):
-    """A published answer -> [start, end]. The answer may be a list, a nested list, an object with
-    these keys, or, if the row declares a span, a text."""
+    """A published answer -> [start, end] or None. The answer may be a list, a nested list, an
+    object with these keys, or, if the row declares a span, a text."""
     if isinstance(answer, dict):
         answer = [answer.get("start"), answer.get("end")]
     if not isinstance(answer, list):
@@ -575,8 +575,8 @@ def convert(paths, out, frames, max_frames=64, names=None):
         source = row.get("id") or row.get("data_source") or name.partition("/")[0]
         rows += [{"id": f"{name}/{n}" if n else name, "source": source, **one}
                  for n, one in enumerate(made)]
-    for reason, names_left in sorted(rejected.items(), key=lambda item: -len(item[1])):
-        print(f"left out: {len(names_left)} rows, {reason}; the first is {names_left[0]}")
+    for reason, ids in sorted(rejected.items(), key=lambda item: -len(item[1])):
+        print(f"left out: {len(ids)} rows, {reason}; the first is {ids[0]}")
     if not rows:
         raise launch.UserError("no row could be used")
     launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
@@ -590,7 +590,7 @@ def convert(paths, out, frames, max_frames=64, names=None):
 
 def main():
     parser = arguments.parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL or CSV")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL, CSV or TSV")
     parser.add_argument("--out", required=True, help="JSONL to write")
     parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
     parser.add_argument("--map", nargs="+", default=[], metavar="OURS=THEIRS",

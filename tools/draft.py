@@ -9,7 +9,7 @@ videos.
   check     the model answers the question (a) without the video, (b) from the window. A draft is
             kept if (a) is wrong and (b) is right (LongVT and Video-R1 filter in this way, too)
 
---check asks the model that wrote the question, so mistakes of that model stay. Look at the drafts
+The check asks the model that wrote the question, so its mistakes stay. Look at the drafts
 in OUT.html: it plays each window, and its button saves the tasks that you kept or corrected.
 
 Reads:  videos: files, and folders that hold them or are folders of frames.

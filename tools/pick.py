@@ -208,7 +208,7 @@ def chats(episode, tools: bool = True, sub_question: bool = True,
 
 
 def mean_accuracy(group: list) -> float:
-    """Mean R_acc of a group; NaN if all failed. Without those that the machine failed."""
+    """Mean R_acc of a group, without rollouts that the machine failed; NaN if none is left."""
     accs = [e.reward["acc"] for e in group if e.status not in runs.MACHINE_FAULTS]
     return sum(accs) / len(accs) if accs else float("nan")
 

@@ -167,7 +167,7 @@ def ledger(config, gpus, pack_tokens, recompute=True, replicas=1, reference=True
     of_kind = {kind: layer_activation_bytes(text, width, repeated, kind)
                for kind in layer_kinds(text)}
     inner = max(of_kind.values())
-    # a token, all layers
+    # per token, in all layers
     stored = sum(hidden * width if recompute else of_kind[k] for k in layer_kinds(text))
     head = width * text.vocab_size * hidden  # the largest matrix
     trained = lora * n["sides"] if lora else n["trained"]
@@ -327,8 +327,8 @@ def main():
     positive = min(args.gpus, args.max_model_len, args.pack_tokens, args.dp_replicate) >= 1
     if (not positive or args.gpus % args.dp_replicate or not args.gpu_gb > 0
             or not 0 <= args.gpu_memory_utilization < 1):
-        raise launch.UserError("--gpus, --gpu-gb, --max-model-len, --pack-tokens and dp_replicate "
-                               "must be above 0, --gpus a multiple of dp_replicate, "
+        raise launch.UserError("--gpus, --gpu-gb, --max-model-len and --pack-tokens must be "
+                               "above 0, dp_replicate 0 or a divisor of --gpus, "
                                "--gpu-memory-utilization below 1")
     config = read_config(args.size)
     with chat.as_user_error(args.size, "config.json"):  # a text where a number belongs

@@ -46,7 +46,7 @@ def read_rollouts(paths: list[str], pay: rewards.RewardConfig) -> list[rollout.E
 def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None:
     """Sets the places of credit, which a record does not hold. Raises UserError if the frames of an
     episode are not those of its ids, or if the checkpoint has no such ids."""
-    rows = json.loads(codec.files["config.json"])["text_config"]["vocab_size"]
+    vocab_size = json.loads(codec.files["config.json"])["text_config"]["vocab_size"]
     for e in episodes:
         if e.context is None:
             continue
@@ -57,7 +57,7 @@ def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None
         # Positions need frames and ids that fit, so an error here means that they do not.
         try:
             model.rope_positions(codec, e.context.ids, e.context.items)
-            fits = max(e.context.ids) < rows
+            fits = max(e.context.ids) < vocab_size
         except (ValueError, IndexError):
             fits = False
         if not fits:

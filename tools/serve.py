@@ -22,7 +22,7 @@ Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_co
 (bounds the answer that is sent, never a thought: clients send 16), options ["..", ..], answer_type
 (open, list, grounding), frames (K of the overview), fps (as many a second; of frames as images:
 their times). Options in the text, "A. .." one a line, are options too, and a text after them
-replaces our line on how to answer. Other fields are not read.
+replaces our line on how to answer. Only `n` 1 and no `tools` are taken. Other fields are not read.
 
 Reads: a checkpoint folder, videos below --video-root. Writes nothing that outlives the server.
 
@@ -154,7 +154,7 @@ class VideoStore:
 
     def __init__(self, root: str, max_bytes: int):
         """max_bytes: bytes of clients' videos that are kept; the longest unused go first."""
-        self.root, self.most = root, max_bytes
+        self.root, self.max_bytes = root, max_bytes
         self.sent = tempfile.mkdtemp(prefix="videos-")
         self.lock = threading.Lock()  # uploads come from several threads
         self.used = collections.Counter()  # name -> questions that look at the video now
@@ -226,7 +226,7 @@ class VideoStore:
         return name
 
     def make_room(self, newest):
-        """Deletes clients' videos that have not been used for the longest, above `most` bytes."""
+        """Deletes clients' videos that have not been used for the longest, above `max_bytes`."""
         def size(path):
             inner = os.listdir(path) if os.path.isdir(path) else [""]
             return sum(os.path.getsize(os.path.join(path, name).rstrip("/")) for name in inner)
@@ -234,7 +234,7 @@ class VideoStore:
         entries = sorted(os.scandir(self.sent), key=lambda entry: entry.stat().st_mtime)
         total = sum(size(entry.path) for entry in entries)
         for entry in entries:
-            if total > self.most and entry.name != newest and not self.used[entry.name]:
+            if total > self.max_bytes and entry.name != newest and not self.used[entry.name]:
                 total -= size(entry.path)
                 shutil.rmtree(entry.path) if entry.is_dir() else os.remove(entry.path)
 
@@ -257,7 +257,7 @@ class Question:
 
     def __init__(self, agents, work, ended=lambda: None):
         """work: function of tell(event) -> coroutine. ended: called once, however it ends. Raises
-        Refused if there is no place."""
+        Refused if too many questions are under way, or if the engine has failed."""
         self.agents, self.ended = agents, ended
         if agents.fault:
             raise Refused(503, agents.fault)
@@ -365,7 +365,7 @@ class Agents:
 # Answers in OpenAI's form
 
 
-def said_so_far(event: dict) -> str:
+def reasoning_line(event: dict) -> str:
     """An event -> its line in `reasoning_content`."""
     if event["event"] == "turn":
         return event["text"].strip() + "\n"
@@ -408,7 +408,7 @@ class Guard:
 
     def __init__(self, app, args, key):
         self.app, self.key, self.seconds = app, key, args.seconds
-        self.most = int(args.max_mb * 2**20)
+        self.max_bytes = int(args.max_mb * 2**20)
         self.in_flight = 0  # bytes of the bodies that are in memory
         self.local = args.host in ("127.0.0.1", "localhost", "::1")
 
@@ -441,9 +441,9 @@ class Guard:
                     body += message.get("body", b"")
                     self.in_flight += len(body) - scope["size"]
                     scope["size"] = len(body)
-                    if len(body) > self.most:
-                        return 413, f"a request has {self.most} bytes at most"
-                    if self.in_flight > 2 * self.most:
+                    if len(body) > self.max_bytes:
+                        return 413, f"a request has {self.max_bytes} bytes at most"
+                    if self.in_flight > 2 * self.max_bytes:
                         return 429, "other requests fill the memory; ask again later"
                     unread = message.get("more_body", False)
         except TimeoutError:
@@ -492,8 +492,8 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
             finally:
                 self.close()
 
-    class Asked(BaseModel):
-        """The fields that count. Others (top_p, stop, ..) are left out, as most servers do."""
+    class ChatCompletionRequest(BaseModel):
+        """The fields that count. Others (top_p, stop, ..) are ignored, as by most servers."""
 
         messages: list[dict] = Field(min_length=1, max_length=MAX_ITEMS)
         model: str | None = None
@@ -581,7 +581,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
 
     @app.post("/v1/chat/completions")
     async def completions(request: Request):
-        body = Asked.model_validate_json(request.scope.pop("body"))
+        body = ChatCompletionRequest.model_validate_json(request.scope.pop("body"))
         if body.model not in (None, "", args.name):
             raise Refused(404, f"no such model; there is {args.name}")
         video_url, frames, question = parts_of(body.messages)
@@ -622,7 +622,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         limit = body.max_completion_tokens or body.max_tokens
         if body.stream:
             return Stream(streamed(head, told(), agents.sampler.codec, limit), under_way.close)
-        answer = asyncio.create_task(whole(head, told(), agents.sampler.codec, limit))
+        answer = asyncio.create_task(completed(head, told(), agents.sampler.codec, limit))
         watcher = asyncio.create_task(gone(request))
         try:
             await asyncio.wait([answer, watcher], return_when=asyncio.FIRST_COMPLETED)
@@ -678,12 +678,12 @@ async def gone(request):
         pass
 
 
-async def whole(head, events, codec, limit) -> dict:
+async def completed(head, events, codec, limit) -> dict:
     """All events -> one answer."""
     trace = [event async for event in events]
     content, finish = bounded(codec, trace[-1], limit)
     message = {"role": "assistant", "content": content,
-               "reasoning_content": "".join(map(said_so_far, trace))}
+               "reasoning_content": "".join(map(reasoning_line, trace))}
     choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
     return {**head, "object": "chat.completion", "choices": [choice],
             "usage": trace[-1]["usage"], "trace": trace}
@@ -699,7 +699,7 @@ async def streamed(head, events, codec, limit):
     try:
         yield line({"role": "assistant", "content": ""})
         async for event in events:
-            yield line({"reasoning_content": said_so_far(event)}, trace=[event])
+            yield line({"reasoning_content": reasoning_line(event)}, trace=[event])
         content, finish = bounded(codec, event, limit)
         yield line({"content": content}, finish, usage=event["usage"])
     except Refused as error:  # the status has gone out, so the error is a line of its own
@@ -729,7 +729,7 @@ def parse_args():
     rollout.add_agent_arguments(parser)
     if arguments.parse_early(parser).preset == "toy":
         parser.set_defaults(**rollout.toy_defaults())
-    # The same answer each time. Videos of any folder must be asked for.
+    # The same answer each time. Videos outside the working folder need --video-root.
     parser.set_defaults(temperature=0.0, video_root=".", gpu_memory_utilization=0.9,
                         subtitles="none")
     args = parser.parse_args()

@@ -322,8 +322,8 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
                 stored[key] = len(pictures)
                 pictures.append(picture)
                 budget -= len(picture)
-            request = stored.get(key, None if budget > 0 and not key else "full")
-            thumbs.append([round(second, 2), request])
+            place = stored.get(key, None if budget > 0 and not key else "full")
+            thumbs.append([round(second, 2), place])
     cache.close()
     return pictures
 
@@ -406,13 +406,13 @@ def lines_of(rows):
 
 
 def tables_of(sources, tables):
-    """-> [{"title", "head", "rows", "lines"}] of evaluations."""
+    """-> [{"key", "title", "head", "rows", "lines"}] of evaluations."""
     listed = []
     for source in sources:
         for key, (words, columns) in tables.items():  # {head of a column: template of its cells}
             sign = "+" if key == "differences" else ""  # "+0.020" is a gain
-            rows, specs = [], source["tables"].get(key, [])
-            for row in specs:
+            rows, results = [], source["tables"].get(key, [])
+            for row in results:
                 texts = {name: cell(value, sign * (name[0] != "p")) for name, value in row.items()}
                 texts = defaultdict(lambda: "-", texts)  # for what the row lacks
                 # The templates are ours; texts of the data are only put into them.
@@ -420,7 +420,7 @@ def tables_of(sources, tables):
             if rows:
                 title = source["name"] + words
                 listed.append({"key": key, "title": title, "head": list(columns), "rows": rows,
-                              "lines": lines_of(specs)})
+                              "lines": lines_of(results)})
     return listed
 
 

@@ -133,6 +133,7 @@ TIMES = [
     ("10 - 20 (0.8-0.9 confidence)", (10, 20)), ("10 to 20, I am 80-90 percent sure", (10, 20)),
     # minutes
     ("2 min to 3 min", (120, 180)), ("2 mins to 3 mins", (120, 180)),
+    ("2-3 min", (120, 180)),
     ("1 minute to 2 minutes", (60, 120)), ("1.5 min to 2 min", (90, 120)),
     ("2min to 3min", (120, 180)), ("1m5s to 1m20s", (65, 80)), ("1m 5 s - 1m 20 s", (65, 80)),
     ("10 - 20, a depth of 4 m to 8 m", (10, 20)),
@@ -192,7 +193,7 @@ def forget_widths(value):
 def test_each_part_of_a_pattern_has_a_reply_that_needs_it(monkeypatch):
     needed, idle = set(), {}
     for name in ("DECLARED LEADING CAPITAL LABEL STARTER ALTERNATIVE JOINT NOT_BEFORE NOT_AFTER "
-                 "BEFORE STRAY PAIR NAMED COUNTED MINUTES").split():
+                 "BEFORE STRAY PAIR NAMED COUNTED MINUTES MINUTE_RANGE").split():
         tree = re._parser.parse(getattr(rewards, name).pattern)
         for part in without_a_part(tree):
             forget_widths(tree)
