@@ -4,12 +4,16 @@ Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/te
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import types
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_script
+from fixtures import rows_of
+from scripted import Server, call
+from test_draft import SCRIPT, Model
 
 import grpo
 from plumbing import arguments
@@ -95,3 +99,55 @@ def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
     assert launcher.shutdown_timeout == 900 and launcher.training_script == "grpo.py"
     flags = grpo.build_parser().parse_args(launcher.training_script_args)
     assert (flags.steps, flags.save_every, flags.dp_replicate) == (54, 10, 4)
+
+
+class Teacher(Model):
+    """Writes drafts, and plays our agent: a look at the whole video, then the right answer."""
+
+    def __call__(self, body):
+        messages = body["messages"]
+        if len(messages) == 1:
+            return super().__call__(body)
+        texts = [part["text"] for m in messages for part in (
+            [{"text": m["content"]}] if isinstance(m["content"], str) else m["content"])
+            if "text" in part]
+        if not any("crop_video" in text for text in texts):
+            return "A hat."
+        if not any("A hat." in text for text in texts):
+            return "<think>look</think>\n" + call(0, self.seconds)
+        (color,) = {row[2] for row in SCRIPT
+                    if row[0] and any(row[0]["question"] in text for text in texts)}
+        (letter,) = [line[0] for text in texts for line in text.split("\n")
+                     if line[1:3] == ". " and line[3:] in color.rstrip(".").split()]
+        return f"<think>it is</think>\n<answer>{letter}</answer>"
+
+
+def test_videos_alone_lead_to_an_evaluation(toy, tmp_path):
+    """The commands of docs/your-own-data.md: drafts, --check, a teacher's rollouts, a cold start,
+    PARA-GRPO, an evaluation."""
+    (tmp_path / "deep").mkdir()
+    shutil.copy(sorted((toy / "videos").glob("*.mp4"))[0], tmp_path / "deep" / "a.mp4")
+    tasks, toy_flags = tmp_path / "tasks.jsonl", ("--preset", "toy", "--max-pixels", 1024)
+
+    def stage(script, *flags):
+        done = run_script(script, *flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    with Server(Teacher(64.0)) as server:
+        asked = "--base-url", server.url, "--model", "m"
+        stage("tools/draft.py", tmp_path, *asked, "--out", tasks, "--questions", 8, "--seconds", 3)
+        assert "2 tasks" in stage("grpo.py", *toy_flags, "--ckpt", toy / "init", "--data", tasks,
+                                  "--check", "--out", tmp_path / "grpo")
+        stage("eval.py", "--engine", "openai", *asked, "--data", tasks, "--frames", 8, "--out",
+              tmp_path / "teacher")
+    stage("tools/pick.py", *(tmp_path / "teacher").glob("records.*"), "--best",
+          tmp_path / "chats.jsonl", "--recall", 0.5)
+    assert len(rows_of(tmp_path / "chats.jsonl")) == 4  # of each task one with its sub-agent's
+    stage("sft.py", *toy_flags, "--ckpt", toy / "init", "--data", tmp_path / "chats.jsonl",
+          "--steps", 1, "--batch-size", 2, "--out", tmp_path / "sft")
+    run = (*toy_flags, "--data", tasks, "--frames", 8, "--max-new-tokens", 8)
+    stage("grpo.py", *run, "--ckpt", tmp_path / "sft", "--steps", 1, "--prompts", 2,
+          "--num-generations", 2, "--out", tmp_path / "grpo")
+    stage("eval.py", *run, "--ckpt", tmp_path / "grpo", "--out", tmp_path / "eval")
+    assert len(rows_of(next((tmp_path / "eval").glob("records*.jsonl")))) == 2
