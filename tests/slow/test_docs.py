@@ -125,8 +125,7 @@ class Teacher(Model):
 def test_videos_alone_lead_to_an_evaluation(toy, tmp_path):
     """The commands of docs/your-own-data.md: drafts, --check, a teacher's rollouts, a cold start,
     PARA-GRPO, an evaluation."""
-    (tmp_path / "deep").mkdir()
-    shutil.copy(sorted((toy / "videos").glob("*.mp4"))[0], tmp_path / "deep" / "a.mp4")
+    shutil.copy(sorted((toy / "videos").glob("*.mp4"))[0], tmp_path / "a.mp4")
     tasks, toy_flags = tmp_path / "tasks.jsonl", ("--preset", "toy", "--max-pixels", 1024)
 
     def stage(script, *flags):
