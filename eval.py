@@ -230,7 +230,7 @@ def whole_checkpoint(args):
     return ckpt, runs.content_digest(ckpt)
 
 
-def unfinished(suites: list[Suite], args) -> list[tuple]:
+def pending_tasks(suites: list[Suite], args) -> list[tuple]:
     """-> [(suite, K, mode, tasks)], one job each. A task with an unfinished item is asked with all
     samples again, because they are drawn as one group."""
     jobs = []
@@ -264,7 +264,7 @@ def evaluate(args):
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
     # Reading benchmarks and hashing weights may have taken minutes.
     launch.reset_watchdog(args.patience)
-    jobs = unfinished(suites, args)
+    jobs = pending_tasks(suites, args)
     needed = any(todo for *_, todo in jobs)
     # shares: for each rank and job the places of the tasks that the rank asks
     shares = costs.split(jobs, world) if rank == 0 else [None] * world
