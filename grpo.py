@@ -396,15 +396,15 @@ def main():
         # 2. Update. The trees hold every sampled token once and every prompt once per group. The
         # engine sleeps meanwhile, so the trainer has its memory.
         with phase("train_s", seconds, args):
+            # Not after an outage, also of one rank, also of windows alone: the rest would teach the
+            # policy to make no calls. Asked at once, before the disk may be back.
+            failed = [e.status == "video_error" for e in episodes]
+            blind = launch.any_rank(any(failed) and source.cache.away())
+            blind = blind or not launch.any_rank(not all(failed))
             asleep_gb = engine.sleep()
             # The frames that the rollouts saw: an update needs no file, which may have gone.
             frames = {f.key: f for group in groups for e in group for f in e.context.frames}
             policy.features.frames = frames
-            # Not after an outage, also of one rank, also of windows alone: the rest would teach the
-            # policy to make no calls.
-            failed = [e.status == "video_error" for e in episodes]
-            blind = launch.any_rank(any(failed) and source.cache.away())
-            blind = blind or not launch.any_rank(not all(failed))
             trees, tokens, skipped = training_trees([] if blind else groups, args)
             stats = update(policy, run.reference, run.optimizer, trees, tokens, args)
             # On a GPU: memory that an engine does not give back grows from step to step.

@@ -48,7 +48,7 @@ from plumbing import arguments, disk_cache
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-CACHE_VERSION = 6  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 7  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -121,8 +121,7 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
 def _frame_at(starts, looks):
     """Frame starts [N], look times [L] in seconds -> sorted unique indices [<=L] of frames seen."""
     # 1 ms of grace: a look at 16.04 sees the frame that starts there, 16.0400009 as a float32.
-    indices = np.searchsorted(starts, np.asarray(looks) + 1e-3, side="right") - 1  # [L]
-    return np.unique(np.maximum(indices, 0))
+    return np.unique(np.maximum(np.searchsorted(starts, np.asarray(looks) + 1e-3, "right") - 1, 0))
 
 
 def overview_indices(starts, duration, num_frames, keys=()):
@@ -207,9 +206,8 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
     VideoError also.
     """
     cache = cache or FrameCache(0)
-    table = cache.table(path)
-    indices = crop_indices(table.starts, table.info.duration, start, end, num_frames, fps,
-                           max_frames)  # [T]
+    starts, info = cache.index(path)  # [N] seconds
+    indices = crop_indices(starts, info.duration, start, end, num_frames, fps, max_frames)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
@@ -378,8 +376,7 @@ def _pictures(folder):
 def _open_folder(path):
     """Folder of frames -> its table, as of `_open`. Ticks count the images from 0."""
     numbers, names = _pictures(path)
-    clock = [name for name in ("fps", "times.txt", "seconds.txt")
-             if os.path.isfile(os.path.join(path, name))]
+    clock = [n for n in ("fps", "times.txt", "seconds.txt") if os.path.isfile(f"{path}/{n}")]
     if not names or len(clock) != 1:
         has = " and ".join(clock) or "neither fps nor times.txt" if names else "no images"
         raise VideoError(path, f"this folder has {has}: add images 000001.jpg, .. and either fps, "
@@ -434,8 +431,8 @@ def _stream(path):
         if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
             raise VideoError(path, f"truncated: {part} ends at byte {end}, the file at byte {size}")
         # Other formats name further files, anywhere on the disk (playlists), or draw text (tty).
-        options = {"format_whitelist": FORMATS, "protocol_whitelist": "file",
-                   "pattern_type": "none"}  # of stills: %d in a name means no other files
+        # pattern_type, of stills: %d in a name means no other files.
+        options = dict(format_whitelist=FORMATS, protocol_whitelist="file", pattern_type="none")
         # Tags need not be UTF-8.
         with av.open(str(path), options=options, metadata_errors="ignore") as container:
             # ffmpeg's rule: the most pixels, where the default stream has five million more. A
@@ -644,10 +641,10 @@ def _upright(path, frame):
     return image[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
-def _decode(container, stream, wanted, key_ticks):
-    """Set of ticks -> iterator of the frames from here on, up to the last wanted frame. Frames that
-    are not wanted and that no other frame needs are not decoded. No frame, if decoding would begin
-    at a key frame that is none of key_ticks: seeks may land elsewhere.
+def _decode(container, stream, wanted, key_ticks, drop):
+    """Set of ticks -> iterator of the frames from here on, up to the last wanted frame. drop: do
+    not decode frames that are not wanted and that no other frame needs. No frame, if decoding would
+    begin at a key frame that is none of key_ticks: seeks may land elsewhere.
     """
     codec, missing, begun = stream.codec_context, set(wanted), False  # missing: not in the decoder
     # An H.264 frame states for the whole stream whether another one needs it. An HEVC frame states
@@ -655,7 +652,7 @@ def _decode(container, stream, wanted, key_ticks):
     # layer qualify. Other codecs were not examined.
     head = codec.extradata or b""  # of HEVC in mp4 and Matroska: an hvcC record
     one_layer = len(head) > 21 and head[0] == 1 and head[21] >> 3 & 7 == 1  # numTemporalLayers
-    drop = codec.name == "h264" or codec.name == "hevc" and one_layer
+    drop = drop and (codec.name == "h264" or codec.name == "hevc" and one_layer)
     for packet in container.demux(stream):
         # A packet without bytes is the flush at the end. A hidden frame may share a time.
         tick = _pts_of(packet, codec.has_b_frames)
@@ -673,7 +670,7 @@ def _decode(container, stream, wanted, key_ticks):
             missing.discard(tick)
 
 
-def _images(path, ticks, key_ticks):
+def _images(path, ticks, key_ticks, drop):
     """Path, ticks [T] and key_ticks of `_open` -> iterator of (tick, image [H, W, 3] uint8)."""
     if os.path.isdir(path):
         _, names = _pictures(path)
@@ -693,7 +690,7 @@ def _images(path, ticks, key_ticks):
                         run = pending[: np.searchsorted(pending, key_ticks[after])]
                     if after > 1 or after and len(pending) < len(ticks):  # else it stands there
                         container.seek(int(key_ticks[after - 1]), stream=stream)
-                frames = (_decode(container, stream, set(run), key_ticks) if seeks
+                frames = (_decode(container, stream, set(run), key_ticks, drop) if seeks
                           else container.decode(stream))
                 for number, frame in enumerate(frames):
                     tick = _pts_of(frame, reorders) if len(key_ticks) else number
@@ -710,15 +707,22 @@ def _images(path, ticks, key_ticks):
 
 def _read(path, ticks, key_ticks, height, width):
     """Arguments of _images, and a size -> [T, height, width, 3] uint8. Raises VideoError."""
+    import av
     from PIL import Image
 
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
-    # One by one, because 4K frames fill gigabytes.
-    for tick, image in _images(path, ticks, key_ticks):
-        if image.shape[:2] != (height, width):  # at the same size there is no work
-            image = Image.fromarray(np.ascontiguousarray(image))  # rotated images are strided views
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
-        images[ticks == tick] = image
+    av.logging.set_level(av.logging.ERROR)
+    av.logging.set_skip_repeated(False)
+    with av.logging.Capture() as errors:
+        for drop in (True, False):
+            # In place of a lost frame a decoder shows the one before. It must not lack others, too.
+            # One by one, because 4K frames fill gigabytes.
+            for tick, image in _images(path, ticks, key_ticks, drop) if drop or errors else ():
+                if image.shape[:2] != (height, width):  # at the same size there is no work
+                    # Rotated images are strided views.
+                    image = Image.fromarray(np.ascontiguousarray(image)).resize((width, height))
+                images[ticks == tick] = image
+    av.logging.set_level(None)
     return images
 
 

@@ -286,8 +286,7 @@ def pool(name, runs):
     cells = {cell_of(row): None for _, summary, _ in runs for row in summary["results"]}
     for cell in cells:
         run_records = [run_cells.get(cell, {}) for *_, run_cells in runs]
-        rows = [row for _, summary, _ in runs for row in summary["results"]
-                if cell_of(row) == cell]
+        rows = [row for _, summary, _ in runs for row in summary["results"] if cell_of(row) == cell]
         same = set(run_records[0]).intersection(*run_records[1:])
         if len(rows) < len(runs) or not same:
             words = f"{cell[0] or 'data'} at K {cell[1]}, tools {cell[2]}"
@@ -428,8 +427,7 @@ def compare(evaluations):
             tokens = (r.get("cost") or {}).get("tokens")
             if r["tools"] == "on":
                 row.update(acc_tools=r["headline"], f_tau=r["f_tau"], tokens_tools=tokens)
-                row.update(kappa=r["kappa"], interval=r["interval"],
-                           videos=r.get("videos", FEW))
+                row.update(kappa=r["kappa"], interval=r["interval"], videos=r.get("videos", FEW))
                 row |= {key: share for key, share in r.get("windows", {}).items()
                         if key in ("recall", "hit", *windows.STEPS)}
             else:

@@ -498,8 +498,7 @@ def crop_schema(frames, path):
     if path:  # the authors' three arguments; the model does not choose the number of frames
         named = {"type": "string", "description": "path of the video"}
         times = {name: arguments["properties"][name] for name in ("start_time", "end_time")}
-        arguments.update(properties={"video_path": named, **times},
-                         required=["video_path", *times])
+        arguments.update(properties={"video_path": named, **times}, required=["video_path", *times])
     return schema
 
 

@@ -144,8 +144,7 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
     ((400, {"message": "top_k is not known " + "x" * 900}), 0, ("HTTP 400: top_k is not known",)),
     ((503, "loading\x1b[2J"), 2, ("HTTP 503: loading", "server's log")),
 ])  # fmt: skip
-def test_a_server_that_refuses_is_found_before_the_run(
-        reply, wait, why, monkeypatch, no_pause):
+def test_a_server_that_refuses_is_found_before_the_run(reply, wait, why, monkeypatch, no_pause):
     """One line with the address, the server's words and the flag to look at, never the key."""
     monkeypatch.setenv("SOME_KEY", "s3cret-value\n")
     with Server(ANSWER, probe=(*reply, {})) as server:

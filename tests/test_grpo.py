@@ -11,14 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from handmade import (
-    colourful,
-    make_group,
-    plain_logps,
-    record_logps,
-    reward,
-    sampled_positions,
-)
+from handmade import colourful, make_group, plain_logps, record_logps, reward, sampled_positions
 from reference import load_policy
 
 import grpo

@@ -99,6 +99,19 @@ def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap,
     assert 0 < m["groups"] < 3 and m["not_ok"] and not m["skipped_update"]
 
 
+def test_a_short_outage_costs_no_group(run_grpo, any_gap, recorded, monkeypatch):
+    """The disk is back before all groups are read: those that failed are read again."""
+    real, reads = replay.read_fault, []
+
+    def read_fault(group, features):
+        reads.append(group)
+        return "gone" if len(reads) == 2 else real(group, features)
+
+    monkeypatch.setattr(replay, "read_fault", read_fault)
+    _, m, _ = run_grpo("--rollouts", recorded)
+    assert m["groups"] == 3 and not m["not_ok"] and len(reads) == 6
+
+
 def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tasks, tmp_path):
     """The recorded reward was composed under the weights of the run that recorded it."""
     group = make_group(codec, source, tasks[0])

@@ -421,10 +421,8 @@ def test_anchor_and_gamma_weigh_the_anchor_term():
 
 
 def test_tool_reward_equals_hand_computed_values():
-    assert [tool_term(0, 0, 1.0), tool_term(1, 0, 0.0),
-            tool_term(1, 0, 1.0)] == [0.0, 0.1, 0.1]
-    assert [tool_term(2, 1, 0.0), tool_term(1, 1, 0.2),
-            tool_term(0, 3, 1.0)] == [0.3, 0.8, 0.0]
+    assert [tool_term(0, 0, 1.0), tool_term(1, 0, 0.0), tool_term(1, 0, 1.0)] == [0.0, 0.1, 0.1]
+    assert [tool_term(2, 1, 0.0), tool_term(1, 1, 0.2), tool_term(0, 3, 1.0)] == [0.3, 0.8, 0.0]
 
 
 def test_score_sums_its_weighted_terms():

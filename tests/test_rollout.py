@@ -174,8 +174,7 @@ def test_format_credit_lies_on_the_tags_and_the_end_of_each_turn(codec, tasks, f
     found = ["".join(text_of(codec, [episode.context.ids[t]]) for t in episode.struct
                      if start <= t < end) for start, end in episode.spans]
     tags = ["</think>", "<tool_call>", "</tool_call>"], ["</think>", "<answer>", "</answer>"]
-    assert [text.split() for text in found] == [
-        ["".join(names) + "<|im_end|>"] for names in tags]
+    assert [text.split() for text in found] == [["".join(names) + "<|im_end|>"] for names in tags]
 
 
 def test_a_turn_cut_off_by_its_length_is_closed_by_an_unsampled_token(codec, tasks, frames_of):
@@ -200,8 +199,7 @@ def test_the_next_request_holds_exactly_what_was_sampled(codec, tasks, frames_of
     def main(request):
         if turn_of(request):
             return ANSWER
-        return Completion(request.id, odd, [-1.0] * len(odd), chat.decode(codec, odd),
-                          True)
+        return Completion(request.id, odd, [-1.0] * len(odd), chat.decode(codec, odd), True)
 
     engine = Scripted(codec, main)
     episode = play_one(engine, tasks, frames_of)

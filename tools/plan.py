@@ -221,8 +221,7 @@ def host_memory(n, ranks, frame_cache_gb, width=2, lora=0):
     """Bytes of host memory on the node of rank 0 while it writes a checkpoint -> {item: bytes}.
     n: parameter_counts; ranks: of the node. Shards go to the disk tensor by tensor."""
     full = 4 * lora * n["sides"] if lora else width * (n["trained"] + n["tower"])
-    return {"whole weights on rank 0": full,
-            "decoded frames": frame_cache_gb * 2**30 * ranks}
+    return {"whole weights on rank 0": full, "decoded frames": frame_cache_gb * 2**30 * ranks}
 
 
 def engine_state(text):

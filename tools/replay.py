@@ -66,18 +66,14 @@ def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None
                                    "this checkpoint")
 
 
-def still_there(group: list[rollout.Episode], features: model.VisionFeatures) -> bool:
-    """Whether the video of a group can be read as it was recorded. If not, its rollouts fail, which
-    the log counts. The features are computed, and kept for the update."""
+def read_fault(group: list[rollout.Episode], features: model.VisionFeatures) -> str | None:
+    """Why the video of a group cannot be read as it was recorded, or None. The features are
+    computed, and kept for the update."""
     try:
         for item in group[0].context.items:
             features([item])
     except (video.VideoError, ValueError) as error:
-        print(launch.printable(f"skipped task {group[0].task['id']}: {error}"), flush=True)
-        for e in group:
-            e.fail("video_error", str(error))
-        return False
-    return True
+        return launch.printable(error)
 
 
 def main():
@@ -111,11 +107,18 @@ def main():
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
-    readable = [group for group in groups if still_there(group, policy.features)]
-    lost = len(readable) < len(groups)  # one video has gone, or the disk with all of them
-    if launch.any_rank(lost and source.cache.away()) or not launch.any_rank(readable):
+    faults = [read_fault(group, policy.features) for group in groups]
+    away = any(faults) and source.cache.away()  # one video has gone, or the disk with all of them
+    if any(faults) and not away:  # the disk may have been away for a moment
+        faults = [read_fault(group, policy.features) for group in groups]
+    if launch.any_rank(away) or not launch.any_rank(not all(faults)):
         raise launch.RunError("videos of these rollouts cannot be read; is the disk there?")
-    groups = readable
+    for group, fault in zip(groups, faults):
+        if fault:
+            print(f"skipped task {group[0].task['id']}: {fault}", flush=True)
+        for e in group if fault else ():  # the log counts them
+            e.fail("video_error", fault)
+    groups = [group for group, fault in zip(groups, faults) if not fault]
     if judge:
         async def score_all():
             await asyncio.gather(*(rollout.score_episode(e, pay, judge) for e in episodes))

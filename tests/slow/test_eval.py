@@ -42,8 +42,7 @@ def test_intervals_are_of_videos_drawn_with_replacement():
     low, high = scores.interval(draws)
     assert value == 0.5 and len(draws) == 2000
     assert high - low == pytest.approx(2 * 1.96 * 0.0559, rel=0.12)
-    value, draws = scores.bootstrap([record(i, i % 8 % 2, video=i % 8) for i in range(80)],
-                                    None)
+    value, draws = scores.bootstrap([record(i, i % 8 % 2, video=i % 8) for i in range(80)], None)
     low, high = scores.interval(draws)
     assert value == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)
 

@@ -504,8 +504,7 @@ def trace(memory, stage, size, ranks, layers, lora):
     memory.peak = memory.now
     for seen in (waits, reduced, travelled):
         seen.clear()
-    tokens = (grpo_step(policy, reference, optimizer) if reference else
-              sft_step(policy, optimizer))
+    tokens = grpo_step(policy, reference, optimizer) if reference else sft_step(policy, optimizer)
     found = {"traced": memory.peak, "waits": dict(waits), "reduced": sorted(reduced),
              "travelled": dict(travelled)}
     gc.collect()

@@ -13,11 +13,7 @@ from unittest.mock import Mock
 import pytest
 from conftest import run_script
 from scripted import Scripted, Server
-from test_protocols import (
-    CROP,
-    TASK,
-    scripts,
-)
+from test_protocols import CROP, TASK, scripts
 
 import chat
 import eval as evaluation
@@ -42,8 +38,7 @@ def play(toy, source, codec, monkeypatch):
         agent.tools = modes == ["on"]
         source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
         protocol, digest = systems.make_protocol(args)
-        engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10",
-                          at_once=True)
+        engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10", at_once=True)
         sampler = rollout.RolloutWorker(engine, engine.codec, systems.source_of(source, args),
                                         agent)
         (episode,) = protocol_loop.run(sampler, [task], protocol, args.frames[0])

@@ -357,8 +357,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
     pack = model.pack_trees(codec, [model.Tree(model.TokenSpan(talk.ids, talk.mask), talk.items)])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     with torch.no_grad():
-        ours, theirs = (forward(p, pack, vision)[0]
-                        for p in (policy, reference))
+        ours, theirs = (forward(p, pack, vision)[0] for p in (policy, reference))
         hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
         frames = [Image.fromarray(x) for x in source.load(spec).images]
         images = codec.processor.image_processor(images=frames, do_resize=False,

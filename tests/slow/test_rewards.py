@@ -5,16 +5,10 @@ python -m pytest tests/slow/test_rewards.py -q
 import re
 
 import pytest
-from test_rewards import (
-    PETS,
-)
+from test_rewards import PETS
 
 import rewards
-from rewards import (
-    extract_letter,
-    extract_span,
-    never_closed,
-)
+from rewards import extract_letter, extract_span, never_closed
 
 # ------------------------------------------------------------------------------------------------
 # Answers

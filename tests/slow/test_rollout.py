@@ -10,16 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scripted import (
-    AGENT,
-    ANSWER,
-    Scripted,
-    call,
-    calls,
-    play_one,
-    text_of,
-    window_of,
-)
+from scripted import AGENT, ANSWER, Scripted, call, calls, play_one, text_of, window_of
 from test_rollout import runs
 
 import chat

@@ -251,6 +251,22 @@ def test_clips_joined_by_times_that_overlap_are_read_as_by_ffmpeg(tmp_path, film
     assert_as_shown_by(ffmpeg, path)
 
 
+@pytest.mark.parametrize("lost", ["eq(n\\,43)", "eq(mod(n\\,13)\\,7)"])
+def test_a_look_after_a_lost_packet_does_not_depend_on_other_looks(tmp_path, ffmpeg, lost):
+    """In place of a lost frame a decoder shows an earlier one, which it must have decoded."""
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=s=160x96:r=25:d=4,noise=alls=12:allf=t", "-c:v",
+           "libx264", "-pix_fmt", "yuv420p", "-preset", "veryfast", "-x264-params",
+           "keyint=30:scenecut=0:bframes=3:b-adapt=0", tmp_path / "whole.mp4")
+    path = tmp_path / "v.mp4"
+    ffmpeg("-i", tmp_path / "whole.mp4", "-c", "copy", "-bsf:v", f"noise=drop='{lost}'", path)
+    _, pictures = shown_by(ffmpeg, path)
+    cache, draw = video.FrameCache(0), np.random.default_rng(0)
+    for _ in range(25):
+        some = np.unique(draw.integers(0, len(pictures), draw.integers(1, 9)))
+        off = np.abs(cache.frames(path, some, 1, 10**9).images.astype(int) - pictures[some])
+        assert off.mean((1, 2, 3)).max() < 3
+
+
 # ---- parameter sets that change inside a film
 
 
