@@ -127,6 +127,14 @@ def test_ids_of_an_episode_are_those_of_the_rendered_chat(script, prefix, channe
     assert episode.context.ids == want
 
 
+@pytest.mark.parametrize("response, words", [("summary", "short text summary of what happens"),
+                                             ("frames", "Returns frames of it")])
+def test_the_agent_is_told_what_a_call_returns(response, words):
+    assert words in rollout.tool_schema(response)[0]["function"]["description"]
+    assert f"returns {'a short summary' if response == 'summary' else 'frames'} of" in (
+        rollout.main_prompt(True, response)) and "crop_video" not in rollout.main_prompt(False)
+
+
 @pytest.mark.parametrize("channel", ["image", "video"])
 def test_a_sub_agent_sees_its_window_and_the_question(channel, codecs, tasks, frames_of):
     """A summary that does not know the question cannot help to answer it, and its times must be the
