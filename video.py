@@ -713,7 +713,8 @@ def _read(path, ticks, key_ticks, height, width):
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
     av.logging.set_level(av.logging.ERROR)
     av.logging.set_skip_repeated(False)
-    with av.logging.Capture() as errors:
+    with av.logging.Capture() as errors, contextlib.ExitStack() as stack:
+        stack.callback(av.logging.set_level, None)
         for drop in (True, False):
             # In place of a lost frame a decoder shows the one before. It must not lack others, too.
             # One by one, because 4K frames fill gigabytes.
@@ -722,7 +723,6 @@ def _read(path, ticks, key_ticks, height, width):
                     # Rotated images are strided views.
                     image = Image.fromarray(np.ascontiguousarray(image)).resize((width, height))
                 images[ticks == tick] = image
-    av.logging.set_level(None)
     return images
 
 
