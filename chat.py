@@ -30,7 +30,8 @@ import launch
 from plumbing import hub
 
 if not find_spec("torch"):  # the other scripts import this one first
-    sys.exit(f"{sys.argv[0]}: torch is not installed here: make venv, source .venv/bin/activate")
+    sys.stderr.write(f"{sys.argv[0]}: torch is not here: make venv, source .venv/bin/activate\n")
+    sys.exit(2)
 
 # Two private-use characters of Unicode. `escape_special_tokens` removes both from text that is not
 # ours.

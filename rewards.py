@@ -294,8 +294,7 @@ def group_advantages(task: list[float], fmt: list[float]) -> tuple:
         return [0.0] * len(reward), [0.0] * len(reward), sigma
     divisor = max(sigma, 1e-3)  # smaller differences stay small; other groups are as without it
     a_task = [(value - mean_task) / divisor for value in task]
-    a_fmt = [(value - mean_fmt) / divisor for value in fmt]
-    return a_task, a_fmt, sigma
+    return a_task, [(value - mean_fmt) / divisor for value in fmt], sigma
 
 
 # ------------------------------------------------------------------------------------------------

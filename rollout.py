@@ -537,10 +537,7 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
     async def play_and_score(episode):
         async with slots:  # an episode that waits for its judge keeps no other from being played
             episode = await play(episode, sampler)
-        # A window whose file has gone, or a request that failed, says nothing of the policy.
-        failed = [c for c in episode.calls if c["status"] in runs.MACHINE_FAULTS]
-        if failed and episode.status == "ok":
-            episode.fail(failed[0]["status"], f"a call: {failed[0]['summary']}")
+        check_calls(episode)
         return await score_episode(episode, sampler.pay, sampler.judge)
 
     # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
@@ -570,6 +567,14 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
             with contextlib.suppress(RuntimeError):
                 runner.run(asyncio.sleep(0))
             raise
+
+
+def check_calls(episode: Episode) -> None:
+    """An episode that has ended fails if the machine failed one of its calls: a window whose file
+    has gone, or a request that failed, says nothing of the policy."""
+    failed = [c for c in episode.calls if c["status"] in runs.MACHINE_FAULTS]
+    if failed and episode.status == "ok":
+        episode.fail(failed[0]["status"], f"a call: {failed[0]['summary']}")
 
 
 async def score_episode(episode: Episode, pay: rewards.RewardConfig | None = None,

@@ -184,11 +184,6 @@ def root_of(args, path):
     return args.video_root or os.path.dirname(os.path.abspath(path))
 
 
-def probe(path, cache=None):
-    """Path -> VideoInfo (seconds, pixels). Raises VideoError."""
-    return (cache or FrameCache(0)).table(path).info
-
-
 def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, snap=False):
     """Path -> Frames, at most `num_frames`. snap: take key frames if they are near enough; fast in
     long files. Raises VideoError, ValueError for num_frames < 1."""
@@ -245,8 +240,7 @@ def identity(path):
         if os.path.isdir(path):
             return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        missing = isinstance(error, FileNotFoundError)
-        raise VideoError(path, "no such file" if missing else str(error)) from error
+        raise VideoError(path, launch.why(error).lower()) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
         raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
@@ -674,6 +668,8 @@ def _images(path, ticks, key_ticks, drop):
     """Path, ticks [T] and key_ticks of `_open` -> iterator of (tick, image [H, W, 3] uint8)."""
     if os.path.isdir(path):
         _, names = _pictures(path)
+        if len(names) != len(key_ticks):  # all that follow would move
+            raise VideoError(path, "images came or went while it was read")
         yield from ((tick, _picture(path, names[tick])) for tick in ticks)
         return
     pending = ticks.tolist()

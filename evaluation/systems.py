@@ -300,8 +300,7 @@ def make_protocol(args):
     if args.user_file:
         texts = texts + read_prompts([args.user_file])
         protocol = with_user(protocol, texts[-1], args.protocol)
-    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
-    return protocol, digest
+    return protocol, hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 def with_user(protocol, text, name):

@@ -61,8 +61,9 @@ class Parser(argparse.ArgumentParser):
         flag = message.partition("unrecognized arguments: ")[2].split("=")[0].split(" ")[0]
         settings = self.settings._actions if self.settings else []
         by_flag = {f"--{s.dest.replace('_', '-')}": f"--set {s.dest}=" for s in settings}
-        near = (by_flag | RENAMED).get(flag) or "".join(
-            difflib.get_close_matches(flag, self._option_string_actions, 1, 0.7))
+        near = (by_flag | RENAMED).get(flag)
+        if near not in {*by_flag.values(), *self._option_string_actions}:  # of other scripts
+            near = "".join(difflib.get_close_matches(flag, self._option_string_actions, 1, 0.7))
         if self.prog.endswith("--set"):  # a setting has no dashes
             message = message.replace("unrecognized arguments: --", "no such setting: ")
             message, near = message.replace("argument --", ""), ""

@@ -68,7 +68,8 @@ def write_card(folder: str, out: str, state: dict) -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     commit, row = "", ""
     with contextlib.suppress(OSError):  # no git; state.json has digests of the scripts
-        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], text=True,
+        command = "describe --always --dirty --abbrev=40 --exclude=*".split()
+        commit = subprocess.run(["git", "-C", root, *command], text=True,
                                 capture_output=True).stdout.strip()
     with contextlib.suppress(OSError), open(os.path.join(out, "log.jsonl")) as file:
         row = file.readlines()[-1:]

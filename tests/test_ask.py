@@ -38,6 +38,15 @@ def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, c
     assert row["reward"] == {} and row["turns"] and len(row["calls"]) == 3
 
 
+def test_an_answer_without_a_window_that_the_machine_lost_is_none(codec, toy, capsys, monkeypatch):
+    def away(source, spec, fingerprint):
+        raise video.VideoError(spec["video"], "no such file")
+
+    monkeypatch.setattr(rollout.Source, "load_window", away)
+    ask.ask(sampler(codec, toy, calls((0, 8)), "x</think><answer>red</answer>"), [FILM], 4)
+    assert re.search("answer: none .*video_error", capsys.readouterr().out)
+
+
 @pytest.mark.process
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     out = tmp_path / "asked.jsonl"

@@ -158,6 +158,10 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
     (VIDEO_R1, ()), ({"problem": LINES, "answer": "B", "videos": ["a.mp4"]}, ()),
     ({"video": "a.mp4", **ASKED}, ()), ({"video": "a.mp4", **ASKED, "options": LINES[7:]}, ()),
     ({"video": "a.mp4", "question": "Which?", "A": "one", "B": "two", "answer": "B"}, ()),
+    ({"video": "a.mp4", **ASKED, "options": "['one', 'two']"}, ()),  # as pandas writes a list
+    ({"video": "a.mp4", **ASKED, "options": {"A": "one", "B": "two"}}, ()),
+    ({"messages": [{"role": "user", "content": "<video>" + LINES}], "videos": ["a.mp4"],
+      "solution": "<answer>B</answer>"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
      ("--map", "video=clip", "question=text", "answer=label"))])
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv,", "csv;", "tsv\t", "parquet"])
@@ -188,7 +192,9 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
     rows = [{"video": str(film), "conversations": [{"from": k, "value": v} for k, v in talk]},
             {"video": "b.mp4", "question": "When?", "answer": [1, 2.5]},
             {"video": "b.mp4", "question": "Which?", "answer": "red, blue", "type": "list"},
-            {"video": "/no/such.mp4", "question": "Which?", "answer": "red"}]
+            {"video": "/no/such.mp4", "question": "Which?", "answer": "red"},
+            {"video": "b.mp4", "question": "Which?", "options": ["red", "blue"], "answer": 2},
+            {"video": "b.jpg", "data_type": "image"}, {"video": "b.mp4", "question": ""}]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     _, out, _ = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl")
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
@@ -197,13 +203,14 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
         ("mine/0/1", str(film), "When?", "Later.", "open"),
         ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
         ("mine/2", "b.mp4", "Which?", "red, blue", "list")]
-    assert "1 rows, an absolute path outside" in out
+    for why in ("an absolute path outside", "the answer is none", "still images", "no video, no"):
+        assert f"left out: 1 rows, {why}" in out
 
 
 def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, start):
     (tmp_path / "mine.json").write_text(json.dumps([{"video_id": 1, "answers": "x", "prob": "y"}]))
-    for flags, says in [((), "answers, prob, video_id; say which they are: --map video=video_id "
-                         "question=COLUMN options=COLUMN answer=answers"),
+    for flags, says in [((), "video_id, answers, prob; say which they are: --map video=video_id "
+                         "question=COLUMN answer=answers"),
                         (("--map", "quest=x"), "OURS one of video, question, options, answer")]:
         code, _, err = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl",
                              *flags)

@@ -78,7 +78,7 @@ def run(films, start):
 
 
 def test_only_drafts_that_need_their_window_are_kept(films, run):
-    seconds = draft.video.probe(str(films / "deep" / "a.mp4")).duration
+    seconds = draft.video.FrameCache(0).index(films / "deep" / "a.mp4")[1].duration
     model = Model(seconds)
     with Server(model) as server:
         code, out = run(server.url)
@@ -103,12 +103,11 @@ def test_only_drafts_that_need_their_window_are_kept(films, run):
         assert task["options"]["ABCD".index(task["answer"])] == answer
     assert "8 drafts, 2 kept -> " in out and "2 names a time or a part" in out
     page = (films / "tasks.html").read_text()
-    data = json.loads(re.search(r'json">(.*?)</script>', page)[1])
-    assert data == {"root": ".", "rows": rows}
+    assert json.loads(re.search(r'json">(.*?)</script>', page)[1]) == {"root": ".", "rows": rows}
 
 
 def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
-    seconds = draft.video.probe(str(films / "deep" / "a.mp4")).duration
+    seconds = draft.video.FrameCache(0).index(films / "deep" / "a.mp4")[1].duration
     with Server(Model(seconds, fails=(0, 7))) as server:
         code, said = run(server.url)
     assert code == 1 and "2 drafts could not be made" in said

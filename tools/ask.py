@@ -68,7 +68,7 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
                 if (step["event"], step["number"]) not in sent:
                     sent.add((step["event"], step["number"]))
                     yield {**step, "at": time.monotonic() - began}
-        work.result()  # raises if the loop has a bug
+        rollout.check_calls(work.result())  # raises if the loop has a bug
         yield {**answer_event(episode, final), "at": time.monotonic() - began}
     finally:
         work.cancel()  # if the caller leaves early

@@ -21,6 +21,8 @@ Reads:  parquet (needs pyarrow), JSON, JSONL, CSV or TSV.    Writes: --out, one 
   python tools/convert.py paravt_rl_diverse_4k4.parquet --out rl.jsonl
   python tools/convert.py mine.csv --map video=clip question=text answer=label --out FILMS/rl.jsonl
 """
+import ast
+import contextlib
 import csv
 import difflib
 import json
@@ -40,6 +42,7 @@ from plumbing import arguments, data
 # Columns of a task, under the names that data sets give them. --map adds one in front.
 COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("question", "problem"),
            "options": ("options", "choices", "candidates"), "answer": ("answer", "solution")}
+UNKNOWN = "no video, no question or no answer"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
 
 
@@ -58,15 +61,25 @@ def read_table(path):
 
 
 def published(row):
-    """A row of any form -> the same as `messages` or `prompt`, with `videos`. None if its columns
-    are not known."""
+    """A row of any form -> the same as `messages` or `prompt`, with `videos`. Raises ValueError if
+    its columns are not known."""
     def column(name):
         return next((row[key] for key in COLUMNS[name] if row.get(key) not in (None, "")), None)
 
-    videos = decoded(column("video"))
+    if row.get("data_type") == "image":  # Video-R1 mixes both
+        raise ValueError("still images are not read")
+    if any((cell or "").strip() for cell in row.get("(no name)") or []):
+        raise ValueError("more cells than columns: a cell with a comma needs quotes")
+    videos = loosely(column("video"))
     videos = videos if isinstance(videos, list) else [videos] if videos else []
     row = {**row, "videos": row.get("videos") or videos}
-    if row.get("messages") or row.get("prompt"):
+    question, answer = column("question"), loosely(column("answer"))
+    tagged = re.search("<answer>(.*?)</answer>", str(answer), re.DOTALL)
+    extra = {"answer": tagged[1].strip() if tagged else answer, "question_type": row.get("type")}
+    talk = loosely(row.get("messages"))
+    if talk and answer is not None and all(m["role"] != "assistant" for m in talk):  # ms-swift, RL
+        return {**row, "messages": None, "prompt": talk, "extra_info": extra}
+    if talk or row.get("prompt"):
         return row
     talk = decoded(row.get("conversations")) or []
     if row.get("query"):
@@ -80,17 +93,16 @@ def published(row):
         return {**row, "messages": [{"role": ROLES.get(role, role),
                                      "content": text.replace("<image>", mark)}
                                     for role, text in turns]}
-    question, answer = column("question"), loosely(column("answer"))
     if question is None or answer is None or not videos:
-        return None
-    options = decoded(column("options")) or [row[key] for key in "ABCDEFGH" if row.get(key)]
+        raise ValueError(UNKNOWN)
+    options = loosely(column("options")) or [row[key] for key in "ABCDEFGH" if row.get(key)]
+    if isinstance(options, dict):  # {"A": "one", "B": "two"}
+        options = [text for _, text in sorted(options.items()) if text is not None]
     if isinstance(options, list):
         options = data.bare_options(list(map(str, options)))
         options = "\n".join(map("{}. {}".format, string.ascii_uppercase, options))
-    tagged = re.search("<answer>(.*?)</answer>", str(answer), re.DOTALL)
     return {**row, "prompt": [{"role": "user", "content": f"{question}\n{options}"}],
-            "extra_info": {"answer": tagged[1].strip() if tagged else answer,
-                           "question_type": row.get("type")}}
+            "extra_info": extra}
 
 
 def as_tasks(row):
@@ -123,11 +135,12 @@ def decoded(value):
 
 
 def loosely(value):
-    """Like `decoded`, but a text that only looks like JSON, as "[unclear]", stays a text."""
-    try:
-        return decoded(value)
-    except ValueError:
-        return value
+    """Like `decoded`, but reads lists as Python prints them, too, since pandas saves them so. A
+    text that only looks like either, as "[unclear]", stays a text."""
+    for read in (decoded, lambda text: ast.literal_eval(text.strip())):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return read(value)
+    return value
 
 
 def media_of(row):
@@ -418,6 +431,8 @@ INSTRUCTIONS = re.compile(r"(?i)(?:\A|\s+)(?:" + "|".join((
     rf"Provide your detailed reasoning between the {TAGS.format('think')}, and then give your "
     rf"final answer between the {TAGS.format('answer')}\.",
     rf"Please (?:provide|transcribe) [^\n<]{{1,90}} within the {TAGS.format('answer')}\.",
+    r"Please (?:respond with only the letter of the correct answer|provide your answer by stating "
+    r"the letter followed by the full option)\.",  # LLaVA-Video
     r"Answer with the option(?:['’]s)? letter (?:from the given choices directly|only)\.?",
     r"(?:Options|Choices):")) + r")\s*\Z")
 # Other words that tell the model how to answer. Such a row is left out, because our prompt would
@@ -508,6 +523,8 @@ def to_task(row):
         extra.get("question_type"))
     span = span_of(loosely(answer), kind)  # "[1.5, 7]"
     letter = letter_of(answer, options) if options else ""
+    if kind is None and options and not letter and span is None:
+        raise ValueError("the answer is none of the options")
     if kind is None:
         kind = "grounding" if span is not None else "mcq" if letter else "open"
     task = {"video": videos[0]["video"], "question": full_text, "options": None,
@@ -544,37 +561,48 @@ def span_of(answer, kind):
 def convert(paths, out, frames, max_frames=64, names=None):
     """Published files -> one JSONL. Prints how many rows were left out, and why. frames: of an
     overview; max_frames: of a window in a tool response; names: {our column: theirs}."""
-    numbered = []  # (id, row)
-    for path in paths:
-        stem = os.path.splitext(os.path.basename(path))[0]
-        for number, row in enumerate(read_table(path)):
-            row.update({ours: row.get(theirs) for ours, theirs in (names or {}).items()})
-            if not (converted := published(row)):
-                guess = {name: difflib.get_close_matches(name, row, 1, 0.4) for name in COLUMNS}
-                guess = [f"{name}={(columns or ['COLUMN'])[0]}" for name, columns in guess.items()]
-                raise launch.UserError(f"{path}: row {number} has neither messages nor a video, a "
-                                       f"question and an answer, but {', '.join(sorted(row))}; "
-                                       f"say which they are: --map {' '.join(guess)}")
-            numbered.append((f"{stem}/{number}", converted))
-    rows, rejected = [], {}  # rejected: reason -> ids of rows
-    is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in numbered)
-    if is_chat and not all(row.get("messages") for _, row in numbered):
-        raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
-    for name, row in numbered:
+    numbered, rejected = [], {}  # (id, row); reason -> ids of rows
+
+    def attempt(name, make, *given):
+        """make(*given), or None: the row `name` is left out. Published rows are data."""
         try:
-            # Published rows are data: a bad row is left out and named.
-            if is_chat:
-                made = [to_chat(row, frames, max_frames)]
-            else:
-                made = [to_task(one) for one in (as_tasks(row) if row.get("messages") else [row])]
+            return make(*given)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             malformed = f"malformed ({type(error).__name__})"
             reason = str(error) if type(error) is ValueError else malformed
             rejected.setdefault(reason, []).append(name)
-            continue
+
+    for path in paths:
+        stem = os.path.splitext(os.path.basename(path))[0]
+        for number, row in enumerate(read_table(path)):
+            row.update({ours: row.get(theirs) for ours, theirs in (names or {}).items()})
+            if converted := attempt(f"{stem}/{number}", published, row):
+                numbered.append((f"{stem}/{number}", converted))
+        if not numbered and UNKNOWN in rejected:
+            keys, guess = {str(key).strip().lower(): key for key in row}, []
+            for name, known in COLUMNS.items():
+                close = difflib.get_close_matches(name, keys, 1, 0.6)
+                if not any(row.get(key) for key in known) and (close or name != "options"):
+                    guess.append(f"{name}={keys[close[0]] if close else 'COLUMN'}")
+            raise launch.UserError(
+                f"{path}: neither messages nor a video, a question and an answer, but "
+                f"{', '.join(map(str, row))}; say which they are: --map {' '.join(guess)}")
+    is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in numbered)
+    if is_chat and not all(row.get("messages") for _, row in numbered):
+        raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
+
+    def make_rows(row):
+        if is_chat:
+            return [to_chat(row, frames, max_frames)]
+        if not (tasks := as_tasks(row) if row.get("messages") else [row]):
+            raise ValueError("no answer of an assistant, and no column of answers")
+        return list(map(to_task, tasks))
+
+    rows = []
+    for name, row in numbered:
         source = row.get("id") or row.get("data_source") or name.partition("/")[0]
         rows += [{"id": f"{name}/{n}" if n else name, "source": source, **one}
-                 for n, one in enumerate(made)]
+                 for n, one in enumerate(attempt(name, make_rows, row) or ())]
     for reason, ids in sorted(rejected.items(), key=lambda item: -len(item[1])):
         print(f"left out: {len(ids)} rows, {reason}; the first is {ids[0]}")
     if not rows:
@@ -599,8 +627,6 @@ def main():
     names = dict(pair.split("=", 1) for pair in args.map if "=" in pair)
     if len(names) < len(args.map) or not COLUMNS.keys() >= names.keys():
         raise launch.UserError(f"--map: give OURS=THEIRS, OURS one of {', '.join(COLUMNS)}")
-    if not args.out.endswith(".jsonl"):
-        raise launch.UserError(f"--out {args.out} should end in .jsonl")
     arguments.require_min(1, args, "frames")
     convert(args.files, args.out, args.frames, names=names)
 

@@ -159,6 +159,7 @@ def main():
         raise launch.UserError("no video there" if not names else "--out should end in .jsonl")
     if any(name.startswith("..") for name in names):
         raise launch.UserError(f"the videos have to lie below {root}: change --out or --video-root")
+    launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     drafts, rows = f"{stem}.drafts.jsonl", []
     if os.path.exists(drafts):
         rows = launch.read_jsonl(drafts, ("id", "task", "left_out", "settings"), faults=[])
@@ -172,6 +173,8 @@ def main():
     engine.check_servers()
     source = video.Source(root, video.FrameCache(2**28, 60.0, args.workers), 1024, args.max_pixels)
     done, failed = {row["id"] for row in rows}, []
+    # A kill between the two appends below leaves a task without its draft.
+    kept = open(args.out, encoding="utf-8").read() if os.path.exists(args.out) else ""
 
     def work(number):
         try:
@@ -179,7 +182,7 @@ def main():
         except (video.VideoError, Unanswered) as error:
             failed.append(str(error))
             return
-        if not row["left_out"]:
+        if not row["left_out"] and json.dumps(row["id"]) not in kept:
             append(args.out, row["task"])
         rows.append({**row, "settings": settings})
         append(drafts, {**row, "settings": settings})

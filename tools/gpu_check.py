@@ -6,7 +6,6 @@ back:
   python tools/gpu_check.py --ckpt Qwen3-VL-2B-Instruct
 
 Each stage runs in processes of its own, so a stage that dies or hangs costs its own rows alone:
-  machine     Driver, compiler, memory: in seconds, before all else.
   engine      vLLM alone on one GPU, as rollout.py starts it: a video of 64 frames whose prompt is
               cut into chunks of 512 tokens, beside the trainer's log-probs. Sleep, wake, reload,
               end. The memory that stays while it sleeps.
@@ -40,10 +39,8 @@ import json
 import math
 import os
 import random
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import traceback
@@ -157,35 +154,6 @@ def nvidia_smi(field):
         return subprocess.check_output(command, text=True, timeout=60).splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-
-
-def gpu_gb():
-    """-> GB of each GPU that are in use."""
-    return [float(mib) * 2**20 / 1e9 for mib in nvidia_smi("memory.used") if mib.isdigit()]
-
-
-def check_machine(table, device, args):
-    """What the first hour on a new machine fails on."""
-    gpu = device.type == "cuda"
-    if gpu:
-        driver = (nvidia_smi("driver_version") or [""])[0]
-        major = int(driver.split(".")[0]) if driver[:1].isdigit() else 0
-        table.add("machine: driver below 580", float(major < 580), 0,
-                  f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}",
-                  "install driver 580 or newer, which CUDA 13 needs")
-        taken = gpu_gb()
-        table.add("machine: GB of a GPU that others hold", max(taken, default=math.nan), 3.0,
-                  f"{len(taken)} GPUs", "nvidia-smi shows who: end that process")
-    headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-    missing = [name for name, present in (("gcc", shutil.which("gcc") or os.environ.get("CC")),
-                                          ("Python.h", os.path.exists(headers))) if not present]
-    table.add("machine: missing for Triton's compiler", len(missing), 0 if gpu else None,
-              ", ".join(missing), "install gcc and python3-dev")
-    if os.path.isdir("/dev/shm"):
-        room = shutil.disk_usage("/dev/shm").free / 1e9
-        table.add("machine: GB missing in /dev/shm", max(0.0, args.ranks - room),
-                  0 if gpu else None, f"{room:.1f} GB free, 1 a rank",
-                  "in a container --shm-size 16g or --ipc=host")
 
 
 def has_vllm():
@@ -545,7 +513,6 @@ def stages():
     """{name: (check, whether it runs on all ranks, what to do if it fails)}, in their order."""
     verdict = "the trainer is wrong here: send OUT.json, train nothing"
     return {
-        "machine": (check_machine, False, "mend the machine or the environment before all else"),
         "engine": (check_engine, False, "train nothing; send OUT.json and OUT.log"),
         "rollouts": (check_rollouts, True, "train nothing; send OUT.json and OUT.log (in a "
                      "container first --ipc=host)"),
@@ -586,7 +553,8 @@ def start_stage(name, args):
     with open(f"{args.out}.log", "a") as log:
         child = subprocess.Popen([sys.executable, *command], stderr=log, env=env)
         while child.poll() is None:
-            taken = max(taken, *gpu_gb(), 0.0)
+            used = [float(mib) for mib in nvidia_smi("memory.used") if mib.isdigit()]
+            taken = max(taken, 0.0, *[mib * 2**20 / 1e9 for mib in used])  # GB
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(1)
             if time.time() - began > LIMIT + 60:  # after run_stage has ended the ranks

@@ -655,7 +655,7 @@ def page_text() -> tuple[str, str]:
 def check_video(source, root, path):
     """-> VideoInfo. Raises Refused if a video cannot be opened."""
     try:
-        return video.probe(video.resolve(path, root), source.cache)
+        return source.cache.table(video.resolve(path, root)).info
     except video.VideoError as error:  # not str(error): that holds a path of this machine
         reason = error.why.replace(root, "")[:200]
         raise Refused(400, f"the video cannot be read: {reason}") from None

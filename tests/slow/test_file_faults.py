@@ -409,8 +409,7 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
     part = out.with_suffix(".jsonl.part")
     code, _, err, _ = forked(rollouts(tmp_path, out, after=4, signal_number=number), tmp_path)
     assert code == 1
-    line = "stopped after 4 of 15 rollouts; the same command goes on"
-    assert err.splitlines()[-1].endswith(line)
+    assert err.splitlines()[-1].endswith("stopped after 4 of 15 rollouts; the same command goes on")
     assert len(episodes_in(out)) == 4 and not part.exists()
     code, said, err, _ = forked(rollouts(tmp_path, out, after=3, signal_number=signal.SIGKILL),
                                 tmp_path)

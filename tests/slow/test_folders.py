@@ -77,8 +77,7 @@ def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
     assert "--ckpt" in why and "lies in --out" in why and "another --out" in why
     assert "--no-resume" not in why and "\n" not in why
     assert runs.is_complete(str(folder))
-    left = set(os.listdir(folder.parent)) - {"rollouts", ".lock"}
-    assert left == {"last", "step_000001"}
+    assert set(os.listdir(folder.parent)) - {"rollouts", ".lock"} == {"last", "step_000001"}
 
 
 def test_a_run_that_began_from_a_checkpoint_in_its_folder_goes_on(toy, tmp_path):

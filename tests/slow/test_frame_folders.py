@@ -1,25 +1,13 @@
 """
 Tests of folders of frames, which are videos too: python -m pytest tests/test_frame_folders.py -q
 """
-import subprocess
-
 import numpy as np
 import pytest
-from test_video import NATIVE, shown_by, write
+from PIL import Image
+from test_video import NATIVE, ffmpeg, shown_by, write  # noqa: F401
 
 import video
 from video import FrameCache
-
-
-@pytest.fixture(scope="module")
-def ffmpeg():
-    package = pytest.importorskip("imageio_ffmpeg")
-
-    def run(*arguments):
-        command = [package.get_ffmpeg_exe(), "-nostdin", "-hide_banner", "-nostats", "-y"]
-        return subprocess.run([*command, *map(str, arguments)], capture_output=True, check=True)
-
-    return run
 
 
 @pytest.mark.parametrize("name, options, clock", [
@@ -49,3 +37,16 @@ def test_a_film_and_the_folder_of_its_frames_give_the_same(tmp_path, ffmpeg, nam
         assert np.array_equal(one.images, other.images)
 
 
+
+
+def test_an_image_that_is_away_for_a_moment_moves_no_other(tmp_path):
+    for n in range(8):
+        Image.new("RGB", (32, 32), (30 * n,) * 3).save(tmp_path / f"{n}.png")
+    (tmp_path / "fps").write_text("1")
+    cache = FrameCache(2**20)
+    cache.index(str(tmp_path))
+    (tmp_path / "3.png").rename(tmp_path / "away")
+    with pytest.raises(video.VideoError, match="images came or went"):
+        video.at(str(tmp_path), [1, 5], cache=cache)
+    (tmp_path / "away").rename(tmp_path / "3.png")
+    assert video.at(str(tmp_path), [1, 5], cache=cache).images[:, 0, 0, 0].tolist() == [30, 150]

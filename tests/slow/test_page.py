@@ -282,8 +282,7 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     (tmp_path / "log.jsonl").write_text(
         json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
     view.build([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
-    browser = visit(tmp_path / "evil.html", "tables")
-    assert EVIL[:20] in "".join(texts(browser, "td"))
+    assert EVIL[:20] in "".join(texts(visit(tmp_path / "evil.html", "tables"), "td"))
 
 
 def test_drafts_are_shown_edited_and_saved(visit, toy, tmp_path):
