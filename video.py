@@ -711,7 +711,7 @@ def _read(path, ticks, key_ticks, height, width):
     av.logging.set_skip_repeated(False)
     with av.logging.Capture() as errors, contextlib.ExitStack() as stack:
         stack.callback(av.logging.set_level, None)
-        for drop in (True, False):
+        for drop in (True, False) if len(key_ticks) else (True,):  # in a row nothing is dropped
             # In place of a lost frame a decoder shows the one before. It must not lack others, too.
             # One by one, because 4K frames fill gigabytes.
             for tick, image in _images(path, ticks, key_ticks, drop) if drop or errors else ():

@@ -49,9 +49,9 @@ class Source(rollout.Source):
     show: str = "real"  # "blank", "shuffled": see apply_show; others change no frame
 
     def overview_spec(self, task, num_frames):
-        as_video = {"as_video": True} if self.grounding_as_video else {}
         spec = super().overview_spec(task, num_frames)
-        return {**spec, **(as_video if task["type"] == "grounding" else {})}
+        as_video = self.grounding_as_video and task["type"] == "grounding"
+        return {**spec, "as_video": True} if as_video else spec
 
     def load_overview(self, spec, task):
         frames, seconds, subtitles, fingerprint = super().load_overview(spec, task)

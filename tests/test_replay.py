@@ -109,7 +109,7 @@ def test_a_short_outage_costs_no_group(run_grpo, any_gap, recorded, monkeypatch)
 
     monkeypatch.setattr(replay, "read_fault", read_fault)
     _, m, _ = run_grpo("--rollouts", recorded)
-    assert m["groups"] == 3 and not m["not_ok"] and len(reads) == 6
+    assert m["groups"] == 3 and not m["not_ok"] and len(reads) == 4
 
 
 def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tasks, tmp_path):

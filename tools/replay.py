@@ -110,14 +110,14 @@ def main():
     faults = [read_fault(group, policy.features) for group in groups]
     away = any(faults) and source.cache.away()  # one video has gone, or the disk with all of them
     if any(faults) and not away:  # the disk may have been away for a moment
-        faults = [read_fault(group, policy.features) for group in groups]
+        faults = [f and read_fault(group, policy.features) for group, f in zip(groups, faults)]
     if launch.any_rank(away) or not launch.any_rank(not all(faults)):
         raise launch.RunError("videos of these rollouts cannot be read; is the disk there?")
     for group, fault in zip(groups, faults):
         if fault:
             print(f"skipped task {group[0].task['id']}: {fault}", flush=True)
-        for e in group if fault else ():  # the log counts them
-            e.fail("video_error", fault)
+            for e in group:  # the log counts them
+                e.fail("video_error", fault)
     groups = [group for group, fault in zip(groups, faults) if not fault]
     if judge:
         async def score_all():
