@@ -66,8 +66,7 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
 
     monkeypatch.setattr(rollout, "run", broken)
     ahead = []
-    monkeypatch.setattr(grpo, "prefetch_overviews", lambda pool, tasks, step,
-                        *_: ahead.append(step))
+    monkeypatch.setattr(grpo, "prefetch_overviews", lambda p, t, step, *_: ahead.append(step))
     flags, at = ("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--num-generations", 2, "--lr",
                  0), 0
     weights, _, folder = run_grpo(*flags)

@@ -1,5 +1,5 @@
 """
-Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/test_docs.py -q
+Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/slow/test_docs.py -q
 """
 import importlib
 import os
@@ -115,8 +115,7 @@ class Teacher(Model):
             return "A hat."
         if not any("A hat." in text for text in texts):
             return "<think>look</think>\n" + call(0, self.seconds)
-        (color,) = {row[2] for row in SCRIPT
-                    if row[0] and any(row[0]["question"] in text for text in texts)}
+        (color,) = {r[2] for r in SCRIPT if r[0] and any(r[0]["question"] in t for t in texts)}
         (letter,) = [line[0] for text in texts for line in text.split("\n")
                      if line[1:3] == ". " and line[3:] in color.rstrip(".").split()]
         return f"<think>it is</think>\n<answer>{letter}</answer>"

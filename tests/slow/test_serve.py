@@ -1,5 +1,5 @@
 """
-Tests of tools/serve.py: python -m pytest tests/test_serve.py -q
+Tests of tools/serve.py: python -m pytest tests/slow/test_serve.py -q
 
 The agent is a scripted engine behind a real server on this machine. Clients are httpx and, where
 they are installed, openai and lmms-eval. `make test-page` runs the tests of its page.
