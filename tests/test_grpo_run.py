@@ -230,8 +230,7 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     assert [m["step"] for m in log] == [1, 2] and all(m["groups"] == 2 for m in log)
     rows = read_rollouts(tmp_path / "out")
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
-    assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and sum(r["mask"]) > 0
-               for r in rows)
+    assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and any(r["mask"]) for r in rows)
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
     hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(

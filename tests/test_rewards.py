@@ -489,8 +489,7 @@ def test_parsing_never_raises_and_returns_usable_calls(text, think_open):
        st.sampled_from(sorted(rewards.task_types())))
 @settings(deadline=None, max_examples=300)
 def test_scores_never_raise_and_stay_in_bounds(turns, think_open, answer_suffix, task_type):
-    gold = {"mcq": "A", "open": "red car", "list": "1 red, 2 blue", "grounding": (1.0, 5.0)}[
-        task_type]
+    gold = {"mcq": "A", "open": "red car", "list": "1 red, 2 blue", "grounding": (1, 5)}[task_type]
     got = score(turns, task_type, gold, PETS, 1, 1, think_open=think_open,
                 answer_suffix=answer_suffix)
     assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8

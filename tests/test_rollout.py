@@ -57,9 +57,8 @@ def test_options_are_lettered_once():
         text = rollout.question_text({"question": "Which?", "options": options, "type": "mcq"})
         assert text.split("\n") == ["", "Which?", "A. cat", "B. dog", "C. ox",
                                     rewards.task_types()["mcq"].prompt_suffix]
-    text = rollout.question_text({"question": "Who?", "options": ["A. Milne", "Kafka"],
-                                  "type": "mcq"})
-    assert "\nA. A. Milne\nB. Kafka\n" in text  # a name, not a label
+    text = rollout.question_text({"question": "Who", "options": ["A. Milne", "Poe"], "type": "mcq"})
+    assert "\nA. A. Milne\nB. Poe\n" in text  # a name, not a label
 
 
 # ------------------------------------------------------------------------------------------------

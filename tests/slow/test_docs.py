@@ -46,7 +46,7 @@ def test_the_changes_of_the_guide_fit_the_scripts(section, names):
     assert list(scripts) == names
     for name, text in scripts.items():
         assert text != (Path(ROOT) / name).read_text()
-        compile(text, name, "exec")
+        assert compile(text, name, "exec") and max(map(len, text.split("\n"))) <= 100
 
 
 def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
