@@ -259,6 +259,8 @@ def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(runn
     assert not wrong
     assert server.agents.taken == 0 and not +server.store.used
     assert content_of(server.post())
+    server.store.root += "-away"
+    assert server.http.get("/videos").status_code == 503
 
 
 @pytest.mark.parametrize("method, path, headers, status", [
