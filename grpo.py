@@ -487,9 +487,11 @@ def setup(args):
         if os.environ.get("RANK", "0") == "0":  # under torchrun rank 0 alone looks
             codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
             rollout.check_positions(codec, agent)
-            faults += data.preflight(
-                tasks + val_tasks, source, rollout.max_num_frames(args.frames), agent.max_model_len,
-                partial(rollout.prompt_tokens, codec, agent))
+            for path, rows in ((args.data, tasks), (args.val, val_tasks))[: 2 if args.val else 1]:
+                faults += data.preflight(
+                    rows, replace(source, root=video.root_of(args, path)),
+                    rollout.max_num_frames(args.frames), agent.max_model_len,
+                    partial(rollout.prompt_tokens, codec, agent))
             data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
         return None
     launch.make_out(os.path.join(args.out, "rollouts"))
@@ -501,7 +503,7 @@ def setup(args):
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
-    subtitles = data.files_of(args, (args.data, tasks), (args.val, val_tasks))[1]
+    subtitles = data.subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
                              subtitles)
     resume_from, state = runs.resume_point(args.out, args, args.resume, inputs,

@@ -52,7 +52,7 @@ import video
 from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
 from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
-from plumbing.subtitles import check_subtitles, task_subtitles
+from plumbing.subtitles import task_subtitles
 from video import Source
 
 # ------------------------------------------------------------------------------------------------
@@ -689,10 +689,9 @@ def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, Source]:
     # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
+    spoken = partial(task_subtitles, which=args.subtitles) if args.subtitles != "none" else None
     return agent, Source(root, video.frame_cache(args), min_pixels, args.max_pixels,
-                         subtitles=None if args.subtitles == "none" else partial(
-                             task_subtitles, root=root, which=args.subtitles),
-                         snap=args.snap == "keyframe", own_labels=bool(data_path))
+                         subtitles=spoken, snap=args.snap == "keyframe", own_labels=bool(data_path))
 
 
 def check_positions(codec, agent) -> None:
@@ -710,8 +709,6 @@ def check_context(codec, tasks, agent, source, frames) -> None:
     """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
     if none of the first videos can be read, or if a file of subtitles cannot be. Called before any
     weights are loaded."""
-    if source.subtitles:
-        check_subtitles(tasks, source.root)
     check_positions(codec, agent)
     # Overview prompts differ little in length, but for subtitles, so the first readable task stands
     # for all. --check looks at all.
@@ -863,7 +860,7 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
-                             data.files_of(args, (args.data, tasks))[1])
+                             data.subtitle_files(args, (args.data, tasks)))
     wanted = len(tasks) * args.num_generations
     names = {(launch.join_key(args.step, t["id"]), n)
              for t in tasks for n in range(args.num_generations)}

@@ -48,7 +48,7 @@ from plumbing import arguments, disk_cache
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-CACHE_VERSION = 8  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 9  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -257,7 +257,7 @@ class Source:
     min_pixels: int = 1024  # of a frame after resizing
     max_pixels: int = 50176
     crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
-    subtitles: object = None  # (task that names a file, seconds of the frames [K]) -> their text
+    subtitles: object = None  # (task, seconds of the frames [K], root) -> text of its file, or ""
     snap: bool = False  # overviews take nearby key frames, see overview_indices
     own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
 
@@ -278,8 +278,8 @@ class Source:
         # One call for all, because each reads the disk and this runs in a decoder's thread.
         fingerprint = identity(resolve(spec["video"], self.root))
         duration, frames = self.duration(spec), self.load_unchanged(spec, fingerprint)
-        timed = self.subtitles and task.get("subtitles")
-        return frames, duration, self.subtitles(task, frames.seconds) if timed else "", fingerprint
+        text = self.subtitles(task, frames.seconds, self.root) if self.subtitles else ""
+        return frames, duration, text, fingerprint
 
     def load_window(self, spec, fingerprint):
         """A crop that the model asked for -> (the same clamped to the video, Frames). fingerprint:
@@ -466,16 +466,16 @@ def _open(path):
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         codec = stream.codec_context
-        # AVFMT_TS_DISCONT: its clock may jump.
-        leaps, reorders = container.format.flags & 0x200, codec.has_b_frames
+        # Seconds; a larger gap is a jump of the clock. 0x200 is AVFMT_TS_DISCONT: it may jump.
+        max_gap, reorders = 10 if container.format.flags & 0x200 else 30 * 3600, codec.has_b_frames
         # Flags of key frames of other codecs are often false: such a file is decoded in a row.
         sure = codec.codec.intra_only or codec.name in ("h264", "hevc", "vp8", "vp9", "libdav1d")
         likely = codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora")
         for packet in container.demux(stream, *container.streams.audio):
             if packet.stream.index != stream.index:
                 end = float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
-                # A clock that jumps ahead, by ffmpeg's 10 s, tells no length.
-                if packet.size and not packet.is_discard and not end > sound + 10:
+                # A clock that jumps ahead tells no length.
+                if packet.size and not packet.is_discard and not end > sound + max_gap:
                     sound = max(end, sound)  # in this order: sound may be NaN
                 continue
             if len(early) < (8 if reorders else 1):
@@ -502,7 +502,7 @@ def _open(path):
     # Frames before the first frame that decodes are left over from a cut and do not count.
     displayed = (hidden == 0) & (came[0] is not None and pts >= came[0])
     ticks, counts = np.unique(pts[displayed], return_counts=True)
-    jump = _jump(path, pts * unit, dts * unit, keys, leaps)
+    jump = _jump(path, pts * unit, dts * unit, keys, max_gap)
     if counts.max(initial=0) > 8:  # a joined file's clock, which a copy held back
         jump = (ticks[counts.argmax()] - ticks[0]) * unit
     # An edit list of several parts steps back too. That is harmless, unless frames of two parts
@@ -517,7 +517,8 @@ def _open(path):
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     disordered = None in came or came != sorted(came) or (overlap & (keys[1:] > 0)).any()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
-    can_seek = len(key_ticks) and (sure or likely and not keys.all())
+    # A palette comes once, in front.
+    can_seek = len(key_ticks) and codec.pix_fmt != "pal8" and (sure or likely and not keys.all())
     if disordered or lacks_times or not can_seek:  # then the file is decoded in a row
         times, end = _display_pts(path)
         starts, back = np.unique(times[::-1], return_index=True)  # [N] the last of one time
@@ -596,17 +597,17 @@ def _display_pts(path):
     return times, times[-1] + length
 
 
-def _jump(path, pts, dts, keys, leaps):
+def _jump(path, pts, dts, keys, max_gap):
     """Path, packets' times in seconds, key flags [P] -> seconds to a jump of the clock, or None.
 
     A jump back: a key frame is earlier than frames before, by both times, because Matroska states
-    no dts and some files call all frames key frames. A jump ahead: 10 s, if leaps (the format's
-    clock may jump) or if files were joined. Both bounds are ffmpeg's, which mends such a clock.
+    no dts and some files call all frames key frames. A jump ahead: by more than max_gap, or if
+    files were joined by 10 s. The bounds are ffmpeg's, which mends such a clock.
     """
     back = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
     jumps = (keys[1:] > 0) & (np.minimum(*back) > 0.1)
-    far = np.diff(dts) > 10
-    jumps |= far & bool(leaps or far.any() and _joined(path))
+    steps = np.diff(dts)
+    jumps |= steps > (10 if (steps > 10).any() and _joined(path) else max_gap)
     return dts[jumps.argmax()] - dts[0] if jumps.any() else None
 
 
@@ -659,7 +660,7 @@ def _decode(container, stream, wanted, key_ticks, drop):
         begun = begun or packet.is_keyframe
         drop = drop and not any(_parameter_sets(codec, packet).values())  # it may have more layers
         codec.skip_frame = "NONREF" if drop and not useful else "DEFAULT"
-        yield from packet.decode()  # never a hidden frame
+        yield from packet.decode() if begun else ()  # never a hidden frame
         if useful:
             missing.discard(tick)
 

@@ -231,8 +231,7 @@ def shard(policy, device, replicas=1):
     world = launch.rank_and_world()[1]
     replicas = replicas or world
     if world % replicas:
-        raise launch.UserError(f"dp_replicate={replicas}: {world} ranks cannot be divided into so "
-                               "many")
+        raise launch.UserError(f"dp_replicate={replicas}: {world} ranks cannot be divided so")
     if replicas == world and model.compute_dtype(device) == torch.float32:
         # Every rank holds the whole model in fp32, and clip_gradients averages the gradients.
         # FSDP's hooks would cost a third of a toy step, and Muon on its tensors more than that.

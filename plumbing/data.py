@@ -78,12 +78,15 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
     return None
 
 
-def files_of(args, *read: tuple[str, list]) -> tuple[list, list]:
-    """Flags, (data file, its tasks), .. -> (videos, files of subtitles that prompts show), each
-    [(folder, name)]."""
-    pairs = [(video.root_of(args, path), task) for path, tasks in read for task in tasks]
-    files = [(root, task["subtitles"]) for root, task in pairs if task.get("subtitles")]
-    return [(root, str(task["video"])) for root, task in pairs], files * (args.subtitles != "none")
+def subtitle_files(args, *read: tuple[str, list]) -> list:
+    """Flags, (data file, its tasks), .. -> files of subtitles that prompts show [(folder, name)].
+    Reads them, and raises UserError for one that is missing or broken."""
+    if args.subtitles == "none":
+        return []
+    for path, tasks in read:
+        check_subtitles(tasks, video.root_of(args, path))
+    return [(video.root_of(args, path), task["subtitles"]) for path, tasks in read
+            for task in tasks if task.get("subtitles")]
 
 
 def label_fault(task: dict, duration: float) -> str | None:
@@ -134,7 +137,7 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
             frames, times = look_at_video(task, source, spec, num_frames)
         except launch.UserError as error:
             return f"task {task['id']}: {error}", 0
-        subtitles = source.subtitles(task, times) if source.subtitles else ""
+        subtitles = source.subtitles(task, times, source.root) if source.subtitles else ""
         tokens = prompt_tokens(task, spec, frames, times, subtitles)
         fault = (f"task {task['id']}: {tokens} tokens with {num_frames} frames do not fit into "
                  f"--max-model-len {context}")

@@ -37,7 +37,6 @@ def task_subtitles(task: dict, seconds, root: str, which: str) -> str:
 def check_subtitles(tasks: list[dict], root: str) -> None:
     """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
     broken, or that holds no line with a time."""
-    read_subtitles.cache_clear()
     for name, start in {(task.get("subtitles"), task.get("subtitle_start")): 0 for task in tasks}:
         mend = "; mend it, or set subtitles to null in its tasks, or give --set subtitles=none"
         try:

@@ -86,8 +86,7 @@ def happened(episode, windows):
         calls = [(n, call) for n, call in enumerate(episode.calls, 1) if call["turn"] == number - 1]
         named = ("start", "end", "parseable")
         for n, call in calls:
-            yield {"event": "call", "number": n, "turn": number,
-                   **{name: call[name] for name in named}}
+            yield {"event": "call", "number": n, "turn": number, **{k: call[k] for k in named}}
         for n, call in calls:
             times = call.get("seconds_seen")  # other systems are shown the frames themselves
             window = call["start"], call["end"]

@@ -223,6 +223,7 @@ COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of t
     "-c:v libx264 -bf 3 -pix_fmt yuv420p v.h264 | -i v.h264 -c copy v.mp4",
     "-c:v libx265 -x265-params log-level=none v.h265 | -i v.h265 -c copy v.mp4",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p new.mp4 | -i new.mp4 -c copy v.avi",
+    "-c:v rawvideo -pix_fmt pal8 v.avi", "-c:v mpeg4 -bf 2 -g 12 v.ts",
 ]
 
 
@@ -453,15 +454,26 @@ def test_of_several_video_streams_ffmpegs_is_read(tmp_path, ffmpeg, name, first,
     assert np.abs(image - np.frombuffer(shown, np.uint8).reshape(image.shape)).mean() < 3
 
 
-@pytest.mark.parametrize("name, codec", [("s.ts", "mp2"), ("s.mkv", "aac"), ("s.mp4", "aac")])
-def test_sound_whose_clock_jumps_by_an_hour_lengthens_no_film(tmp_path, ffmpeg, name, codec):
-    path = tmp_path / name
+@pytest.mark.parametrize("name, codec, leap, duration", [
+    ("s.ts", "mp2", 3600, 4), ("s.mkv", "aac", 200000, 4), ("s.mp4", "aac", 200000, 4),
+    ("s.mkv", "aac", 30, 34)])
+def test_sound_whose_clock_jumps_lengthens_no_film_but_a_pause_does(tmp_path, ffmpeg, name, codec,
+                                                                    leap, duration):
+    path, leaps = tmp_path / name, f"setts=ts='if(gt(TS*TB,3.8),TS+{leap}/TB,TS)'"
     ffmpeg("-f", "lavfi", "-i", "testsrc2=size=96x64:rate=10:duration=4", "-f", "lavfi", "-i",
-           "sine=d=4", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-c:a", codec, "-bsf:a",
-           "setts=ts='if(gt(TS*TB,3.8),TS+3600/TB,TS)'", path)
+           "sine=d=4", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-c:a", codec, "-bsf:a", leaps,
+           path)
     seconds, _ = shown_by(ffmpeg, path)
     assert len(seconds) == 40
-    assert video.FrameCache(0).index(path)[1].duration == pytest.approx(4, abs=0.15)
+    assert video.FrameCache(0).index(path)[1].duration == pytest.approx(duration, abs=0.15)
+
+
+def test_a_clock_that_leaps_for_days_is_refused(tmp_path, ffmpeg):
+    path, leap = tmp_path / "v.flv", "setts=ts='if(gt(TS*TB,2),TS+144000/TB,TS)'"
+    ffmpeg("-f", "lavfi", "-i", "testsrc2=size=96x64:rate=10:duration=4", "-c:v", "flv1", "-bsf:v",
+           leap, path)
+    with pytest.raises(video.VideoError, match="clock jumps"):
+        video.FrameCache(0).index(path)
 
 
 def test_a_clock_that_begins_below_zero_lengthens_no_film(tmp_path, ffmpeg):
