@@ -302,7 +302,7 @@ def read_jsonl(path, required=(), fault=None, faults=None):
         raise UserError(f"{path}: {why(e)}{hint}") from None
     if next(filter(str.strip, lines), "").lstrip().startswith("["):
         raise UserError(f"{path}: a JSON array; write one object a line (jq -c '.[]' {path})")
-    if str(path).endswith((".csv", ".tsv")):
+    if str(path).lower().endswith((".csv", ".tsv")):
         raise UserError(f"{path}: a table; tools/convert.py makes JSONL of it")
     rows = []
     for number, line in enumerate(lines, 1):

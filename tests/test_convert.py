@@ -156,20 +156,24 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
     ({"messages": [{"role": "user", "content": "<video>" + LINES},
                    {"role": "assistant", "content": "two"}], "videos": ["a.mp4"]}, ()),
     (VIDEO_R1, ()), ({"problem": LINES, "answer": "B", "videos": ["a.mp4"]}, ()),
-    ({"video": "a.mp4", **ASKED}, ()), ({"video": "a.mp4", **ASKED, "options": LINES[7:]}, ()),
-    ({"video": "a.mp4", "question": "Which?", "A": "one", "B": "two", "answer": "B"}, ()),
-    ({"video": "a.mp4", **ASKED, "options": "['one', 'two']"}, ()),  # as pandas writes a list
-    ({"video": "a.mp4", **ASKED, "options": {"A": "one", "B": "two"}}, ()),
+    *[({"video": "a.mp4", "question": "Which?", "answer": "B", **more}, ()) for more in [
+        *[{"options": options} for options in (
+            ["one", "two"], {"A": "one", "B": "two"}, LINES[7:], "one|two", "one\ntwo", "A. one; B. two",
+            "['one', 'two']", "['one' 'two']")],  # as pandas writes a list, and an array
+        {"A": "one", "B": "two", "C": ""}, {"option_b": "two", "Option_A": "one", "answer": "b"},
+        {"a0": "one", "a1": "two", "answer": 1}, {"choice 1": "one", "choice 2": "two", "answer": "2"},
+        {"option1": "one", "option2": "two", "answer": "option2"}]],
     ({"messages": [{"role": "user", "content": "<video>" + LINES}], "videos": ["a.mp4"],
       "solution": "<answer>B</answer>"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
      ("--map", "video=clip", "question=text", "answer=label"))])
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv,", "csv;", "tsv\t", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "JSON", "csv,", "CSV;", "tsv\t", "parquet"])
 def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, kind):
     path, rows = tmp_path / ("mine." + kind.rstrip(",;\t")), [row, row]
-    if kind[1:3] == "sv":
+    if kind[1:3] in ("sv", "SV"):
         flat = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
         with open(path, "w", newline="") as f:
+            f.write("sep=;\n" * (kind == "CSV;"))  # as Excel writes
             table = csv.DictWriter(f, flat, delimiter=kind[-1])
             table.writeheader()
             table.writerows([flat, flat])
@@ -177,7 +181,7 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, ki
         pytest.importorskip("pyarrow.parquet").write_table(
             pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
     else:
-        path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
+        path.write_text(json.dumps(rows) if kind == "JSON" else "\n".join(map(json.dumps, rows)))
     assert start(conversion, path, "--out", tmp_path / "out.jsonl", *flags)[0] == 0
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
     assert [task["id"] for task in tasks] == ["mine/0", "mine/1"]
@@ -194,7 +198,13 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
             {"video": "b.mp4", "question": "Which?", "answer": "red, blue", "type": "list"},
             {"video": "/no/such.mp4", "question": "Which?", "answer": "red"},
             {"video": "b.mp4", "question": "Which?", "options": ["red", "blue"], "answer": 2},
-            {"video": "b.jpg", "data_type": "image"}, {"video": "b.mp4", "question": ""}]
+            {"video": "b.jpg", "data_type": "image"}, {"video": "b.mp4", "question": ""},
+            *[{"video": "b.mp4", "question": "Which?", "answer": "B", **more} for more in (
+                {"A": 0, "B": 1, "C": 2, "start": "1:02", "end": 70, "subtitles": "b.srt"},
+                {"A": "x", "B": "y", "evidence": "[[1, 2], [3.5, 4]]", "start": None, "end": "",
+                 "subtitle_start": "7"},
+                {"start": 5, "end": 2}, {"a0": "2", "a1": "3", "a2": "4", "answer": 2},
+                {"options": ["", "y"]}, {"options": "x"}, {"options": [{"id": 0}, {"id": 1}]})]]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     _, out, _ = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl")
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
@@ -202,9 +212,15 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
         ("mine/0", str(film), "What?", "A dog.", "open"),
         ("mine/0/1", str(film), "When?", "Later.", "open"),
         ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
-        ("mine/2", "b.mp4", "Which?", "red, blue", "list")]
-    for why in ("an absolute path outside", "the answer is none", "still images", "no video, no"):
-        assert f"left out: 1 rows, {why}" in out
+        ("mine/2", "b.mp4", "Which?", "red, blue", "list"),
+        *[(f"mine/{n}", "b.mp4", "Which?", "B", "mcq") for n in (7, 8)]]
+    assert tasks[-2]["options"] == ["0", "1", "2"] and tasks[-2]["evidence"] == [[62, 70]]
+    assert tasks[-2]["subtitles"] == "b.srt" and "subtitle_start" not in tasks[-2]
+    assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and tasks[-1]["subtitle_start"] == 7
+    for why in ("1 rows, an absolute path outside", "1 rows, the answer is none", "1 rows, still "
+                "images", "1 rows, no video, no", "1 rows, an answer that names two options",
+                "1 rows, no window", "1 rows, no question, or an option", "2 rows, options that"):
+        assert f"left out: {why}" in out
 
 
 def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, start):
