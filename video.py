@@ -48,7 +48,7 @@ from plumbing import arguments, disk_cache
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-CACHE_VERSION = 7  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 8  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -665,7 +665,8 @@ def _decode(container, stream, wanted, key_ticks, drop):
 
 
 def _images(path, ticks, key_ticks, drop):
-    """Path, ticks [T] and key_ticks of `_open` -> iterator of (tick, image [H, W, 3] uint8)."""
+    """Path, ticks [T] and key_ticks of `_open` -> iterator of (tick, image [H, W, 3] uint8). drop:
+    as in _decode; None: decode in a row."""
     if os.path.isdir(path):
         _, names = _pictures(path)
         if len(names) != len(key_ticks):  # all that follow would move
@@ -675,7 +676,7 @@ def _images(path, ticks, key_ticks, drop):
     pending = ticks.tolist()
     # Seeks may land too late (MPEG-TS has no index), or fail (an index without key frames). Then,
     # and without key frames, the file is decoded from its first frame on.
-    for seeks in (True, False)[not len(key_ticks) :]:
+    for seeks in (True, False)[drop is None or not len(key_ticks) :]:
         with contextlib.suppress(*[VideoError] * seeks), _stream(path) as (container, stream):
             reorders, run = stream.codec_context.has_b_frames, []
             while pending and not run:
@@ -707,18 +708,20 @@ def _read(path, ticks, key_ticks, height, width):
     from PIL import Image
 
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
-    av.logging.set_level(av.logging.ERROR)
+    av.logging.set_level(av.logging.INFO)
     av.logging.set_skip_repeated(False)
-    with av.logging.Capture() as errors, contextlib.ExitStack() as stack:
+    with av.logging.Capture() as logs, contextlib.ExitStack() as stack:
         stack.callback(av.logging.set_level, None)
         for drop in (True, False) if len(key_ticks) else (True,):  # in a row nothing is dropped
             # In place of a lost frame a decoder shows the one before. It must not lack others, too.
+            # It mends a damaged key frame from the frame before, too: after a seek there is none.
+            damaged = any("errors in I frame" in text for _, _, text in logs)
+            if not drop and not any(level <= av.logging.ERROR for level, _, _ in logs):
+                break
             # One by one, because 4K frames fill gigabytes.
-            for tick, image in _images(path, ticks, key_ticks, drop) if drop or errors else ():
-                if image.shape[:2] != (height, width):  # at the same size there is no work
-                    # Rotated images are strided views.
-                    image = Image.fromarray(np.ascontiguousarray(image)).resize((width, height))
-                images[ticks == tick] = image
+            for tick, image in _images(path, ticks, key_ticks, None if damaged else drop):
+                image = Image.fromarray(np.ascontiguousarray(image))  # rotated: a strided view
+                images[ticks == tick] = image.resize((width, height))
     return images
 
 
@@ -952,9 +955,8 @@ class FrameCache:
     def frames(self, path, indices, min_pixels, max_pixels, size=None):
         """Path, ascending indices [T] -> Frames: from memory, or from the folder, or decoded. size:
         (height, width) in pixels in place of the two bounds."""
-        table = self.table(path)
-        height, width = size or smart_size(table.info.height, table.info.width, min_pixels,
-                                           max_pixels)
+        info = (table := self.table(path)).info
+        height, width = size or smart_size(info.height, info.width, min_pixels, max_pixels)
         names = [_digest((table.state, int(i), height, width)) for i in indices]
         key = _digest(names)
 

@@ -61,8 +61,7 @@ def run_driver(checkout, script, items, child=None, extra_args=()):
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
-        raise launch.UserError(f"{checkout}: its code ended with exit code {done.returncode}: "
-                               f"{last}")
+        raise launch.UserError(f"{checkout}: its code ended with code {done.returncode}: {last}")
     output = json.loads(lines[-1])
     if "fault" in output:
         raise launch.UserError(f"{checkout}: {output['fault']}; expected a checkout of "

@@ -209,8 +209,7 @@ def add_arguments(parser):
     add("overview_fps", "frames per second of video, at most --frames; 0 = always --frames", 0.0)
     add("min_pixels", "of a frame after resizing", rollout.Source.min_pixels)
     add("total_pixels", "of the overview's frames together, each within its bounds; 0 = any", 0)
-    add("dispatch", "turns: a turn is cut after one call", "parallel",
-        choices=["parallel", "turns"])
+    add("dispatch", "turns: a turn ends after one call", "parallel", choices=["parallel", "turns"])
 
 
 def describe_all(flags):

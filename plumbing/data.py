@@ -91,8 +91,7 @@ def label_fault(task: dict, duration: float) -> str | None:
     within = rewards.task_types()[task["type"]].within
     if task["answer"] is None or within(task["answer"], duration):
         return None
-    return (f"the answer, {task['answer']} s, lies beyond the end of the video, which has "
-            f"{duration:g} s")
+    return f"the answer, {task['answer']} s, lies beyond the video, which has {duration:g} s"
 
 
 def report_check(faults, of):

@@ -52,7 +52,7 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
     marks = [f"{file}:1: ", f"{file}:3: ", f"{file}:5: ", f"{file}:6: ", f"{file}:9: ",
              *(f"task {row['id']}: " for row in (third, fourth, fifth))]
     assert [line[:len(mark)] for line, mark in zip(where, marks, strict=True)] == marks
-    assert "beyond the end" in where[-1]
+    assert "beyond the video" in where[-1]
 
 
 def test_a_run_stops_at_the_first_fault(start, toy, tmp_path):

@@ -190,8 +190,7 @@ def test_vllm_loads_the_checkpoint_and_agrees_before_and_after_a_sync(
     torch.manual_seed(6)
     with torch.no_grad():
         for p in new.hf.model.language_model.parameters():
-            p.add_(0.2 * p.std() * torch.randn_like(p) if p.ndim > 1
-                   else 0.05 * torch.randn_like(p))
+            p.add_(0.2 * p.std() * torch.randn_like(p) if p.ndim > 1 else .05 * torch.randn_like(p))
     # the engine still has the old ones: the probe can tell
     assert engine_gap(engine, new, codec, source, 3) > 0.1
     engine.sync(checkpoint.full_weights(new))

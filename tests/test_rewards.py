@@ -450,8 +450,7 @@ def test_score_passes_every_setting_on():
     assert score(left, "open", "blue car", think_open=False)["fmt"] == approx(0.6)
     # a draft in the forced thought
     assert score(["<answer>1</answer><think>x</think>"], "open", "1")["acc"] == 0.0
-    assert score(["<answer>1</answer><think>x</think>"], "open", "1",
-                 think_open=False)["acc"] == 1.0
+    assert score(["<answer>1</answer><think>x</think>"], "open", "1", think_open=False)["acc"] == 1
 
 
 def test_closure_counts_opened_and_closed_tags():

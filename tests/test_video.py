@@ -103,8 +103,9 @@ def shown_by(ffmpeg, path, size=None):
     In its order; a time that is not between those before and after is NaN, because some copies
     lost their times and ffmpeg guesses. size: width:height to scale to."""
     scale = [f"scale={size}"] if size else []
-    done = ffmpeg("-i", path, "-map", "0:v:0", "-vf", ",".join(["showinfo", *scale]),
-                  "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-")
+    done = ffmpeg("-threads", "1", "-i", path, "-map", "0:v:0",  # several mend damage otherwise
+                  "-vf", ",".join(["showinfo", *scale]), "-fps_mode", "passthrough", "-f",
+                  "rawvideo", "-pix_fmt", "rgb24", "-")
     found = re.findall(rb" pts_time:(\S+) .* s:(\d+)x(\d+) ", done.stderr)
     times = np.array([float(seconds) for seconds, *_ in found])
     width, height = map(int, size.split(":") if size else found[0][1:])

@@ -230,16 +230,14 @@ def main():
     add("--tools", action=yes_no, default=True, help="crop_video was offered, as in rollout.py")
     add("--sub-question", action=yes_no, default=True,
         help="sub-agents were told the question, as by --set sub_question")
-    add("--crop-response", choices=["summary", "frames"], default="summary",
-        help="as in rollout.py")
+    add("--crop-response", choices=["summary", "frames"], default="summary", help="as rollout.py")
     add("--band", nargs=3, metavar=("LOW", "HIGH", "TASKS"), help="tasks to write, and the range "
         "of their mean R_acc; default: none are written")
     args = parser.parse_args()
     if not (args.best or args.band):
         raise launch.UserError("give --best, --band or both: nothing would be written")
     if not (0 <= args.least <= 1 and 0 <= args.recall <= 1 and args.per_video >= 0):
-        raise launch.UserError("--least and --recall lie within 0 and 1, and --per-video is 0 or "
-                               "more")
+        raise launch.UserError("--least and --recall lie within 0 and 1; --per-video is 0 or more")
     outputs = [args.best] * bool(args.best)
     if args.band:
         try:
