@@ -68,7 +68,7 @@ def test_faults_of_chats(check, toy, tmp_path):
     rows = rows_of(toy / "sft.jsonl")[:6]
     rows[0]["messages"] = rows[0]["messages"][:1]
     rows[1]["messages"][1]["content"][0]["video"] = "missing.mp4"
-    rows[2]["messages"][-1]["content"] = "word " * 3000
+    rows[2]["messages"][-1]["content"] = "word " * 5000
     del rows[3]["id"]
     file = write_rows(tmp_path / "chats.jsonl", rows)
     code, out, err = check(sft, file)
@@ -76,3 +76,5 @@ def test_faults_of_chats(check, toy, tmp_path):
     assert f"{file}:1: no assistant message" in out and f"{file}:4: missing 'id'" in out
     assert f"chat {rows[1]['id']} would be skipped" in out
     assert re.search(rf"chat {rows[2]['id']} has .*--max-len is 2048", out)
+    code, out, _ = check(sft, file, "--max-len", 10**6)  # the toy has 4,096 positions
+    assert code == 2 and re.search(rf"chat {rows[2]['id']} has .* checkpoint has 4096 pos", out)

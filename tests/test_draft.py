@@ -7,8 +7,11 @@ known.
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 from fixtures import rows_of
 from scripted import Server
 
@@ -124,9 +127,18 @@ def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
     assert code == 2 and "other settings" in said
 
 
+def test_two_processes_do_not_write_one_file(films, run):
+    hold = "import launch, sys; launch.lock(sys.argv[1], '.tasks.jsonl.lock'); print(); input()"
+    with subprocess.Popen([sys.executable, "-uc", hold, films], cwd=ROOT, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        code, said = run("http://127.0.0.1:9/v1")
+    assert code == 2 and f"another run writes there (pid {other.pid} " in said
+
+
 @pytest.mark.parametrize("flags, says", [
     (("--out", "elsewhere/tasks.jsonl"), "have to lie below"), (("--out", "x.json"), ".jsonl"),
-    (("--seconds", "0"), "seconds must")])
+    (("--seconds", "0"), "seconds must"), (("--api-key-env", "NONE"), "NONE holds no key")])
 def test_bad_flags_are_one_line(run, flags, says):
     code, said = run("http://127.0.0.1:9/v1", *flags)
     assert code == 2 and says in said
