@@ -73,12 +73,10 @@ def commit() -> str:
 def write_card(folder: str, out: str, state: dict) -> None:
     """Writes README.md of a checkpoint of the run in `out`: the commit of this code, settings, the
     last numbers of the log. It claims nothing. state: of state.json."""
-    def public(value):
-        """A setting; of a local path the base name alone, since cards are published."""
-        is_local = isinstance(value, str) and value not in fetched.folders
-        return os.path.basename(value.rstrip("/")) if is_local else value
-
-    args = {name: public(value) for name, value in state.get("args", {"ckpt": "?"}).items()}
+    # Of a local path the base name alone, because cards are published.
+    args = {name: os.path.basename(value.rstrip("/"))
+            if isinstance(value, str) and value not in fetched.folders else value
+            for name, value in state.get("args", {"ckpt": "?"}).items()}
     base, row = args["ckpt"], ""
     # Of a path like out/sft the Hub would make a link to the model of somebody else.
     head = f"base_model: {base}\n" * (base in fetched.folders)

@@ -58,8 +58,9 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
 def test_a_run_stops_at_the_first_fault(start, toy, tmp_path):
     file = write_rows(tmp_path / "tasks.jsonl", [{"id": "x"}, {"id": "y"}])
     words = ("--preset", "toy", "--ckpt", toy / "init", "--data", file)
-    code, _, err = start(grpo, *words, "--out", tmp_path / "run")
-    assert code == 2 and f"{file}:1: " in err
+    for script in (grpo, sft):
+        code, _, err = start(script, *words, "--out", tmp_path / "run")
+        assert code == 2 and f"{file}:1: missing" in err and err.count("\n") == 1
     code, _, err = start(grpo, *words, "--check")  # of nothing but faults
     assert code == 2 and "--check: 2 faults in" in err
 

@@ -156,13 +156,13 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
     ({"messages": [{"role": "user", "content": "<video>" + LINES},
                    {"role": "assistant", "content": "two"}], "videos": ["a.mp4"]}, ()),
     (VIDEO_R1, ()), ({"problem": LINES, "answer": "B", "videos": ["a.mp4"]}, ()),
-    *[({"video": "a.mp4", "question": "Which?", "answer": "B", **more}, ()) for more in [
-        *[{"options": options} for options in (
-            ["one", "two"], {"A": "one", "B": "two"}, LINES[7:], "one|two", "one\ntwo", "A. one; B. two",
-            "['one', 'two']", "['one' 'two']")],  # as pandas writes a list, and an array
-        {"A": "one", "B": "two", "C": ""}, {"option_b": "two", "Option_A": "one", "answer": "b"},
-        {"a0": "one", "a1": "two", "answer": 1}, {"choice 1": "one", "choice 2": "two", "answer": "2"},
-        {"option1": "one", "option2": "two", "answer": "option2"}]],
+    *[({"video": "a.mp4", **ASKED, "options": options}, ()) for options in (
+        {"A": "one", "B": "two"}, LINES[7:], "one|two", "one\ntwo", "A. one; B. two",
+        "['one', 'two']", "['one' 'two']", ["one", "two"])],  # as pandas writes a list, an array
+    *[({"video": "a.mp4", "question": "Which?", **more}, ()) for more in (
+        {"A": "one", "B": "two", "C": "", "answer": "B"}, {"a0": "one", "a1": "two", "answer": 1},
+        {"option_b": "two", "Option_A": "one", "answer": "b"},
+        {"choice 1": "one", "choice 2": "two", "answer": "choice 2"})],
     ({"messages": [{"role": "user", "content": "<video>" + LINES}], "videos": ["a.mp4"],
       "solution": "<answer>B</answer>"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
@@ -223,18 +223,13 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
         assert f"left out: {why}" in out
 
 
-def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, start):
-    (tmp_path / "mine.json").write_text(json.dumps([{"video_id": 1, "answers": "x", "prob": "y"}]))
-    for flags, says in [((), "video_id, answers, prob; say which they are: --map video=video_id "
-                         "question=COLUMN answer=answers"),
-                        (("--map", "quest=x"), "OURS one of video, question, options, answer")]:
-        code, _, err = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl",
-                             *flags)
-        assert code == 2 and says in err
-
-
-def test_a_table_in_another_encoding_is_told_how_to_save_it(tmp_path, start):
-    for name, says in (("mine.csv", "save it as CSV in UTF-8"), ("mine.json", "JSON in UTF-8")):
-        (tmp_path / name).write_text("video;question;answer", "utf-16")
-        code, _, err = start(conversion, tmp_path / name, "--out", tmp_path / "out.jsonl")
-        assert code == 2 and says in err and err.count("\n") == 1
+@pytest.mark.parametrize("name, content, flags, says", [
+    ("a.json", b'[{"video_id": 1, "prob": "y"}]', (), "video_id, prob; say which they are: --map "
+     "video=COLUMN question=COLUMN answer=COLUMN"),
+    ("a.json", b"[{}]", ("--map", "quest=x"), "OURS one of video, question, options, answer"),
+    ("a.csv", "video;question".encode("utf-16"), (), "save it as CSV in UTF-8"),
+    ("a.json", "video;question".encode("utf-16"), (), "JSON in UTF-8")])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, start, name, content, flags, says):
+    (tmp_path / name).write_bytes(content)
+    code, _, err = start(conversion, tmp_path / name, "--out", tmp_path / "out.jsonl", *flags)
+    assert code == 2 and says in err and err.count("\n") == 1

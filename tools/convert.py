@@ -24,7 +24,6 @@ Reads:  parquet (needs pyarrow), JSON, JSONL, CSV or TSV.    Writes: --out, one 
 import ast
 import contextlib
 import csv
-import difflib
 import json
 import os
 import re
@@ -117,8 +116,7 @@ def options_of(row, cell, answer):
     elif not isinstance(options, (list, dict)) and not benchmarks.split_inline(str(options))[1]:
         mark = next((mark for mark in "\n|;" if mark in str(options)), "\n")
         options = [text for text in str(options).split(mark) if text.strip()]
-    if isinstance(options, dict):
-        options = [options[key] for key in sorted(options)]
+    options = [options[k] for k in sorted(options)] if isinstance(options, dict) else options
     if isinstance(options, list):
         while options and options[-1] in (None, ""):  # of a row with fewer options than others
             options.pop()
@@ -188,11 +186,18 @@ def video_piece(video):
     piece = {"type": "video", "video": relative(path)}
     part = [video.get("video_start"), video.get("video_end")]
     if part != [None, None]:
-        span = [rewards.to_seconds(second) for second in part]
-        if None in span or not span[0] < span[1]:
-            raise ValueError("a part of a video without a start and an end")
-        piece.update(start=span[0], end=span[1])
+        start, end = window_of(part, "a part of a video without a start and an end")
+        piece.update(start=start, end=end)
     return piece
+
+
+def window_of(times, reason):
+    """[start, end] as published -> in seconds. Raises ValueError with the reason if they are not.
+    """
+    window = [rewards.to_seconds(time) for time in times]
+    if len(window) != 2 or None in window or not window[0] < window[1]:
+        raise ValueError(reason)
+    return window
 
 
 def in_place(text, media):
@@ -218,8 +223,10 @@ def content_pieces(message, media):
     if unread:
         raise ValueError(f"a message with {unread[0]!r}, which is not read")
     content = message.get("content")
-    if isinstance(content, str):
-        content = pieces_in(content)
+    if isinstance(content, str):  # the JSON of a list of pieces, or a plain text
+        parsed = loosely(content)
+        listed = type(parsed) is list and all(type(p) is dict and "type" in p for p in parsed)
+        content = parsed if listed else [{"type": "text", "text": content}]
     pieces = []
     for piece in [content] if isinstance(content, dict) else content or []:
         kind = piece.get("type")
@@ -236,14 +243,6 @@ def content_pieces(message, media):
     if message["role"] in ("system", "assistant") and any(p["type"] != "text" for p in pieces):
         raise ValueError(f"a video or an image in a message of role {message['role']}")
     return pieces
-
-
-def pieces_in(text):
-    """A content string, either plain text or the JSON of a list of pieces -> pieces."""
-    parsed = loosely(text)
-    if isinstance(parsed, list) and all(isinstance(p, dict) and "type" in p for p in parsed):
-        return parsed
-    return [{"type": "text", "text": text}]
 
 
 def joined(pieces):
@@ -290,12 +289,12 @@ def response(pieces, call, overviews, max_frames):
     call: the rewards.ToolCall that is answered, or None. overviews: the videos of the prompt.
     max_frames: of a window. Raises ValueError with the reason if the response cannot be converted.
     """
-    content = []
+    content, stills = [], [piece for piece in pieces if piece["type"] == "image"]
     for piece in pieces:
         still = piece["type"] == "image"
         if piece["type"] == "text":
             content.append(piece)
-        elif still and any(p.get("stills") for p in content):
+        elif still and piece is not stills[0]:
             continue  # the first still stands for the whole window
         elif "start" in piece:
             content.append({**piece, "fps": 1.0, "max_frames": max_frames})
@@ -308,7 +307,7 @@ def response(pieces, call, overviews, max_frames):
             window = {"start": call.start, "end": call.end, "fps": 1.0, "max_frames": max_frames}
             if path not in overviews:  # a separate clip, which holds exactly the window
                 window = {"frames": min(max(round(call.end - call.start), 1), max_frames)}
-            content.append({"type": "video", "video": path, "stills": still, **window})
+            content.append({"type": "video", "video": path, **window})
     windows = [piece for piece in content if piece["type"] == "video"]
     # The release writes this sentence before frames. Without the frames the next turn would have
     # no source for the things it describes.
@@ -316,8 +315,6 @@ def response(pieces, call, overviews, max_frames):
                r"\(processed video here\)"
     if not windows and not rewards.has_word(re.sub(sentence, "", joined(content))):
         raise ValueError("a tool response that speaks of frames and shows none")
-    for piece in windows:
-        piece.pop("stills", None)
     return content if windows else joined(content)
 
 
@@ -552,10 +549,7 @@ def to_task(row):
     task = {"video": videos[0]["video"], "question": full_text, "options": None,
             "answer": str(answer), "type": kind}
     if kind == "grounding":
-        span = [rewards.to_seconds(t) for t in span or []]
-        if len(span) != 2 or None in span or not span[0] < span[1]:
-            raise ValueError("the answer is not [start, end]")
-        task["answer"] = span
+        task["answer"] = window_of(span or [], "the answer is not [start, end]")
     elif isinstance(answer, (list, dict)):
         raise ValueError("the answer is not a text")
     if kind == "mcq":
@@ -565,10 +559,9 @@ def to_task(row):
             raise ValueError("the answer is none of the options")
         task.update(question=question, options=options, answer=letter)
     windows = loosely(row.get("evidence")) or [[row.get("start"), row.get("end")]]
-    windows = [[*map(rewards.to_seconds, w)] for w in windows if not {None, ""} >= {*w}]
-    if any(len(w) != 2 or None in w or not w[0] < w[1] for w in windows):
-        raise ValueError("no window in seconds: evidence, or start and end")
-    more = {"evidence": windows, "subtitles": row.get("subtitles"),
+    more = {"evidence": [window_of(times, "no window in seconds: evidence, or start and end")
+                         for times in windows if not {None, ""} >= {*times}],
+            "subtitles": row.get("subtitles"),
             "subtitle_start": rewards.to_seconds(row.get("subtitle_start"))}
     task.update((key, value) for key, value in more.items() if value)
     if problem := data.task_fault({"id": "", **task}):
@@ -607,14 +600,11 @@ def convert(paths, out, frames, max_frames=64, names=None):
             if converted := attempt(f"{stem}/{number}", published, row):
                 numbered.append((f"{stem}/{number}", converted))
         if not numbered and UNKNOWN in rejected:
-            keys, guess = {str(key).strip().lower(): key for key in row}, []
-            for name, known in COLUMNS.items():
-                close = difflib.get_close_matches(name, keys, 1, 0.6)
-                if not any(row.get(key) for key in known) and (close or name != "options"):
-                    guess.append(f"{name}={keys[close[0]] if close else 'COLUMN'}")
+            unknown = [f"{name}=COLUMN" for name in ("video", "question", "answer")
+                       if not any(row.get(key) for key in COLUMNS[name])]
             raise launch.UserError(
                 f"{path}: neither messages nor a video, a question and an answer, but "
-                f"{', '.join(map(str, row))}; say which they are: --map {' '.join(guess)}")
+                f"{', '.join(map(str, row))}; say which they are: --map {' '.join(unknown)}")
     is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in numbered)
     if is_chat and not all(row.get("messages") for _, row in numbered):
         raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
