@@ -388,8 +388,8 @@ class ModelFamily:
 
 
 def bases() -> dict:
-    """{model_type of config.json: ModelFamily}. Models with experts are not among them, README.md
-    says why."""
+    """{model_type of config.json: ModelFamily}. docs/recipe.md says why others are not among
+    them."""
     return {
         "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", "qwen3_vl", "dense Qwen3-VL"),
         # vLLM's gated-delta kernels for CPUs know bf16 alone. exp(A_log) is the rate of forgetting:
@@ -427,7 +427,7 @@ def find_config(path):
     if not isinstance(kind, str) or kind not in bases():
         families = ", ".join(f"{name} ({base.title})" for name, base in bases().items())
         raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
-                               f"{families}; README.md says why")
+                               f"{families}; docs/recipe.md says why")
     # Quantizers write their settings at the top of the file or into a section.
     if re.search('"quantization_config": (?!null)', json.dumps(config)):
         raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: "

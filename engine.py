@@ -209,6 +209,8 @@ class VllmEngine:
         self.llm = LLM(
             ckpt, max_model_len=limits.context, max_num_seqs=limits.max_seqs, **options,
             trust_remote_code=False, generation_config="vllm", logprobs_mode="processed_logprobs",
+            # vLLM's Qwen3.5 reads this one, where transformers may leave another value.
+            hf_overrides={"text_config": {"tie_word_embeddings": config.tie_word_embeddings}},
             limit_mm_per_prompt={"image": images, "video": limits.max_videos},
             mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False)
         torch.set_num_threads(threads)  # on CPU vLLM lowers the number for the whole process
@@ -216,11 +218,12 @@ class VllmEngine:
         if gpu:  # vLLM would run its shutdown at the interpreter's exit: see end_process
             self.engine.engine_core._finalizer.detach()
         self.codec, self.max_seqs = codec, limits.max_seqs
-        self.running, self.prompts = {}, {}  # request id -> Request; see engine_prompt
+        # running: request id -> Request. prompts: see engine_prompt. sampling: more SamplingParams
+        # (top_p, ..), set by eval.py alone.
+        self.running, self.prompts, self.sampling = {}, {}, {}
         # By the file: vLLM unties its own configuration if an equal head is stored as well.
         self.tied_on_cpu = not gpu and config.tie_word_embeddings
         self.gpu, self.sleeping = gpu, gpu and limits.sleeping
-        self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py alone
 
     def submit(self, request: Request) -> None:
         from vllm import SamplingParams

@@ -46,6 +46,7 @@ from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, reordered, run
 from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
+from plumbing.subtitles import check_subtitles
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -207,12 +208,13 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
-        files = [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
-        texts = runs.digest_of(files) if files and mode != "none" else None
+        texts, files = None, [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
+        if files and mode != "none":
+            check_subtitles(tasks, source.root)
+            texts = runs.digest_of(files)
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         records = results.read_records(out, digest)
-        done = {item: r["timing"].get("total_s") for item, r in records.items()
-                if not runs.is_retried(r)}
+        done = {k: r["timing"].get("total_s") for k, r in records.items() if not runs.is_retried(r)}
         tasks = tasks[: args.limit or None]
         # A run with --limit in the folder of a longer one must not replace the longer summary.
         part = bool(records) and len(launch.read_jsonl(f"{out}/tasks.jsonl")) > len(tasks)

@@ -13,9 +13,9 @@ Departures: s_i is the container's clock, never i / fps, which is wrong as soon 
 Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by no processor again.
 PyAV decodes. Frames that were not requested and that no other frame needs are skipped.
 
-A broken or a dangerous file is a VideoError. docs/faults.md tells which files are read, with which
-times, and which are refused. A decoder process may use MAX_MEMORY (an hour of 4K HEVC took 0.5
-GiB). Without a timeout this process decodes, and has no such bound.
+A broken or a dangerous file is a VideoError. docs/your-own-data.md tells which files are read,
+with which times, and which are refused. A decoder process may use MAX_MEMORY (an hour of 4K HEVC
+took 0.5 GiB). Without a timeout this process decodes, and has no such bound.
 
 Reads one video. Writes only the folder of a FrameCache, if the cache has one. As a script this file
 is a decoder process, see ChildDecoder.

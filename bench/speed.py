@@ -212,8 +212,7 @@ def compare_prompts(args, policy, codec):
     alone = [model.TokenSpan(prompt + branch.ids, unread + branch.mask) for branch in branches]
     packs = {"ours": [model.Tree(model.TokenSpan(prompt, unread), [], branches)],
              "repeated": [model.Tree(span) for span in alone]}
-    packs = {side: [model.pack_trees(codec, [tree]) for tree in trees]
-             for side, trees in packs.items()}
+    packs = {side: [model.pack_trees(codec, [t]) for t in trees] for side, trees in packs.items()}
     norms, parameters = {}, model.trained_parameters(policy)
 
     def backward(side):
@@ -222,8 +221,7 @@ def compare_prompts(args, policy, codec):
             (-policy(pack)[0].sum()).backward()
         norms[side] = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
 
-    print_ratios("shared", alternate({side: partial(backward, side) for side in packs},
-                                     args.rounds))
+    print_ratios("shared", alternate({s: partial(backward, s) for s in packs}, args.rounds))
     if not torch.isclose(*norms.values(), rtol=1e-3):
         raise RuntimeError(f"the two sides computed different gradients: {norms}")
 

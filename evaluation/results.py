@@ -41,8 +41,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
                 "max_num_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb decode_timeout "
                 "gpu_memory_utilization patience quiet cpu judge_url judge_model judge_key_env "
                 "allow_errors")
-    covered = {name: value for name, value in sorted(vars(args).items())
-               if name not in ignored.split()}
+    covered = {k: v for k, v in sorted(vars(args).items()) if k not in ignored.split()}
     settings = json.dumps([covered, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 

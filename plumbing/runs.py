@@ -1,5 +1,5 @@
 """
-plumbing/runs.py (tests/test_identity.py): the folder of a run: who writes there, that no output
+plumbing/runs.py (tests/test_runs.py): the folder of a run: who writes there, that no output
 overwrites an input, what it is made from, where it goes on.
 
   a run      out/step_NNNNNN/ = a checkpoint, train_state/ and state.json, which is written last and

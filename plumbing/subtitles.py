@@ -10,6 +10,7 @@ begins. Sub-agents, which see one window, get no subtitles.
 
 Reads files of subtitles; writes nothing. Used by plumbing/data.py, rollout.py and evaluation/.
 """
+import functools
 import html
 import itertools
 import os
@@ -36,6 +37,7 @@ def task_subtitles(task: dict, seconds, root: str, which: str) -> str:
 def check_subtitles(tasks: list[dict], root: str) -> None:
     """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
     broken, or that holds no line with a time."""
+    read_subtitles.cache_clear()
     for name, start in {(task.get("subtitles"), task.get("subtitle_start")): 0 for task in tasks}:
         mend = "; mend it, or set subtitles to null in its tasks, or give --set subtitles=none"
         try:
@@ -54,6 +56,7 @@ def subtitle_text(lines, seconds=None):
     return "\n".join(text for text, _ in itertools.groupby(texts))
 
 
+@functools.lru_cache(2**14)  # check_subtitles reads all: a disk that goes later takes none away
 def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
     """
     SRT, WebVTT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of

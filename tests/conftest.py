@@ -112,8 +112,7 @@ def pytest_addoption(parser):
 def pytest_ignore_collect(collection_path, config):
     """tests/slow belongs to --all, and to a command that names the folder or a file of it."""
     if collection_path == SLOW and not config.getoption("--all"):
-        named = (Path(config.invocation_params.dir, words.split("::")[0]).resolve()
-                 for words in config.args)
+        named = (Path(config.invocation_params.dir, w.split(":")[0]).resolve() for w in config.args)
         return not any(path.is_relative_to(SLOW) for path in named) or None
 
 

@@ -50,8 +50,7 @@ def decoders(monkeypatch):
     import video
 
     started, real = [], video.ChildDecoder
-    monkeypatch.setattr(video, "ChildDecoder",
-                        lambda *given: started.append(real(*given)) or started[-1])
+    monkeypatch.setattr(video, "ChildDecoder", lambda *a: started.append(real(*a)) or started[-1])
     return started
 
 

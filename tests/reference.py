@@ -158,8 +158,7 @@ class ReferenceEngine:
         batch = [self.waiting.pop() for _ in range(min(self.max_seqs, len(self.waiting)))]
         frames = {item.key: f for r in batch for item, f in zip(r.items, r.frames)}
         self.vision.load = lambda spec: frames[spec["key"]]
-        prompts = [(r.expanded, [replace(item, spec={"key": item.key}) for item in r.items])
-                   for r in batch]
+        prompts = [(r.expanded, [replace(i, spec={"key": i.key}) for i in r.items]) for r in batch]
         samples = generate(self.policy, self.codec, self.vision, prompts,
                            [r.max_tokens for r in batch],
                            [r.temperature for r in batch], [r.seed for r in batch])

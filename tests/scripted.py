@@ -61,8 +61,7 @@ class Scripted:
         self.codec, self.newest_first, self.at_once = codec, newest_first, at_once
         self.patient, self.closed = at_once, False
         self.hold = hold or (lambda request: False)
-        self.main = main if callable(main) else (
-            lambda request: main[min(turn_of(request), len(main) - 1)])
+        self.main = main if callable(main) else lambda r: main[min(turn_of(r), len(main) - 1)]
         self.sub = sub if callable(sub) else lambda request: sub
         self.requests, self.answered, self.log, self.waiting, self.idle = [], set(), [], [], 0
 

@@ -24,6 +24,9 @@ def test_sound_data_has_no_fault(check, toy, tmp_path):
     out = tmp_path / "run"
     code, said, _ = check(grpo, toy / "rl.jsonl", "--val", toy / "eval.jsonl", "--out", out)
     assert code == 0 and "10 tasks, 10 videos" in said and "no fault in" in said
+    room = int(re.search(r"largest prompt has (\d+) tokens", said)[1]) + 32  # for the response
+    for less in (0, 1):
+        assert check(grpo, toy / "rl.jsonl", "--max-model-len", room - less)[0] == 2 * less
     code, said, _ = check(sft, toy / "sft.jsonl", "--out", out)
     assert code == 0
     assert re.search(r"\d+ chats, the longest has \d+ tokens, of --max-len 2048; \d+ trained", said)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import launch
 from model import TokenSpan, Tree
-from plumbing import checkpoint, hub, metrics, runs
+from plumbing import checkpoint, hub, runs
 
 CPU = torch.device("cpu")
 
@@ -77,113 +77,6 @@ def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
 def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
     with pytest.raises(launch.UserError, match="dp_replicate=3: 1 ranks"):
         checkpoint.load_sharded(str(toy / "init"), codec, CPU, replicas=3)
-
-
-# ------------------------------------------------------------------------------------------------
-# Folders of a run
-
-
-def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
-    target = tmp_path / "ckpt"
-    with pytest.raises(RuntimeError), runs.atomic_folder(str(target)) as temp:
-        Path(temp, "half").write_text("x")
-        raise RuntimeError
-    assert os.listdir(tmp_path) == []
-    for text in ("old", "new"):
-        with runs.atomic_folder(str(target)) as temp:
-            # the old one stands until the new one is whole
-            assert not target.exists() or (target / "w").read_text() == "old"
-            Path(temp, "w").write_text(text)
-            if text == "new":
-                Path(temp, "more").write_text("x")
-    assert os.listdir(tmp_path) == ["ckpt"] and sorted(os.listdir(target)) == ["more", "w"]
-    assert (target / "w").read_text() == "new"
-
-
-def test_pruning_spares_what_last_and_best_point_to(tmp_path):
-    for n in range(1, 6):
-        (tmp_path / f"step_{n:06d}").mkdir()
-        (tmp_path / f"step_{n:06d}" / "state.json").write_text('{"files": {}}')
-    runs.symlink(str(tmp_path / "best"), str(tmp_path / "step_000002"))
-    runs.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
-    runs.prune_checkpoints(str(tmp_path / "step_000005"), 2)
-    kept = ["step_000002", "step_000004", "step_000005"]
-    assert sorted(n for n in os.listdir(tmp_path) if n.startswith("step")) == kept
-
-
-def saved_at(out, name, weights="w" * 10, **state):
-    folder = out / name
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_text(weights)
-    content = {"step": int(name[5:11]), **state, "files": {"model.safetensors": 10}}
-    (folder / "state.json").write_text(json.dumps(content))
-    return folder
-
-
-@pytest.mark.parametrize("damage", [
-    lambda f: (f / "model.safetensors").write_text("w" * 9),
-    lambda f: (f / "model.safetensors").unlink(), lambda f: (f / "state.json").unlink(),
-    lambda f: (f / "state.json").write_text('{"step": 2, "fil'),
-    lambda f: (f / "state.json").write_text("[]"), lambda f: (f / "state.json").write_text("")])
-def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
-    first, second = saved_at(tmp_path, "step_000001"), saved_at(tmp_path, "step_000002")
-    assert runs.newest_checkpoint(str(tmp_path)) == str(second)
-    damage(second)
-    assert not runs.is_complete(str(second))
-    assert runs.newest_checkpoint(str(tmp_path)) == str(first)
-    damage(first)
-    assert runs.newest_checkpoint(str(tmp_path)) is None
-
-
-def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
-    saved_at(tmp_path, "step_000003")
-    (tmp_path / ".step_000004.abc").mkdir()
-    (tmp_path / "rollouts").mkdir()
-    for name in ("args.json.tmp123", "rollouts/step_000004.rank0.jsonl.tmp77",
-                 "rollouts/step_000003.rank1.jsonl", "rollouts/step_000002.rank0.jsonl"):
-        (tmp_path / name).write_text("{")
-    runs.clean_run(str(tmp_path), start=3)
-    assert sorted(os.listdir(tmp_path)) == ["rollouts", "step_000003"]
-    # Those of the fourth step, which this run takes again, perhaps on fewer ranks, are gone.
-    assert os.listdir(tmp_path / "rollouts") == ["step_000002.rank0.jsonl"]
-
-
-def arguments(**flags):
-    return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": None, "out": "o", "ckpt": "c",
-                                 "frame_cache_dir": None, "frame_cache_dir_gb": 50.0,
-                                 "dp_replicate": 1, **flags})
-
-
-def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
-    assert runs.resume_point(str(tmp_path), arguments(), None) == (None, {})
-    assert runs.resume_point(str(tmp_path), arguments(), True) == (None, {})
-    folder = saved_at(tmp_path, "step_000002", args=vars(arguments()))
-    for changed in ({}, {"steps": 9}, {"out": "elsewhere"}, {"frame_cache_dir": "kept"},
-                    {"frame_cache_dir_gb": 1.0}, {"dp_replicate": 0}):
-        assert runs.resume_point(str(tmp_path), arguments(**changed), None)[0] == str(folder)
-    with pytest.raises(launch.UserError, match=r"other settings: lr 1.0 \(now 2.0\)"):
-        runs.resume_point(str(tmp_path), arguments(lr=2.0), None)
-    assert runs.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
-    assert runs.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
-    shutil.rmtree(folder)
-    saved_at(tmp_path, "step_000002", args={**vars(arguments()), "kl": 0.0})
-    with pytest.raises(launch.UserError, match=r"other settings: kl 0.0 \(now gone: "):
-        runs.resume_point(str(tmp_path), arguments(), None)
-    (folder / "state.json").unlink()
-    for resume in (True, None):  # damaged later, perhaps, and not ours to delete unasked
-        with pytest.raises(launch.UserError, match="step_000002 is not whole.*--no-resume"):
-            runs.resume_point(str(tmp_path), arguments(), resume)
-    assert runs.resume_point(str(tmp_path), arguments(), False) == (None, {})
-
-
-def test_beginning_anew_deletes_what_was_there(tmp_path):
-    folder = saved_at(tmp_path, "step_000002")
-    runs.symlink(str(tmp_path / "last"), str(folder))
-    (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
-    runs.clean_run(str(tmp_path), start=0)
-    assert os.listdir(tmp_path) == ["log.jsonl"]
-    metrics.Log(str(tmp_path), 0, argparse.Namespace(track=None)).close(0, 0)
-    assert (tmp_path / "log.jsonl").read_text() == ""
 
 
 def test_a_run_folder_stands_for_its_last_checkpoint(toy, tmp_path):

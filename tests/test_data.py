@@ -67,8 +67,7 @@ def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
 
 
 def test_the_most_costly_are_dealt_first():
-    assert [data.balance_over_ranks([1, 1, 1, 3], int, rank, 2) for rank in (0, 1)] == [[3],
-                                                                                        [1, 1, 1]]
+    assert [data.balance_over_ranks([1, 1, 1, 3], int, r, 2) for r in (0, 1)] == [[3], [1, 1, 1]]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -119,8 +118,7 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
     subprocess.run([ffmpeg, "-v", "error", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"],
                    check=True)
     mine, theirs = (subtitles.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
-    assert [line[:2] for line in mine] == [line[:2] for line in theirs] == [
-        (1.5, 3.25), (3602.0, 3604.125)]
+    assert [x[:2] for x in mine] == [x[:2] for x in theirs] == [(1.5, 3.25), (3602.0, 3604.125)]
     assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
     assert theirs[0][2] == mine[0][2]
 

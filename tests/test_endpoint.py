@@ -70,8 +70,7 @@ def test_endpoint_gets_frames_after_their_times_and_one_user_turn_of_responses(t
     # continue it.
     assert first["messages"][2:] == [{"role": "assistant", "content": "<think>\n"}]
     assert first["continue_final_message"] is True and first["add_generation_prompt"] is False
-    assert [m["role"] for m in last["messages"]] == [
-        "system", "user", "assistant", "user", "assistant"]
+    assert [m["role"] for m in last["messages"]] == "system user assistant user assistant".split()
     assert last["messages"][2]["content"] == "<think>\n" + calls((0, 8), (9, 5), (8, 16))
     answers = last["messages"][3]["content"].split("\n</tool_response>\n<tool_response>\n")
     assert len(answers) == 3 and answers[0] == "<tool_response>\na red square"

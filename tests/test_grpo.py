@@ -271,8 +271,7 @@ def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
     for ids, at, _, _, specs in plain_parts(codec, groups[1]):
         with torch.no_grad():
             old.append(plain_logps(plain, codec, source, ids, specs, 1.0)[torch.tensor(at) - 1])
-    loss, _, _ = plain_loss(plain, codec, source, plain_parts(codec, groups[0]), n, 1.0, 0.2, 5.0,
-                            0.0)
+    loss, _, _ = plain_loss(plain, codec, source, plain_parts(codec, groups[0]), n, 1, 0.2, 5, 0)
     loss.backward()
     assert distance(first, plain_grads(plain)) < 1e-5
     with torch.no_grad():

@@ -111,23 +111,29 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         # Another judge, question or reference answer: another verdict.
         pay(judge(server, judge_model="k"), said("scarlet"))
         pay(one, said("scarlet", answer="blood red"))
-        assert [body["model"] for body in server.asked[4:]] == ["k", "j"]
+        assert [(b["model"], b["temperature"]) for b in server.asked[4:]] == [("k", 0), ("j", 0)]
     rows = [json.loads(line) for line in file.read_bytes().splitlines()[4:] if line]
     assert {"question": "Which colour?", "gold": "blood red", "answer": "scarlet", "model": "j",
             "verdict": True} in rows
 
 
-@pytest.mark.parametrize("reply, times", [(500, 5), ("perhaps", 1), (b"not json", 1), (None, 1)])
+@pytest.mark.parametrize("reply, times", [(500, 5), ("yes and no", 1), (b"{", 1), (None, 1)])
 def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
         reply, times, judge, tmp_path, no_pause, capsys):
     with Server(*[reply] * times, "no") as server:
         one = judge(server)
         (first,) = pay(one, said("dark red"))
         assert len(server.asked) == times and not (tmp_path / "judge.jsonl").exists()
+        assert capsys.readouterr().err.count("no verdict of the judge (") == 1
         (second,) = pay(one, said("dark red"))
     assert first["judge"] == "fallback" and first["acc"] == rewards.token_f1("dark red", "red") > 0
-    assert second["judge"] is False and second["acc"] == 0.0
-    assert capsys.readouterr().err.count("no verdict of the judge (") == 1
+    assert second["judge"] is False and second["acc"] == 0.0 and not capsys.readouterr().err
+
+
+def test_a_judge_that_is_away_is_asked_a_few_times_in_all(judge, no_pause):
+    with Server(*[500] * 99) as server:
+        pay(judge(server), *(said(f"{n} red", n) for n in range(8)))
+    assert len(server.asked) <= 12  # 8 at once; 4 of them once more, before the fifth failure
 
 
 # ------------------------------------------------------------------------------------------------

@@ -88,8 +88,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 @given(rows=st.integers(1, 20), batch=st.integers(1, 9), seed=st.integers(0, 5))
 def test_every_epoch_covers_every_row_once(rows, batch, seed):
     """Batches that straddle two epochs included."""
-    stream = [i for step in range(2 * rows + 1)
-              for i in launch.batch_indices(step, batch, rows, seed)]
+    stream = [i for s in range(2 * rows + 1) for i in launch.batch_indices(s, batch, rows, seed)]
     for epoch in range(len(stream) // rows):
         assert sorted(stream[epoch * rows:(epoch + 1) * rows]) == list(range(rows))
 

@@ -93,8 +93,7 @@ def test_f_tau_is_one_ruler_for_runs_that_are_paid_differently(
     not."""
     common = ("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--num-generations", 4, "--lr", 0)
     less = ("--no-answer-suffix", "--anchor", 0, "--set", "gamma=0")
-    full, plain = (run_grpo(*common, *flags, out=name)[1]
-                   for name, flags in (("a", ()), ("b", less)))
+    full, plain = (run_grpo(*common, *more, out=n)[1] for n, more in (("a", ()), ("b", less)))
     assert full["f_tau"] == full["fmt"] == plain["f_tau"] and plain["fmt"] < full["fmt"]
     assert 0 < full["well_formed"] == plain["well_formed"] < 1
 
@@ -107,8 +106,7 @@ def logged(steps, **changes):
     """Rows of the log of a healthy run, changed: a list gives one value a step."""
     rows = []
     for i in range(steps):
-        now = {name: value[i] if isinstance(value, list) else value
-               for name, value in changes.items()}
+        now = {name: v[i] if isinstance(v, list) else v for name, v in changes.items()}
         kinds = now.pop("kinds", {"list": 0.5 + 0.02 * (i % 3)})
         by_type = {kind: {"n": 8, "acc": acc} for kind, acc in kinds.items()}
         rows.append({"step": i + 1, "f_tau": 0.8 + 0.01 * i, "entropy": 1.0, "cut_turns": 0.02,

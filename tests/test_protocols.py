@@ -82,8 +82,7 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
 def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
     """With ids. An endpoint, another protocol and one call a turn go through protocol_loop.play."""
     plays = []
-    monkeypatch.setattr(rollout, "run",
-                        lambda *given, play: plays.append(play is rollout.run_episode))
+    monkeypatch.setattr(rollout, "run", lambda *_, play: plays.append(play is rollout.run_episode))
     sampler = rollout.RolloutWorker(None, codec, source, rollout.AgentConfig())
     for some, protocol in ((sampler, protocol_loop.Protocol()),
                            (sampler, protocol_loop.Protocol(one_call=True)),

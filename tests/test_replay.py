@@ -37,8 +37,7 @@ def recorded(toy, codec, tasks, tmp_path_factory):
     episodes = [e for task, k in zip(tasks[:3], (4, 8, 4))
                 for e in make_group(codec, source, task, frames=k)]
     record_logps(hf, codec, source, episodes)
-    return write_rows(tmp_path_factory.mktemp("recorded") / "r.jsonl",
-                      [e.to_json() for e in episodes])
+    return write_rows(tmp_path_factory.mktemp("made") / "r.jsonl", [e.to_json() for e in episodes])
 
 
 def moved(weights, base):

@@ -360,8 +360,7 @@ TABLE = [
 @pytest.mark.parametrize("turns, base, anchor, total", TABLE)
 def test_format_reward_equals_hand_computed_values(turns, base, anchor, total):
     got = format_reward(turns)
-    assert (got["base"], got["anchor"], got["total"]) == (approx(base), approx(anchor),
-                                                          approx(total))
+    assert (got["base"], got["anchor"], got["total"]) == approx((base, anchor, total))
 
 
 def test_nothing_earns_nothing():
@@ -409,11 +408,9 @@ def test_a_list_is_paid_by_the_places_that_are_right(said, share):
 
 def test_anchor_and_gamma_weigh_the_anchor_term():
     short = ["hi</think><answer>B</answer>"]  # base .6, R_anchor .7
-    assert [format_reward(short, anchor=a)["total"]
-            for a in (0.0, 0.2, 0.5)] == approx([0.6, 0.74, 0.95])
+    assert [format_reward(short, anchor=a)["total"] for a in (0, .2, .5)] == approx([.6, .74, .95])
     left = [f"{THOUGHT}<answer>B</answer>"]  # base .5, R_anchor -gamma
-    assert [format_reward(left, gamma=g)["total"]
-            for g in (0.0, 0.3, 1.0)] == approx([0.5, 0.35, 0.0])
+    assert [format_reward(left, gamma=g)["total"] for g in (0, 0.3, 1)] == approx([0.5, 0.35, 0.0])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -429,8 +426,7 @@ def test_score_sums_its_weighted_terms():
     turns = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>dog</answer>"]
     # fmt: .5 answer + .3 call + .1 balanced + .35 anchor, clipped to 1; without the anchor .9
     got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
-    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1.0, approx(0.9), 0.8,
-                                                                   approx(2.7))
+    assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1, approx(0.9), 0.8, approx(2.7))
     half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, format_weight=0.5, tool_weight=0.0)
     # terms come unweighted
     assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)
@@ -493,8 +489,7 @@ def test_parsing_never_raises_and_returns_usable_calls(text, think_open):
        st.sampled_from(sorted(rewards.task_types())))
 @settings(deadline=None, max_examples=300)
 def test_scores_never_raise_and_stay_in_bounds(turns, think_open, answer_suffix, task_type):
-    gold = {"mcq": "A", "open": "red car", "list": "1 red, 2 blue", "grounding": (1.0, 5.0)}[
-        task_type]
+    gold = {"mcq": "A", "open": "red car", "list": "1 red, 2 blue", "grounding": (1, 5)}[task_type]
     got = score(turns, task_type, gold, PETS, 1, 1, think_open=think_open,
                 answer_suffix=answer_suffix)
     assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8

@@ -57,9 +57,8 @@ def test_options_are_lettered_once():
         text = rollout.question_text({"question": "Which?", "options": options, "type": "mcq"})
         assert text.split("\n") == ["", "Which?", "A. cat", "B. dog", "C. ox",
                                     rewards.task_types()["mcq"].prompt_suffix]
-    text = rollout.question_text({"question": "Who?", "options": ["A. Milne", "Kafka"],
-                                  "type": "mcq"})
-    assert "\nA. A. Milne\nB. Kafka\n" in text  # a name, not a label
+    text = rollout.question_text({"question": "Who", "options": ["A. Milne", "Poe"], "type": "mcq"})
+    assert "\nA. A. Milne\nB. Poe\n" in text  # a name, not a label
 
 
 # ------------------------------------------------------------------------------------------------
@@ -120,8 +119,7 @@ def test_ids_of_an_episode_are_those_of_the_rendered_chat(script, prefix, channe
     episode = play_one(engine, tasks, frames_of, agent, frames=8)
     assert episode.status == "ok" and episode.executed() == sum(n for _, n in turns)
     assert len(engine.subs()) == (episode.executed() if response == "summary" else 0)
-    want = rendered(codec, tasks[0], frames_of, 8, ["<think>\n" + text for text, _ in turns],
-                    response)
+    want = rendered(codec, tasks[0], frames_of, 8, ["<think>\n" + t for t, _ in turns], response)
     assert text_of(codec, episode.context.ids) == text_of(codec, want)
     assert episode.context.ids == want
 
@@ -223,8 +221,7 @@ def responses(codec, episode, turn=0):
     """Text of each response after a turn, and the whole glue."""
     end = episode.spans[turn + 1][0] if turn + 1 < len(episode.spans) else None
     glue = text_of(codec, episode.context.ids[episode.spans[turn][1]:end])
-    return [part.split("\n</tool_response>")[0]
-            for part in glue.split("<tool_response>\n")[1:]], glue
+    return [x.split("\n</tool_response>")[0] for x in glue.split("<tool_response>\n")[1:]], glue
 
 
 def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, tasks, toy):
@@ -245,8 +242,7 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
                '<tool_call>{"name": "zoom", "arguments": {}}</tool_call>', call(9, 5),
                call(60, 500), call(100, 120), call(40, 48), call(30, 34), call("nan", 5),
                call(16, 24)]
-    engine = Scripted(codec, ["look\n</think>\n" + "\n".join(written), ANSWER], sub,
-                      newest_first=True)
+    engine = Scripted(codec, ["look\n</think>\n" + "\n".join(written), ANSWER], sub, newest_first=1)
     episode = play_one(engine, tasks, Broken(str(toy), video.FrameCache()))
     got, glue = responses(codec, episode)
     assert episode.status == "engine_error"  # of one call; the episode went on
@@ -288,8 +284,7 @@ def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, 
     kind_of_source = {"video_error": Away, "engine_error": rollout.Source}[kind]
     source = kind_of_source(str(toy), video.FrameCache())
     error = Completion("", error="HTTP 500")
-    engine = Scripted(codec, [calls((0, 8)), ANSWER],
-                      sub=lambda request: replace(error, id=request.id))
+    engine = Scripted(codec, [calls((0, 8)), ANSWER], sub=lambda r: replace(error, id=r.id))
     sampler = rollout.RolloutWorker(engine, codec, source, AGENT)
     (episode,) = rollout.run(sampler, tasks[:1], 4)
     assert episode.status == kind and episode.error.startswith("a call: error: the window")
@@ -302,8 +297,7 @@ def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, 
 def test_an_episode_always_ends_on_a_sampled_turn(codec, tasks, frames_of):
     """max_turns counts tool turns; one more turn must answer, and what it still calls is not
     run."""
-    engine = Scripted(
-        codec, lambda request: calls((8 * turn_of(request), 8 * turn_of(request) + 8)))
+    engine = Scripted(codec, lambda r: calls((8 * turn_of(r), 8 * turn_of(r) + 8)))
     episode = play_one(engine, tasks, frames_of, replace(AGENT, max_turns=2))
     assert len(episode.turns) == len(engine.mains()) == 3 and len(engine.subs()) == 2
     assert [c["status"] for c in episode.calls] == ["ok", "ok", "not_run"]
@@ -375,13 +369,10 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
 @pytest.mark.process
 def test_gated_frames_is_the_same_in_every_process():
     """Python's own hash of a string is salted per process: ranks would disagree about K."""
-    code = ("import rollout; print([rollout.overview_frames('gated', 7, s, f'task-{i}') "
-            "for s in range(3) for i in range(40)])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
-                          env={**os.environ, "PYTHONHASHSEED": "1"})
-    here = [rollout.overview_frames("gated", 7, s, f"task-{i}")
-            for s in range(3) for i in range(40)]
-    assert json.loads(done.stdout) == here, done.stderr
+    code = "[rollout.overview_frames('gated', 7, s, f't-{i}') for s in range(3) for i in range(40)]"
+    done = subprocess.run([sys.executable, "-c", f"import rollout; print({code})"], text=True,
+                          capture_output=True, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"})
+    assert json.loads(done.stdout) == eval(code), done.stderr
 
 
 def test_gated_frames_is_uniform_and_drawn_anew_for_each_step_seed_and_task():

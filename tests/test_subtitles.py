@@ -88,13 +88,24 @@ def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     assert subtitles.subtitle_text(subtitles.read_subtitles(str(tmp_path / "a.srt"))) == wanted
 
 
+def test_a_file_that_goes_after_the_check_costs_no_episode(data, tmp_path):
+    tasks, root = data_py.read_tasks(str(data)), str(tmp_path)
+    subtitles.check_subtitles(tasks, root)
+    (tmp_path / "words.srt").unlink()
+    assert subtitles.task_subtitles(tasks[0], [8.0], root, "aligned") == "Hello there"
+    with pytest.raises(launch.UserError, match="unreadable"):  # the next start
+        subtitles.check_subtitles(tasks, root)
+
+
 @pytest.mark.process
 def test_a_run_ends_with_one_line(toy, data, tmp_path):
     (tmp_path / "words.srt").unlink()
-    done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data", data,
-                      "--out", tmp_path / "r.jsonl")
-    assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    remote = "--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"
+    for script, *flags in (("rollout.py", "--preset", "toy", "--ckpt", toy / "init"),
+                           ("eval.py", *remote)):
+        done = run_script(script, *flags, "--data", data, "--out", tmp_path / "r.jsonl")
+        assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
     write(tmp_path, subtitles=["words.srt"])
     with pytest.raises(launch.UserError, match="subtitles must be the path of a file, or null"):
         data_py.read_tasks(str(data))

@@ -164,8 +164,7 @@ def ledger(config, gpus, pack_tokens, recompute=True, replicas=1, reference=True
     """
     text, n = config.text_config, counts or parameter_counts(config)
     shards, hidden = gpus // replicas, text.hidden_size
-    of_kind = {kind: layer_activation_bytes(text, width, repeated, kind)
-               for kind in layer_kinds(text)}
+    of_kind = {k: layer_activation_bytes(text, width, repeated, k) for k in layer_kinds(text)}
     inner = max(of_kind.values())
     # per token, in all layers
     stored = sum(hidden * width if recompute else of_kind[k] for k in layer_kinds(text))

@@ -517,6 +517,10 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
     async def refused(request, error):
         return failed(error.status, error)
 
+    @app.exception_handler(launch.UserError)  # the disk with the videos is away
+    async def unavailable(request, error):
+        return failed(503, "the videos cannot be read now")
+
     @app.exception_handler(HTTPException)
     async def wrong(request, error):
         return failed(error.status_code, error.detail)

@@ -143,8 +143,7 @@ def test_a_publishers(grader, bench, tmp_path, request):
                     f"counts the made-up replies of {bench} that its grader reads as meant")
     rows, _ = rows_of(bench, tmp_path)
     if bench == "longvideobench":  # as parquet ships it
-        rows = [{**row, **{f"option{n}": text for n, text in enumerate(row["candidates"])}}
-                for row in rows]
+        rows = [{**r, **{f"option{n}": t for n, t in enumerate(r["candidates"])}} for r in rows]
     if bench in ("lvbench", "mmvu"):  # as parquet ships it
         rows = [{"video_path": "v.mp4", **row} for row in rows]
     items = [{"bench": bench, "row": row, "text": text, "said": [text], "files": {}, "frames": 4,

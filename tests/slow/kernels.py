@@ -47,8 +47,7 @@ def main():
         kind.run = first
     wanted, found = (gpu_check.delta_results(rule, gpu_check.CPU, torch.float32, 2, 70, 2, 64)
                      for rule in (model.delta_kernel(gpu_check.CPU), kernels))
-    print(json.dumps({name: ((found[name] - x).norm() / x.norm()).item()
-                      for name, x in wanted.items()}))
+    print(json.dumps({n: ((found[n] - x).norm() / x.norm()).item() for n, x in wanted.items()}))
 
 
 if __name__ == "__main__":

@@ -83,8 +83,7 @@ def write_tokenizer(folder):
     core.decoder = decoders.ByteLevel()
     core.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False,
                                                use_regex=False)
-    core.add_special_tokens([AddedToken(token, normalized=False, special=True)
-                             for token in CONTROL])
+    core.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in CONTROL])
     core.add_tokens([AddedToken(token, normalized=False, special=False) for token in TAGS])
     text = core.to_str(pretty=True)
     # of the decoder, which ignores them

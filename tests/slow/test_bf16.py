@@ -157,8 +157,7 @@ def test_engine_and_trainer_agree_within_the_rounding_of_bf16(sampled):
 
 @pytest.mark.parametrize("script", ["sft", "grpo"])
 def test_a_step_in_bf16_is_nearly_the_step_in_fp32(one_rank, toy, script):
-    ((half,), moved), ((full,), wanted) = (read(one_rank[name] / script)
-                                           for name in ("bf16", "fp32"))
+    ((half,), moved), ((full,), wanted) = (read(one_rank[n] / script) for n in ("bf16", "fp32"))
     assert half["loss"] != full["loss"] == pytest.approx(half["loss"], rel=2e-3)
     assert half["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.02)
     # Adam's first step is the sign of the gradient, which rounding turns if it is small

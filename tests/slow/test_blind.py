@@ -1,5 +1,5 @@
 """
-Tests of --frames 0 and --show of eval.py: python -m pytest tests/test_blind.py
+Tests of --frames 0 and --show of eval.py: python -m pytest tests/slow/test_blind.py
 """
 import json
 

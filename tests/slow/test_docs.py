@@ -1,5 +1,5 @@
 """
-Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/test_docs.py -q
+Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/slow/test_docs.py -q
 """
 import importlib
 import os
@@ -46,7 +46,7 @@ def test_the_changes_of_the_guide_fit_the_scripts(section, names):
     assert list(scripts) == names
     for name, text in scripts.items():
         assert text != (Path(ROOT) / name).read_text()
-        compile(text, name, "exec")
+        assert compile(text, name, "exec") and max(map(len, text.split("\n"))) <= 100
 
 
 def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
@@ -115,8 +115,7 @@ class Teacher(Model):
             return "A hat."
         if not any("A hat." in text for text in texts):
             return "<think>look</think>\n" + call(0, self.seconds)
-        (color,) = {row[2] for row in SCRIPT
-                    if row[0] and any(row[0]["question"] in text for text in texts)}
+        (color,) = {r[2] for r in SCRIPT if r[0] and any(r[0]["question"] in t for t in texts)}
         (letter,) = [line[0] for text in texts for line in text.split("\n")
                      if line[1:3] == ". " and line[3:] in color.rstrip(".").split()]
         return f"<think>it is</think>\n<answer>{letter}</answer>"

@@ -114,8 +114,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
         assert len(asked) == 4 and all("Question: Which?" in text for text in asked)
         lines = (done.folder / "judge.jsonl").read_text().splitlines()
         verdicts = {v["answer"]: v for v in map(json.loads, lines)}
-        assert {name: v["verdict"] for name, v in verdicts.items()} == {
-            "bright red": True, "green": False}
+        assert {n: v["verdict"] for n, v in verdicts.items()} == {"bright red": 1, "green": 0}
         world(*flags, rows=rows, say=say)
         assert len(server.asked) == 6  # only the two that failed are asked again
         again = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"))

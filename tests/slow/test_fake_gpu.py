@@ -236,8 +236,7 @@ def pretend_cuda(modules):
             setattr(qwen, f"get_vision_{name}", of_the_grid(getattr(qwen, f"get_vision_{name}")))
 
     plain_reduce = dist.all_reduce  # of counts in host memory: this rank's own will do
-    dist.all_reduce = lambda t, *a, **k: (
-        plain_reduce(t, *a, **k) if t.device.type == "cuda" else None)
+    dist.all_reduce = lambda t, *a, **k: t.device.type == "cuda" and plain_reduce(t, *a, **k)
 
     def item(self):
         if not isinstance(self, (FakeTensor, DTensor)):

@@ -1,5 +1,5 @@
 """
-Tests of faults while running, on two ranks: python -m pytest tests/test_faults.py -q
+Tests of faults while running, on two ranks: python -m pytest tests/slow/test_faults.py -q
 
 A rank that dies, hangs, raises or cannot write: every run ends within a deadline, with one reason
 and a checkpoint that loads. Under torchrun if torchrun has to act; else the ranks are

@@ -293,8 +293,7 @@ def read(out):
         weight = load_file(out / name / "model.safetensors")["weight"]
         found[name] = (os.readlink(out / name), weight.tolist(), state["step"], state["best"])
     rows = rows_of(out / "log.jsonl")
-    found["log"] = [(row["step"], row.get("loss"), row.get("val_loss", row.get("val")))
-                    for row in rows]
+    found["log"] = [(r["step"], r.get("loss"), r.get("val_loss", r.get("val"))) for r in rows]
     for path in sorted((out / "rollouts").glob("*")):
         found[path.name] = [(row["group"], row["sample"], row["K"]) for row in rows_of(path)]
     return found

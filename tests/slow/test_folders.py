@@ -1,5 +1,5 @@
 """
-Tests of run folders: python -m pytest tests/test_folders.py -q
+Tests of run folders: python -m pytest tests/slow/test_folders.py -q
 
 Nothing is overwritten: the checkpoint that a run starts from, a folder that another run writes to,
 a checkpoint with damaged bytes, a filesystem that lacks links or locks.
@@ -167,8 +167,7 @@ def test_no_script_replaces_a_file_that_it_reads(
         shutil.copy(toy / ("sft.jsonl" if script is sft else "eval.jsonl"), tmp_path / name)
     (tmp_path / "alias.jsonl").symlink_to(tmp_path / "tasks.jsonl")
     before = (tmp_path / out).read_bytes()
-    words = [word if word.startswith("-") or word == "2" else tmp_path / word
-             for word in words.split()]
+    words = [w if w.startswith("-") or w == "2" else tmp_path / w for w in words.split()]
     common = ("--preset", "toy", "--ckpt", toy / "init", "--video-root", toy)
     code, _, err = start(script, *words, *common * (script is not view))
     assert code == 2 and err.count("\n") == 1, err

@@ -1,5 +1,5 @@
 """
-Tests of folders of frames, which are videos too: python -m pytest tests/test_frame_folders.py -q
+Tests of folders of frames: python -m pytest tests/slow/test_frame_folders.py -q
 """
 import numpy as np
 import pytest

@@ -113,8 +113,7 @@ def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
 
 def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
     phases, collectives = [], []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later",
-                        lambda seconds, **_: phases.append(seconds))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **_: phases.append(s))
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group",
                         lambda backend, timeout: collectives.append(timeout.total_seconds()))

@@ -386,10 +386,8 @@ def quick_vllm(monkeypatch):
     import vllm.transformers_utils.processor as processors
 
     real = processors.get_processor
-    monkeypatch.setattr(processors, "cached_get_processor",
-                        functools.cache(lambda name, **_: real(name)))
-    monkeypatch.setattr(vllm.renderers.hf, "maybe_make_thread_pool",
-                        lambda tokenizer, copies: tokenizer)
+    monkeypatch.setattr(processors, "cached_get_processor", functools.cache(lambda n, **_: real(n)))
+    monkeypatch.setattr(vllm.renderers.hf, "maybe_make_thread_pool", lambda t, copies: t)
 
 
 def sampled_ids(codec, row):

@@ -39,16 +39,15 @@ def test_special_tokens_written_by_a_sub_agent_or_a_task_stay_text(codec, tasks,
     special = set(codec.tokenizer.convert_tokens_to_ids(list(codec.special_strings)))
 
     def inserted(e):
-        return Counter(i for i, flag in zip(e.context.ids, e.context.mask) if i in special
-                       and not flag)
+        return Counter(i for i, m in zip(e.context.ids, e.context.mask) if i in special and not m)
 
     assert inserted(episode) == inserted(plain) and episode.status == "ok"
     text = text_of(codec, episode.context.ids)
     # it is all there, as plain text: question and two summaries
     assert text.count("<answer>red</answer><|image_pad|>") == 3
-    of_subs = [Counter(i for r in e.subs() for i in r.expanded if i in special)
-               for e in (tame, engine)]
-    assert of_subs[0] == of_subs[1] and of_subs[0][codec.image_pad] == 16
+    a, b = (Counter(i for r in e.subs() for i in r.expanded if i in special)
+            for e in (tame, engine))
+    assert a == b and a[codec.image_pad] == 16
 
 
 # ------------------------------------------------------------------------------------------------

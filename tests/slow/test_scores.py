@@ -56,8 +56,7 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
     lists = [both[system][v + 1] for system in (0, 1) for v in range(videos)]
 
     def difference(first, second):  # of places in `lists`
-        one, two = ([r for place in places for r in lists[int(place)]]
-                    for places in (first, second))
+        one, two = ([r for n in places for r in lists[int(n)]] for places in (first, second))
         return plain_headline(two, bench) - plain_headline(one, bench)
 
     places = np.arange(videos), np.arange(videos, 2 * videos)

@@ -1,5 +1,5 @@
 """
-Tests of tools/serve.py: python -m pytest tests/test_serve.py -q
+Tests of tools/serve.py: python -m pytest tests/slow/test_serve.py -q
 
 The agent is a scripted engine behind a real server on this machine. Clients are httpx and, where
 they are installed, openai and lmms-eval. `make test-page` runs the tests of its page.
@@ -259,6 +259,8 @@ def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(runn
     assert not wrong
     assert server.agents.taken == 0 and not +server.store.used
     assert content_of(server.post())
+    server.store.root += "-away"
+    assert server.http.get("/videos").status_code == 503
 
 
 @pytest.mark.parametrize("method, path, headers, status", [

@@ -1,5 +1,5 @@
 """
-Tests of stopping and going on: python -m pytest tests/test_survival.py -q
+Tests of stopping and going on: python -m pytest tests/slow/test_survival.py -q
 
 Runs that are asked to stop, runs that are killed where it hurts most, gradients that are not
 finite. Torn checkpoints are in test_checkpoint.py.
@@ -151,8 +151,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
         monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
             **real_score(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
     folder = run(script, "--steps", 3)
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()
-           if "loss" in line]
+    log = [json.loads(s) for s in (folder / "log.jsonl").read_text().splitlines() if "loss" in s]
     key = "bad_updates" if script == "grpo" else "bad_steps"
     assert [row[key] for row in log] == [0, 1, 0] and not math.isfinite(log[1]["grad_norm"])
     assert all(torch.isfinite(w).all() for w in weights(folder).values())
@@ -187,8 +186,7 @@ def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
     if sync is None:  # in order: the gap stays within the tolerance
         assert steps_of(run("grpo", *words)) == [1, 2]
         return
-    monkeypatch.setattr(ReferenceEngine, "sync",
-                        lambda engine, weights: sync(engine, weights, real))
+    monkeypatch.setattr(ReferenceEngine, "sync", lambda e, weights: sync(e, weights, real))
     with pytest.raises(launch.RunError,
                        match="step 1: mean .log-prob gap. between engine and trainer is"):
         run("grpo", *words)
