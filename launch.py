@@ -298,7 +298,7 @@ def read_jsonl(path, required=(), fault=None, faults=None):
         with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first
             lines = f.read().split("\n")
     except (OSError, UnicodeDecodeError) as e:
-        hint = "; gunzip a .gz; tools/convert.py reads parquet" if isinstance(e, ValueError) else ""
+        hint = "; tools/convert.py reads parquet; gunzip a .gz" if isinstance(e, ValueError) else ""
         raise UserError(f"{path}: {why(e)}{hint}") from None
     if next(filter(str.strip, lines), "").lstrip().startswith("["):
         raise UserError(f"{path}: a JSON array; write one object a line (jq -c '.[]' {path})")

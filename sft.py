@@ -114,8 +114,7 @@ class Chats:
         are dropped first. Raises UserError naming file and line; with a list `faults` the line goes
         there, and the row is left out."""
         self.path, self.codec, self.args, self.cache = path, codec, args, cache
-        self.max_tokens = max_tokens
-        self.max_positions = data.max_positions(codec)
+        self.max_tokens, self.max_positions = max_tokens, data.max_positions(codec)
         self.root = video.root_of(args, path)
         self.rows = data.read_chats(path, faults)
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first

@@ -73,7 +73,7 @@ def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec,
     assert [i.seconds for i in episode.context.items] == [i.seconds for i in sequence.items]
 
 
-def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, toy):
+def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):
     """Messages as a JSON string, nulls in every piece, file:// and the publisher's folders before
     the path, results in a user turn."""
     talk = json.dumps(paravt(responses("a red square", "nothing")))
@@ -87,12 +87,6 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, t
     assert (first["content"], last["content"]) == (said, ANSWER)  # byte for byte
     assert tools == [{"role": "tool", "content": "a red square"},
                      {"role": "tool", "content": "nothing"}]
-    item = chat.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
-    ids = chat.encode_chat(codec, row["messages"], [item]).ids
-    text = chat.decode(codec, ids, keep_special=True)
-    assert ("user\n<tool_response>\na red square\n</tool_response>\n"
-            "<tool_response>\nnothing\n</tool_response><|im_end|>") in text
-    assert codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"][0] in ids
 
 
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
@@ -200,9 +194,8 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
             {"video": "b.mp4", "question": "Which?", "options": ["red", "blue"], "answer": 2},
             {"video": "b.jpg", "data_type": "image"}, {"video": "b.mp4", "question": ""},
             *[{"video": "b.mp4", "question": "Which?", "answer": "B", **more} for more in (
-                {"A": 0, "B": 1, "C": 2, "start": "1:02", "end": 70, "subtitles": "b.srt"},
-                {"A": "x", "B": "y", "evidence": "[[1, 2], [3.5, 4]]", "start": None, "end": "",
-                 "subtitle_start": "7"},
+                {"A": 0, "B": 1, "start": 2, "end": 70, "subtitles": "b", "subtitle_start": "7"},
+                {"A": "x", "B": "y", "evidence": "[[1, 2], [3.5, 4]]", "start": None, "end": ""},
                 {"start": 5, "end": 2}, {"a0": "2", "a1": "3", "a2": "4", "answer": 2},
                 {"options": ["", "y"]}, {"options": "x"}, {"options": [{"id": 0}, {"id": 1}]})]]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
@@ -214,9 +207,9 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
         ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
         ("mine/2", "b.mp4", "Which?", "red, blue", "list"),
         *[(f"mine/{n}", "b.mp4", "Which?", "B", "mcq") for n in (7, 8)]]
-    assert tasks[-2]["options"] == ["0", "1", "2"] and tasks[-2]["evidence"] == [[62, 70]]
-    assert tasks[-2]["subtitles"] == "b.srt" and "subtitle_start" not in tasks[-2]
-    assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and tasks[-1]["subtitle_start"] == 7
+    assert tasks[-2].items() >= {"options": ["0", "1"], "evidence": [[2, 70]],
+                                 "subtitles": "b", "subtitle_start": 7}.items()
+    assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and "subtitles" not in tasks[-1]
     for why in ("1 rows, an absolute path outside", "1 rows, the answer is none", "1 rows, still "
                 "images", "1 rows, no video, no", "1 rows, an answer that names two options",
                 "1 rows, no window", "1 rows, no question, or an option", "2 rows, options that"):

@@ -54,8 +54,7 @@ def read_table(path):
         with open(path, encoding="utf-8-sig", newline="") as f:
             first = f.readline()
             delimiter = max(",;\t", key=first.count)  # spreadsheets write any of these
-            if not first.startswith("sep="):  # Excel's line before the names of the columns
-                f.seek(0)
+            f.seek(f.tell() if first.startswith("sep=") else 0)  # Excel's line before the names
             return list(csv.DictReader(f, restkey="(no name)", delimiter=delimiter))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         hint = "" if isinstance(error, OSError) else "; save it as CSV in UTF-8"
@@ -558,7 +557,8 @@ def to_task(row):
         if not letter:
             raise ValueError("the answer is none of the options")
         task.update(question=question, options=options, answer=letter)
-    windows = loosely(row.get("evidence")) or [[row.get("start"), row.get("end")]]
+    windows = loosely(row.get("evidence"))  # other data sets have texts there
+    windows = windows if isinstance(windows, list) else [[row.get("start"), row.get("end")]]
     more = {"evidence": [window_of(times, "no window in seconds: evidence, or start and end")
                          for times in windows if not {None, ""} >= {*times}],
             "subtitles": row.get("subtitles"),

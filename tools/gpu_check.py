@@ -565,7 +565,7 @@ def main():
         return run_stage(args)
     if "RANK" in os.environ:
         raise launch.UserError("gpu_check.py starts its ranks itself: python tools/gpu_check.py")
-    began, gpus = time.time(), torch.cuda.device_count() if launch.use_gpu(args.cpu) else 0
+    gpus = torch.cuda.device_count() if launch.use_gpu(args.cpu) else 0
     args.ranks = args.ranks or gpus or 2
     args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.find_config(args.ckpt)
     card = torch.cuda.get_device_name(0) if gpus else None
@@ -581,8 +581,7 @@ def main():
         for name in [args.stage] if args.stage else stages():
             report["rows"] += merged(start_stage(name, args))
             report.update(failed=names_with(report["rows"], "FAIL"),
-                          skipped=names_with(report["rows"], "skipped"),
-                          seconds=round(time.time() - began, 1))
+                          skipped=names_with(report["rows"], "skipped"))
             launch.write_atomic(f"{args.out}.json", json.dumps(report, indent=1) + "\n")
     print(f"{len(report['failed'])} failed -> {args.out}.json", flush=True)
     sys.exit(1 if report["failed"] else 0)
