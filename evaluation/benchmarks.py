@@ -325,7 +325,7 @@ def videomme_v2_tasks(row, path):
         "options": split_inline(row["options"])[1],  # one text of labelled lines
         "answer": row["answer"],  # a letter
         "subtitles": f"{name}.jsonl",
-        "place": position,
+        "position": position,
         "tags": tags,
     }
 
@@ -374,8 +374,8 @@ def group_score(tags, right):
 def apply_group_scores(records):
     """
     {item: graded record} -> the same, changed in place. A record of Video-MME-v2 gets the score of
-    its group, and its own as "right", so that the mean over items is the mean over groups. It also
-    gets the tags of the group's last question, which name the level of the group.
+    its group, and its own as "item_score", so that the mean over items is the mean over groups. It
+    also gets the tags of the group's last question, which name the level of the group.
     """
     groups = {}
     for (_, *run), record in records.items():
@@ -384,10 +384,10 @@ def apply_group_scores(records):
     for group in groups.values():
         right = [0] * 4  # a question that was not asked, because of --limit, is wrong
         for record in group:
-            right[record["task"]["place"] - 1] = int(record["score"])
-        tags = max(group, key=lambda record: record["task"]["place"])["task"]["tags"]
+            right[record["task"]["position"] - 1] = int(record["score"])
+        tags = max(group, key=lambda record: record["task"]["position"])["task"]["tags"]
         for record in group:
-            record.update(right=record["score"], score=group_score(tags, right),
+            record.update(item_score=record["score"], score=group_score(tags, right),
                           task={**record["task"], "tags": tags})
     return records
 

@@ -300,7 +300,7 @@ def finish(out, bench_dirs, args, policy, parts=None):
             write_json({**summary, "results": rows}, bench_dir, "summary.json")
     controls = scores.control_tests(results, cells)
     if controls:
-        summary["needs"] = controls
+        summary["controls"] = controls
     if not parts:
         write_json({**summary, "results": results}, out, "summary.json")
     print(launch.printable(scores.table(results)))

@@ -154,7 +154,7 @@ def summarise(records, bench=None, judged=False):
     if judged:
         verdicts = [r["judge"] for r in records if "judge" in r]
         failed = verdicts.count(None)  # the request failed, or the reply was neither yes nor no
-        out["judge"] = {"asked": len(verdicts), "yes": verdicts.count(True), "failed": failed}
+        out["judge"] = {"judged": len(verdicts), "yes": verdicts.count(True), "failed": failed}
         if failed:  # counts towards the 1% above which the headline is refused
             out["errors"]["judge_error"] = failed
     samples = {}  # task id -> scores of its episodes
@@ -652,7 +652,7 @@ def control_tests(results, cells):
         choices = [len(r["task"]["options"]) if r["task"]["type"] == "mcq" else 0
                    for r in control.values()]
         out = {"bench": bench, "K": row["K"], "tools": tools, "n": row["n"],
-               "shown": "text alone" if (k, show) == ("0", "real") else show,
+               "show": "text alone" if (k, show) == ("0", "real") else show,
                "headline": row["headline"], "against": against, "difference": None,
                "interval": None, "p": None,
                "chance": sum(1 / n for n in choices) / len(choices) if all(choices) else None}
@@ -682,9 +682,9 @@ def control_table(named, markdown=False):
                     low, high = row["interval"]
                     difference = difference[:-3] + f"[{100 * low:+.1f}, {100 * high:+.1f}]"
             rows.append([*([name] if name else []), row["bench"] or "data", f"{row['K']}",
-                         row["tools"], row["shown"], f"{row['n']}", percents["headline"],
+                         row["tools"], row["show"], f"{row['n']}", percents["headline"],
                          percents["chance"], difference, p_text(row["p"]), p_text(row["p_holm"])])
-    head = ["benchmark", "K", "tools", "shown", "n", "headline", "chance", "minus real frames", "p",
+    head = ["benchmark", "K", "tools", "show", "n", "headline", "chance", "minus real frames", "p",
             "Holm"]
     head = [*(["system"] if named[0][0] else []), *head]
     title = "does the answer need the video? (percent)"

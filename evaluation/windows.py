@@ -115,4 +115,4 @@ def window_stats(records, mean):
 
 def item_score(record):
     """Score of the answer itself: in Video-MME-v2, "score" is that of a group."""
-    return record.get("right", record["score"])
+    return record.get("item_score", record["score"])

@@ -132,6 +132,7 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     assert "| not ok 2" in printed and f"held-out task {rows[2]['id']}: " in printed
 
 
+@pytest.mark.process  # not in one of its own, but three runs
 def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
     """2 steps, resume to 4, against 4 steps: the same tasks, K, seeds (the same ids), and
     weights."""

@@ -27,7 +27,7 @@ replaces our line on how to answer. Only `n` 1 and no `tools` are taken. Other f
 Reads: a checkpoint folder, videos below --video-root. Writes nothing that outlives the server.
 
 CPU toy:  python tools/serve.py --preset toy --ckpt out/demo/grpo --video-root out/demo/toy/videos
-1 GPU:    python tools/serve.py --ckpt grpo_out --video-root FILMS
+1 GPU:    python tools/serve.py --ckpt grpo_out --video-root VIDEOS
 """
 import asyncio
 import base64

@@ -79,7 +79,7 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     tasks = [json.loads(line) for line in data.read_text().splitlines()]
     still = sum(protocol_loop.reordered(task)["answer"] == "B" for task in tasks) / 12
     assert 0 < still < 1
-    found = {(row["K"], row["shown"]): row for row in summary["needs"]}
+    found = {(row["K"], row["show"]): row for row in summary["controls"]}
     assert {place: row["headline"] for place, row in found.items()} == {
         (0, "text alone"): 1.0, (0, "options"): still,
         **{(k, shown): still if shown == "options" else 1.0

@@ -107,7 +107,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
         assert done.engine is None  # nothing is sampled again: the judge is no setting of episodes
         (result,) = done.results
         assert result["acc"] == pytest.approx(2 / 7)
-        assert result["judge"] == {"asked": 4, "yes": 1, "failed": 2}
+        assert result["judge"] == {"judged": 4, "yes": 1, "failed": 2}
         assert result["errors"] == {"judge_error": 2}
         # not what the rule knows, not letters, not silence
         asked = [body["messages"][0]["content"] for body in server.asked]

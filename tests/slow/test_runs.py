@@ -1,10 +1,10 @@
 """
-More of plumbing/checkpoint.py, files and links:
-python -m pytest tests/slow/test_checkpoint.py -q
+More of plumbing/runs.py, files and links:
+python -m pytest tests/slow/test_runs.py -q
 """
 import os
 
-from test_checkpoint import CPU, arguments, saved_at  # noqa: F401
+from test_runs import arguments, saved_at
 
 from plumbing import runs
 
