@@ -33,8 +33,7 @@ def longvt(*middle, said="<think>This window shows it.</think> <answer> A red on
 
 
 def shown(*pieces, role="user"):
-    return {"role": role, "content": [piece("text", p) if isinstance(p, str) else p
-                                      for p in pieces]}
+    return {"role": role, "content": [piece("text", p) if type(p) is str else p for p in pieces]}
 
 
 LETTERS = "Which?\n(A) one\n(B) two\n(C) three\n(D) four"
