@@ -298,11 +298,11 @@ def read_jsonl(path, required=(), fault=None, faults=None):
         with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first
             lines = f.read().split("\n")
     except (OSError, UnicodeDecodeError) as e:
-        hint = "; give UTF-8 text, no .gz, no parquet" if isinstance(e, ValueError) else ""
+        hint = "; tools/convert.py reads parquet; gunzip a .gz" if isinstance(e, ValueError) else ""
         raise UserError(f"{path}: {why(e)}{hint}") from None
     if next(filter(str.strip, lines), "").lstrip().startswith("["):
         raise UserError(f"{path}: a JSON array; write one object a line (jq -c '.[]' {path})")
-    if str(path).endswith((".csv", ".tsv")):
+    if str(path).lower().endswith((".csv", ".tsv")):
         raise UserError(f"{path}: a table; tools/convert.py makes JSONL of it")
     rows = []
     for number, line in enumerate(lines, 1):

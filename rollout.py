@@ -696,11 +696,7 @@ def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, Source]:
 
 def check_positions(codec, agent) -> None:
     """Raises UserError if a context may be longer than the checkpoint's positions."""
-    text = json.loads(codec.files["config.json"])["text_config"]
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    max_positions = text.get("max_position_embeddings", agent.max_model_len)
-    # Positions that are stretched (yarn) may be more than max_position_embeddings.
-    if rope.get("rope_type", "default") == "default" and agent.max_model_len > max_positions:
+    if agent.max_model_len > (max_positions := data.max_positions(codec)):
         raise launch.UserError(f"--max-model-len {agent.max_model_len}: the checkpoint has "
                                f"{max_positions} positions; lower it (for toy.py: --preset toy)")
 

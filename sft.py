@@ -113,11 +113,8 @@ class Chats:
         """max_tokens: encoded tokens to keep, 4 M are about 100 MB; the least recently used rows
         are dropped first. Raises UserError naming file and line; with a list `faults` the line goes
         there, and the row is left out."""
-        self.path = path
-        self.codec = codec
-        self.args = args
-        self.cache = cache
-        self.max_tokens = max_tokens
+        self.path, self.codec, self.args, self.cache = path, codec, args, cache
+        self.max_tokens, self.max_positions = max_tokens, data.max_positions(codec)
         self.root = video.root_of(args, path)
         self.rows = data.read_chats(path, faults)
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
@@ -160,9 +157,10 @@ class Chats:
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
         # A chat that is cut would teach an answer without the question: better to end the run. Only
         # this rank has met the chat, and launch.run_main prints its error.
-        if len(sequence.ids) > self.args.max_len:
+        if len(sequence.ids) > min(self.args.max_len, self.max_positions):
             raise launch.UserError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
-                                   f"--max-len is {self.args.max_len}")
+                                   f"--max-len is {self.args.max_len}, and the checkpoint has "
+                                   f"{self.max_positions} positions")
         self.encoded[index] = sequence
         self.tokens += len(sequence.ids)
         # The newest row stays, even if that row alone is over the limit.

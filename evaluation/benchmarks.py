@@ -566,9 +566,9 @@ def locate(root, folders, name):
 def read_rows(path):
     """Rows of a parquet, JSON (a list) or JSONL file, as dicts. Raises UserError with the path."""
     try:
-        if path.endswith(".jsonl"):
+        if path.lower().endswith(".jsonl"):
             rows = launch.read_jsonl(path)
-        elif path.endswith(".parquet"):
+        elif path.lower().endswith(".parquet"):
             import pyarrow.parquet  # needed for parquet alone
 
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()

@@ -174,6 +174,15 @@ def give_back_memory():
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def max_positions(codec) -> float:
+    """Tokens that a context of this checkpoint may have; inf if config.json names no limit."""
+    text = launch.parse_json(codec.files["config.json"])["text_config"]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    # Positions that are stretched (yarn) may be more than max_position_embeddings.
+    stretched = rope.get("rope_type", "default") != "default"
+    return float("inf") if stretched else text.get("max_position_embeddings", float("inf"))
+
+
 # ------------------------------------------------------------------------------------------------
 # Chats
 

@@ -46,9 +46,9 @@ class Client:
 
         self.key_variable = key_variable
         # A header cannot hold it, and the error would: two lines of a file, or a pasted ellipsis.
-        if not (self.key().isascii() and self.key().isprintable()):
-            raise launch.UserError(f"the key in {key_variable} holds a line break, or a character "
-                                   "that is not ASCII; set it again")
+        if key_variable and not (self.key() and self.key().isascii() and self.key().isprintable()):
+            raise launch.UserError(f"the variable {key_variable} holds no key, or one with a line "
+                                   "break or a character that is not ASCII; set it again")
         self.ending = None  # why no request is sent any more
         self.loop = asyncio.new_event_loop()
         # No time-out of httpx: that bounds each read alone, and a server that drips never meets it.

@@ -11,6 +11,7 @@ No torch here and no huggingface_hub at the top: both take time to import.
 Reads the Hub, or its cache alone with HF_HUB_OFFLINE=1; writes that cache.
 """
 import contextlib
+import functools
 import json
 import os
 import re
@@ -58,22 +59,30 @@ def name_of(folder: str) -> dict:
     return {"base_model_name_or_path": parts[1].replace("--", "/", 1), "revision": parts[2]}
 
 
+@functools.cache
+def commit() -> str:
+    """The commit of this code at the first save, "" if unknown. Read once: a later `git pull` would
+    name code that does not run."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    command = ["git", "-C", root, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
+    with contextlib.suppress(OSError):  # no git; state.json has digests of the scripts
+        return subprocess.run(command, text=True, capture_output=True).stdout.strip()
+    return ""
+
+
 def write_card(folder: str, out: str, state: dict) -> None:
     """Writes README.md of a checkpoint of the run in `out`: the commit of this code, settings, the
     last numbers of the log. It claims nothing. state: of state.json."""
-    args = state.get("args", {"ckpt": "?"})
-    base = args["ckpt"]
+    # Of a local path the base name alone, because cards are published.
+    args = {name: os.path.basename(value.rstrip("/"))
+            if isinstance(value, str) and value not in fetched.folders else value
+            for name, value in state.get("args", {"ckpt": "?"}).items()}
+    base, row = args["ckpt"], ""
     # Of a path like out/sft the Hub would make a link to the model of somebody else.
     head = f"base_model: {base}\n" * (base in fetched.folders)
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    commit, row = "", ""
-    with contextlib.suppress(OSError):  # no git; state.json has digests of the scripts
-        command = "describe --always --dirty --abbrev=40 --exclude=*".split()
-        commit = subprocess.run(["git", "-C", root, *command], text=True,
-                                capture_output=True).stdout.strip()
     with contextlib.suppress(OSError), open(os.path.join(out, "log.jsonl")) as file:
         row = file.readlines()[-1:]
-    made = json.dumps({"step": state.get("step"), "commit": commit, "settings": args}, indent=1)
+    made = json.dumps({"step": state.get("step"), "commit": commit(), "settings": args}, indent=1)
     text = f"Trained from {base} with ParaVT in flat scripts, and the last line of its log:"
     launch.write_atomic(
         os.path.join(folder, "README.md"), f"---\nlibrary_name: transformers\n{head}---\n\n{text}\n"

@@ -60,8 +60,9 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
 def test_a_run_stops_at_the_first_fault(start, toy, tmp_path):
     file = write_rows(tmp_path / "tasks.jsonl", [{"id": "x"}, {"id": "y"}])
     words = ("--preset", "toy", "--ckpt", toy / "init", "--data", file)
-    code, _, err = start(grpo, *words, "--out", tmp_path / "run")
-    assert code == 2 and f"{file}:1: " in err
+    for script in (grpo, sft):
+        code, _, err = start(script, *words, "--out", tmp_path / "run")
+        assert code == 2 and f"{file}:1: missing" in err and err.count("\n") == 1
     code, _, err = start(grpo, *words, "--check")  # of nothing but faults
     assert code == 2 and "--check: 2 faults in" in err
 
@@ -70,7 +71,7 @@ def test_faults_of_chats(check, toy, tmp_path):
     rows = rows_of(toy / "sft.jsonl")[:6]
     rows[0]["messages"] = rows[0]["messages"][:1]
     rows[1]["messages"][1]["content"][0]["video"] = "missing.mp4"
-    rows[2]["messages"][-1]["content"] = "word " * 3000
+    rows[2]["messages"][-1]["content"] = "word " * 5000
     del rows[3]["id"]
     file = write_rows(tmp_path / "chats.jsonl", rows)
     code, out, err = check(sft, file)
@@ -78,3 +79,5 @@ def test_faults_of_chats(check, toy, tmp_path):
     assert f"{file}:1: no assistant message" in out and f"{file}:4: missing 'id'" in out
     assert f"chat {rows[1]['id']} would be skipped" in out
     assert re.search(rf"chat {rows[2]['id']} has .*--max-len is 2048", out)
+    code, out, _ = check(sft, file, "--max-len", 10**6)  # the toy has 4,096 positions
+    assert code == 2 and re.search(rf"chat {rows[2]['id']} has .* checkpoint has 4096 pos", out)

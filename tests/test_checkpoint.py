@@ -7,8 +7,10 @@ files, code of their own. Each is one line on stderr with exit code 2, by every 
 and a run that is refused leaves no folder.
 """
 import argparse
+import functools
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -108,7 +110,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys):
+def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys, monkeypatch):
     """By huggingface_hub itself, from a cache as it leaves one. A folder of that name wins."""
     (cache / "models--me--toy" / "refs").mkdir(parents=True)
     (cache / "models--me--toy" / "refs" / "main").write_text(COMMIT)
@@ -119,11 +121,19 @@ def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys):
     runs.write_args("args.json", argparse.Namespace(ckpt="me/toy"))
     assert json.loads(Path("args.json").read_text())["hub"] == {"me/toy": str(folder)}
     assert hub.name_of(str(folder)) == {"base_model_name_or_path": "me/toy", "revision": COMMIT}
+    commits = map(lambda text: argparse.Namespace(stdout=text), ["c0ffee\n"])  # read once
+    monkeypatch.setattr(hub.subprocess, "run", lambda *_, **__: next(commits))
+    monkeypatch.setattr(hub, "commit", functools.cache(hub.commit.__wrapped__))
     for ckpt in ("me/toy", "out/sft"):  # a model card names no model of somebody else
-        hub.write_card(".", ".", {"step": 3, "args": {"ckpt": ckpt}})
+        args = {"ckpt": ckpt, "data": "/home/me/a.jsonl", "out": "my/run/", "lr": 1.0}
+        hub.write_card(".", ".", {"step": 3, "args": args})
         text = Path("README.md").read_text()
         assert ('"step": 3' in text, "base_model: me/toy\n" in text) == (True, ckpt == "me/toy")
         assert text.count("base_model") == (ckpt == "me/toy")
+        written = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
+        assert written["settings"] == {  # of local paths the base names
+            "ckpt": ckpt.removeprefix("out/"), "data": "a.jsonl", "out": "run", "lr": 1.0}
+        assert "out/" not in text and written["commit"] == "c0ffee"
     shutil.copytree(toy / "init", "me/toy")
     assert checkpoint.resolve_checkpoint("me/toy") == os.path.realpath("me/toy")
 

@@ -73,7 +73,7 @@ def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec,
     assert [i.seconds for i in episode.context.items] == [i.seconds for i in sequence.items]
 
 
-def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, toy):
+def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):
     """Messages as a JSON string, nulls in every piece, file:// and the publisher's folders before
     the path, results in a user turn."""
     talk = json.dumps(paravt(responses("a red square", "nothing")))
@@ -87,12 +87,6 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path, codec, t
     assert (first["content"], last["content"]) == (said, ANSWER)  # byte for byte
     assert tools == [{"role": "tool", "content": "a red square"},
                      {"role": "tool", "content": "nothing"}]
-    item = chat.VisionItem({}, "k", 2, 32, 32, [1.0, 2.0])
-    ids = chat.encode_chat(codec, row["messages"], [item]).ids
-    text = chat.decode(codec, ids, keep_special=True)
-    assert ("user\n<tool_response>\na red square\n</tool_response>\n"
-            "<tool_response>\nnothing\n</tool_response><|im_end|>") in text
-    assert codec.tokenizer("<tool_response>", add_special_tokens=False)["input_ids"][0] in ids
 
 
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
@@ -156,20 +150,24 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
     ({"messages": [{"role": "user", "content": "<video>" + LINES},
                    {"role": "assistant", "content": "two"}], "videos": ["a.mp4"]}, ()),
     (VIDEO_R1, ()), ({"problem": LINES, "answer": "B", "videos": ["a.mp4"]}, ()),
-    ({"video": "a.mp4", **ASKED}, ()), ({"video": "a.mp4", **ASKED, "options": LINES[7:]}, ()),
-    ({"video": "a.mp4", "question": "Which?", "A": "one", "B": "two", "answer": "B"}, ()),
-    ({"video": "a.mp4", **ASKED, "options": "['one', 'two']"}, ()),  # as pandas writes a list
-    ({"video": "a.mp4", **ASKED, "options": {"A": "one", "B": "two"}}, ()),
+    *[({"video": "a.mp4", **ASKED, "options": options}, ()) for options in (
+        {"A": "one", "B": "two"}, LINES[7:], "one|two", "one\ntwo", "A. one; B. two",
+        "['one', 'two']", "['one' 'two']", ["one", "two"])],  # as pandas writes a list, an array
+    *[({"video": "a.mp4", "question": "Which?", **more}, ()) for more in (
+        {"A": "one", "B": "two", "C": "", "answer": "B"}, {"a0": "one", "a1": "two", "answer": 1},
+        {"option_b": "two", "Option_A": "one", "answer": "b"},
+        {"choice 1": "one", "choice 2": "two", "answer": "choice 2"})],
     ({"messages": [{"role": "user", "content": "<video>" + LINES}], "videos": ["a.mp4"],
       "solution": "<answer>B</answer>"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
      ("--map", "video=clip", "question=text", "answer=label"))])
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv,", "csv;", "tsv\t", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "JSON", "csv,", "CSV;", "tsv\t", "parquet"])
 def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, kind):
     path, rows = tmp_path / ("mine." + kind.rstrip(",;\t")), [row, row]
-    if kind[1:3] == "sv":
+    if kind[1:3] in ("sv", "SV"):
         flat = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
         with open(path, "w", newline="") as f:
+            f.write("sep=;\n" * (kind == "CSV;"))  # as Excel writes
             table = csv.DictWriter(f, flat, delimiter=kind[-1])
             table.writeheader()
             table.writerows([flat, flat])
@@ -177,7 +175,7 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, ki
         pytest.importorskip("pyarrow.parquet").write_table(
             pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
     else:
-        path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
+        path.write_text(json.dumps(rows) if kind == "JSON" else "\n".join(map(json.dumps, rows)))
     assert start(conversion, path, "--out", tmp_path / "out.jsonl", *flags)[0] == 0
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
     assert [task["id"] for task in tasks] == ["mine/0", "mine/1"]
@@ -194,7 +192,12 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
             {"video": "b.mp4", "question": "Which?", "answer": "red, blue", "type": "list"},
             {"video": "/no/such.mp4", "question": "Which?", "answer": "red"},
             {"video": "b.mp4", "question": "Which?", "options": ["red", "blue"], "answer": 2},
-            {"video": "b.jpg", "data_type": "image"}, {"video": "b.mp4", "question": ""}]
+            {"video": "b.jpg", "data_type": "image"}, {"video": "b.mp4", "question": ""},
+            *[{"video": "b.mp4", "question": "Which?", "answer": "B", **more} for more in (
+                {"A": 0, "B": 1, "start": 2, "end": 70, "subtitles": "b", "subtitle_start": "7"},
+                {"A": "x", "B": "y", "evidence": "[[1, 2], [3.5, 4]]", "start": None, "end": ""},
+                {"start": 5, "end": 2}, {"a0": "2", "a1": "3", "a2": "4", "answer": 2},
+                {"options": ["", "y"]}, {"options": "x"}, {"options": [{"id": 0}, {"id": 1}]})]]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     _, out, _ = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl")
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
@@ -202,23 +205,24 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
         ("mine/0", str(film), "What?", "A dog.", "open"),
         ("mine/0/1", str(film), "When?", "Later.", "open"),
         ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
-        ("mine/2", "b.mp4", "Which?", "red, blue", "list")]
-    for why in ("an absolute path outside", "the answer is none", "still images", "no video, no"):
-        assert f"left out: 1 rows, {why}" in out
+        ("mine/2", "b.mp4", "Which?", "red, blue", "list"),
+        *[(f"mine/{n}", "b.mp4", "Which?", "B", "mcq") for n in (7, 8)]]
+    assert tasks[-2].items() >= {"options": ["0", "1"], "evidence": [[2, 70]],
+                                 "subtitles": "b", "subtitle_start": 7}.items()
+    assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and "subtitles" not in tasks[-1]
+    for why in ("1 rows, an absolute path outside", "1 rows, the answer is none", "1 rows, still "
+                "images", "1 rows, no video, no", "1 rows, an answer that names two options",
+                "1 rows, no window", "1 rows, no question, or an option", "2 rows, options that"):
+        assert f"left out: {why}" in out
 
 
-def test_unknown_columns_are_named_with_the_map_that_fits(tmp_path, start):
-    (tmp_path / "mine.json").write_text(json.dumps([{"video_id": 1, "answers": "x", "prob": "y"}]))
-    for flags, says in [((), "video_id, answers, prob; say which they are: --map video=video_id "
-                         "question=COLUMN answer=answers"),
-                        (("--map", "quest=x"), "OURS one of video, question, options, answer")]:
-        code, _, err = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl",
-                             *flags)
-        assert code == 2 and says in err
-
-
-def test_a_table_in_another_encoding_is_told_how_to_save_it(tmp_path, start):
-    for name, says in (("mine.csv", "save it as CSV in UTF-8"), ("mine.json", "JSON in UTF-8")):
-        (tmp_path / name).write_text("video;question;answer", "utf-16")
-        code, _, err = start(conversion, tmp_path / name, "--out", tmp_path / "out.jsonl")
-        assert code == 2 and says in err and err.count("\n") == 1
+@pytest.mark.parametrize("name, content, flags, says", [
+    ("a.json", b'[{"video_id": 1, "prob": "y"}]', (), "video_id, prob; say which they are: --map "
+     "video=COLUMN question=COLUMN answer=COLUMN"),
+    ("a.json", b"[{}]", ("--map", "quest=x"), "OURS one of video, question, options, answer"),
+    ("a.csv", "video;question".encode("utf-16"), (), "save it as CSV in UTF-8"),
+    ("a.json", "video;question".encode("utf-16"), (), "JSON in UTF-8")])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, start, name, content, flags, says):
+    (tmp_path / name).write_bytes(content)
+    code, _, err = start(conversion, tmp_path / name, "--out", tmp_path / "out.jsonl", *flags)
+    assert code == 2 and says in err and err.count("\n") == 1

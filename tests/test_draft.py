@@ -87,6 +87,7 @@ def test_only_drafts_that_need_their_window_are_kept(films, run):
             [("write", n) for n in range(8)] + [("blind", n) for n in range(4)]
             + [("seen", n) for n in (0, 1, 3)])
         asked = len(model.asked)
+        assert (films / ".tasks.jsonl.lock").exists()  # two processes would write each draft twice
         assert run(server.url)[0] == 0
         # nothing is left
         assert rows_of(films / "tasks.drafts.jsonl") == rows and len(model.asked) == asked
@@ -126,7 +127,7 @@ def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
 
 @pytest.mark.parametrize("flags, says", [
     (("--out", "elsewhere/tasks.jsonl"), "have to lie below"), (("--out", "x.json"), ".jsonl"),
-    (("--seconds", "0"), "seconds must")])
+    (("--seconds", "0"), "seconds must"), (("--api-key-env", "NONE"), "NONE holds no key")])
 def test_bad_flags_are_one_line(run, flags, says):
     code, said = run("http://127.0.0.1:9/v1", *flags)
     assert code == 2 and says in said

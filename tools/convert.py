@@ -24,7 +24,6 @@ Reads:  parquet (needs pyarrow), JSON, JSONL, CSV or TSV.    Writes: --out, one 
 import ast
 import contextlib
 import csv
-import difflib
 import json
 import os
 import re
@@ -42,18 +41,20 @@ from plumbing import arguments, data
 # Columns of a task, under the names that data sets give them. --map adds one in front.
 COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("question", "problem"),
            "options": ("options", "choices", "candidates"), "answer": ("answer", "solution")}
+OPTION = r"[A-H]|[Aa]\d|(?i:option|choice)[ _]?(?i:[a-h]|\d)"  # a column of one option
 UNKNOWN = "no video, no question or no answer"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
 
 
 def read_table(path):
     """A file of rows -> dicts. Raises UserError with the path."""
-    if not path.endswith((".csv", ".tsv")):
+    if not path.lower().endswith((".csv", ".tsv")):
         return benchmarks.read_rows(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as f:
-            delimiter = max(",;\t", key=f.readline().count)  # spreadsheets write any of these
-            f.seek(0)
+            first = f.readline()
+            delimiter = max(",;\t", key=first.count)  # spreadsheets write any of these
+            f.seek(f.tell() if first.startswith("sep=") else 0)  # Excel's line before the names
             return list(csv.DictReader(f, restkey="(no name)", delimiter=delimiter))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         hint = "" if isinstance(error, OSError) else "; save it as CSV in UTF-8"
@@ -81,28 +82,48 @@ def published(row):
         return {**row, "messages": None, "prompt": talk, "extra_info": extra}
     if talk or row.get("prompt"):
         return row
-    talk = decoded(row.get("conversations")) or []
+    turns = [(m.get("from") or m["role"], m.get("value") or m["content"])
+             for m in decoded(row.get("conversations")) or []]
     if row.get("query"):
         pairs = [*(decoded(row.get("history")) or []), (row["query"], row["response"])]
-        talk = [{"from": "system", "value": row["system"]}] if row.get("system") else []
-        talk += [{"from": role, "value": text} for pair in pairs
-                 for role, text in zip(("user", "assistant"), pair)]
-    if talk:  # LLaVA marks a video as <image>
+        turns = [("system", row["system"])] if row.get("system") else []
+        turns += [turn for pair in pairs for turn in zip(("user", "assistant"), pair)]
+    if turns:  # LLaVA marks a video as <image>
         mark = "<image>" if row.get("images") else "<video>"
-        turns = [(m.get("from") or m["role"], m.get("value") or m["content"]) for m in talk]
-        return {**row, "messages": [{"role": ROLES.get(role, role),
-                                     "content": text.replace("<image>", mark)}
-                                    for role, text in turns]}
+        return {**row, "messages": [
+            {"role": ROLES.get(role, role), "content": text.replace("<image>", mark)}
+            for role, text in turns]}
     if question is None or answer is None or not videos:
         raise ValueError(UNKNOWN)
-    options = loosely(column("options")) or [row[key] for key in "ABCDEFGH" if row.get(key)]
-    if isinstance(options, dict):  # {"A": "one", "B": "two"}
-        options = [text for _, text in sorted(options.items()) if text is not None]
-    if isinstance(options, list):
-        options = data.bare_options(list(map(str, options)))
-        options = "\n".join(map("{}. {}".format, string.ascii_uppercase, options))
+    options, extra["answer"] = options_of(row, column("options"), extra["answer"])
     return {**row, "prompt": [{"role": "user", "content": f"{question}\n{options}"}],
             "extra_info": extra}
+
+
+def options_of(row, cell, answer):
+    """-> (options of a row as lines, its answer). The cell may hold a list, {"A": ..}, or texts
+    with line breaks, | or ; between them. Without it columns are read (OPTION), and the answer may
+    be the name of one, or its last letter or digit. Raises ValueError with the reason."""
+    options = loosely(cell)
+    if not options:
+        options = {key.lower(): row[key] for key in map(str, row) if re.fullmatch(OPTION, key)}
+        named = {number for number, (key, text) in enumerate(sorted(options.items()))
+                 if str(answer).lower() in (key, key[-1]) or str(text) == str(answer)}
+        if len(named) > 1:  # a digit that is also the text of another option
+            raise ValueError("an answer that names two options")
+        answer = string.ascii_uppercase[named.pop()] if named else answer
+    elif not isinstance(options, (list, dict)) and not benchmarks.split_inline(str(options))[1]:
+        mark = next((mark for mark in "\n|;" if mark in str(options)), "\n")
+        options = [text for text in str(options).split(mark) if text.strip()]
+    options = [options[k] for k in sorted(options)] if isinstance(options, dict) else options
+    if isinstance(options, list):
+        while options and options[-1] in (None, ""):  # of a row with fewer options than others
+            options.pop()
+        if len(options) == 1 or any(isinstance(text, (dict, list)) for text in options):
+            raise ValueError("options that cannot be read: each belongs on a line of its own")
+        options = data.bare_options(["" if text is None else str(text) for text in options])
+        options = "\n".join(map("{}. {}".format, string.ascii_uppercase, options))
+    return options, answer
 
 
 def as_tasks(row):
@@ -130,14 +151,18 @@ def relative(path):
 def decoded(value):
     """JSON text -> its value; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        return json.loads(value)
+        return launch.parse_json(value)
     return value
 
 
 def loosely(value):
-    """Like `decoded`, but reads lists as Python prints them, too, since pandas saves them so. A
-    text that only looks like either, as "[unclear]", stays a text."""
-    for read in (decoded, lambda text: ast.literal_eval(text.strip())):
+    """Like `decoded`, but reads lists as Python prints them, too, since pandas saves them so, and
+    arrays of texts. A text that only looks like either, as "[unclear]", stays a text."""
+    def literal(text):  # ['one' 'two'] is an array
+        return ast.literal_eval(text.strip() if re.search("['\"],", text) else
+                                re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text.strip()))
+
+    for read in (decoded, literal):
         with contextlib.suppress(ValueError, SyntaxError):
             return read(value)
     return value
@@ -160,11 +185,18 @@ def video_piece(video):
     piece = {"type": "video", "video": relative(path)}
     part = [video.get("video_start"), video.get("video_end")]
     if part != [None, None]:
-        span = [rewards.to_seconds(second) for second in part]
-        if None in span or not span[0] < span[1]:
-            raise ValueError("a part of a video without a start and an end")
-        piece.update(start=span[0], end=span[1])
+        start, end = window_of(part, "a part of a video without a start and an end")
+        piece.update(start=start, end=end)
     return piece
+
+
+def window_of(times, reason):
+    """[start, end] as published -> in seconds. Raises ValueError with the reason if they are not.
+    """
+    window = [rewards.to_seconds(time) for time in times]
+    if len(window) != 2 or None in window or not window[0] < window[1]:
+        raise ValueError(reason)
+    return window
 
 
 def in_place(text, media):
@@ -190,8 +222,10 @@ def content_pieces(message, media):
     if unread:
         raise ValueError(f"a message with {unread[0]!r}, which is not read")
     content = message.get("content")
-    if isinstance(content, str):
-        content = pieces_in(content)
+    if isinstance(content, str):  # the JSON of a list of pieces, or a plain text
+        parsed = loosely(content)
+        listed = type(parsed) is list and all(type(p) is dict and "type" in p for p in parsed)
+        content = parsed if listed else [{"type": "text", "text": content}]
     pieces = []
     for piece in [content] if isinstance(content, dict) else content or []:
         kind = piece.get("type")
@@ -208,14 +242,6 @@ def content_pieces(message, media):
     if message["role"] in ("system", "assistant") and any(p["type"] != "text" for p in pieces):
         raise ValueError(f"a video or an image in a message of role {message['role']}")
     return pieces
-
-
-def pieces_in(text):
-    """A content string, either plain text or the JSON of a list of pieces -> pieces."""
-    parsed = loosely(text)
-    if isinstance(parsed, list) and all(isinstance(p, dict) and "type" in p for p in parsed):
-        return parsed
-    return [{"type": "text", "text": text}]
 
 
 def joined(pieces):
@@ -262,12 +288,12 @@ def response(pieces, call, overviews, max_frames):
     call: the rewards.ToolCall that is answered, or None. overviews: the videos of the prompt.
     max_frames: of a window. Raises ValueError with the reason if the response cannot be converted.
     """
-    content = []
+    content, stills = [], [piece for piece in pieces if piece["type"] == "image"]
     for piece in pieces:
         still = piece["type"] == "image"
         if piece["type"] == "text":
             content.append(piece)
-        elif still and any(p.get("stills") for p in content):
+        elif still and piece is not stills[0]:
             continue  # the first still stands for the whole window
         elif "start" in piece:
             content.append({**piece, "fps": 1.0, "max_frames": max_frames})
@@ -280,7 +306,7 @@ def response(pieces, call, overviews, max_frames):
             window = {"start": call.start, "end": call.end, "fps": 1.0, "max_frames": max_frames}
             if path not in overviews:  # a separate clip, which holds exactly the window
                 window = {"frames": min(max(round(call.end - call.start), 1), max_frames)}
-            content.append({"type": "video", "video": path, "stills": still, **window})
+            content.append({"type": "video", "video": path, **window})
     windows = [piece for piece in content if piece["type"] == "video"]
     # The release writes this sentence before frames. Without the frames the next turn would have
     # no source for the things it describes.
@@ -288,8 +314,6 @@ def response(pieces, call, overviews, max_frames):
                r"\(processed video here\)"
     if not windows and not rewards.has_word(re.sub(sentence, "", joined(content))):
         raise ValueError("a tool response that speaks of frames and shows none")
-    for piece in windows:
-        piece.pop("stills", None)
     return content if windows else joined(content)
 
 
@@ -338,8 +362,7 @@ def our_messages(row, frames, max_frames):
         raise ValueError("an empty message")
     if any(m["role"] == "system" for m in (head + rest)[1:]):
         raise ValueError("a system message after the first message")
-    problem = data.chat_fault(head + rest) or unpaired(rest)
-    if problem:
+    if problem := data.chat_fault(head + rest) or unpaired(rest):
         raise ValueError(problem)
     return head, rest
 
@@ -400,13 +423,11 @@ def without_path(text):
     """An assistant turn -> the same without the video_path of calls, which our tool does not take.
     A call without a video_path, or that is not JSON, does not change."""
     def shorter(match):
-        try:
-            call = json.loads(match[2])
-            if call["arguments"].pop("video_path", None) is None:
-                return match[0]
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return match[0]
-        return match[1] + json.dumps(call, ensure_ascii=False) + match[3]
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            call = launch.parse_json(match[2])
+            if call["arguments"].pop("video_path", None) is not None:
+                return match[1] + json.dumps(call, ensure_ascii=False) + match[3]
+        return match[0]
     return re.sub(r"(<tool_call>\s*)(.*?)(\s*</tool_call>)", shorter, text, flags=re.DOTALL)
 
 
@@ -523,17 +544,11 @@ def to_task(row):
         extra.get("question_type"))
     span = span_of(loosely(answer), kind)  # "[1.5, 7]"
     letter = letter_of(answer, options) if options else ""
-    if kind is None and options and not letter and span is None:
-        raise ValueError("the answer is none of the options")
-    if kind is None:
-        kind = "grounding" if span is not None else "mcq" if letter else "open"
+    kind = kind or ("grounding" if span is not None else "mcq" if options else "open")
     task = {"video": videos[0]["video"], "question": full_text, "options": None,
             "answer": str(answer), "type": kind}
     if kind == "grounding":
-        span = [rewards.to_seconds(t) for t in span or []]
-        if len(span) != 2 or None in span or not span[0] < span[1]:
-            raise ValueError("the answer is not [start, end]")
-        task["answer"] = span
+        task["answer"] = window_of(span or [], "the answer is not [start, end]")
     elif isinstance(answer, (list, dict)):
         raise ValueError("the answer is not a text")
     if kind == "mcq":
@@ -542,8 +557,14 @@ def to_task(row):
         if not letter:
             raise ValueError("the answer is none of the options")
         task.update(question=question, options=options, answer=letter)
-    problem = data.task_fault({"id": "", **task})
-    if problem:
+    windows = loosely(row.get("evidence"))  # other data sets have texts there
+    windows = windows if isinstance(windows, list) else [[row.get("start"), row.get("end")]]
+    more = {"evidence": [window_of(times, "no window in seconds: evidence, or start and end")
+                         for times in windows if not {None, ""} >= {*times}],
+            "subtitles": row.get("subtitles"),
+            "subtitle_start": rewards.to_seconds(row.get("subtitle_start"))}
+    task.update((key, value) for key, value in more.items() if value)
+    if problem := data.task_fault({"id": "", **task}):
         raise ValueError(problem)
     return task
 
@@ -579,14 +600,11 @@ def convert(paths, out, frames, max_frames=64, names=None):
             if converted := attempt(f"{stem}/{number}", published, row):
                 numbered.append((f"{stem}/{number}", converted))
         if not numbered and UNKNOWN in rejected:
-            keys, guess = {str(key).strip().lower(): key for key in row}, []
-            for name, known in COLUMNS.items():
-                close = difflib.get_close_matches(name, keys, 1, 0.6)
-                if not any(row.get(key) for key in known) and (close or name != "options"):
-                    guess.append(f"{name}={keys[close[0]] if close else 'COLUMN'}")
+            unknown = [f"{name}=COLUMN" for name in ("video", "question", "answer")
+                       if not any(row.get(key) for key in COLUMNS[name])]
             raise launch.UserError(
                 f"{path}: neither messages nor a video, a question and an answer, but "
-                f"{', '.join(map(str, row))}; say which they are: --map {' '.join(guess)}")
+                f"{', '.join(map(str, row))}; say which they are: --map {' '.join(unknown)}")
     is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in numbered)
     if is_chat and not all(row.get("messages") for _, row in numbered):
         raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")

@@ -159,7 +159,9 @@ def main():
         raise launch.UserError("no video there" if not names else "--out should end in .jsonl")
     if any(name.startswith("..") for name in names):
         raise launch.UserError(f"the videos have to lie below {root}: change --out or --video-root")
-    launch.make_out(os.path.dirname(os.path.abspath(args.out)))
+    launch.make_out(folder := os.path.dirname(os.path.abspath(args.out)))
+    # Two processes would write each draft twice.
+    launch.lock(folder, f".{os.path.basename(args.out)}.lock")
     drafts, rows = f"{stem}.drafts.jsonl", []
     if os.path.exists(drafts):
         rows = launch.read_jsonl(drafts, ("id", "task", "left_out", "settings"), faults=[])

