@@ -503,9 +503,8 @@ def setup(args):
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
-    subtitles = data.subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
-    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]},
-                             subtitles)
+    spoken = data.subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
+    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]}, spoken)
     resume_from, state = runs.resume_point(args.out, args, args.resume, inputs,
                                            checkpoint.base_of(ckpt))
     start = state.get("step", 0)

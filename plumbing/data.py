@@ -83,10 +83,10 @@ def subtitle_files(args, *read: tuple[str, list]) -> list:
     Reads them, and raises UserError for one that is missing or broken."""
     if args.subtitles == "none":
         return []
-    for path, tasks in read:
-        check_subtitles(tasks, video.root_of(args, path))
-    return [(video.root_of(args, path), task["subtitles"]) for path, tasks in read
-            for task in tasks if task.get("subtitles")]
+    read = [(video.root_of(args, path), tasks) for path, tasks in read if tasks]
+    for root, tasks in read:
+        check_subtitles(tasks, root)
+    return [(root, row["subtitles"]) for root, rows in read for row in rows if row.get("subtitles")]
 
 
 def label_fault(task: dict, duration: float) -> str | None:

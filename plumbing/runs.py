@@ -233,8 +233,8 @@ MACHINE_FAULTS = ("video_error", "engine_error")
 
 def is_retried(record):
     """Whether the next start tries the episode of a record again. The fault may have been one of
-    the machine, which has passed."""
-    return record["status"] in MACHINE_FAULTS
+    the machine, which has passed; a label beyond the end, of a file that was still being copied."""
+    return record["status"] in (*MACHINE_FAULTS, "label_error")
 
 
 # ------------------------------------------------------------------------------------------------

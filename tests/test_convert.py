@@ -217,8 +217,8 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
 
 
 @pytest.mark.parametrize("name, content, flags, says", [
-    ("a.json", b'[{"video_id": 1, "prob": "y"}]', (), "video_id, prob; say which they are: --map "
-     "video=COLUMN question=COLUMN answer=COLUMN"),
+    ("a.json", b'[{"video_id": 1, "answers": "y"}]', (), "video_id, answers; say which they are: "
+     "--map video=video_id question=COLUMN answer=answers"),
     ("a.json", b"[{}]", ("--map", "quest=x"), "OURS one of video, question, options, answer"),
     ("a.csv", "video;question".encode("utf-16"), (), "save it as CSV in UTF-8"),
     ("a.json", "video;question".encode("utf-16"), (), "JSON in UTF-8")])

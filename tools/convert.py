@@ -24,6 +24,7 @@ Reads:  parquet (needs pyarrow), JSON, JSONL, CSV or TSV.    Writes: --out, one 
 import ast
 import contextlib
 import csv
+import difflib
 import json
 import os
 import re
@@ -348,8 +349,7 @@ def our_messages(row, frames, max_frames):
     if first and not chat.videos_in(head) and len(spare) == 1:  # without a mark it goes first
         first["content"].insert(0, spare.pop())
     if spare or next(media["image"], None):
-        raise ValueError("more videos than <video> marks" if spare else
-                         "more images than <image> marks")
+        raise ValueError("more videos than marks" if spare else "more images than marks")
     overviews = [piece["video"] for piece in chat.videos_in(head)]
     for message in rest:
         if "call" in message:
@@ -600,11 +600,14 @@ def convert(paths, out, frames, max_frames=64, names=None):
             if converted := attempt(f"{stem}/{number}", published, row):
                 numbered.append((f"{stem}/{number}", converted))
         if not numbered and UNKNOWN in rejected:
-            unknown = [f"{name}=COLUMN" for name in ("video", "question", "answer")
-                       if not any(row.get(key) for key in COLUMNS[name])]
+            keys, guess = {str(key).strip().lower(): key for key in row}, []
+            for name, known in COLUMNS.items():
+                close = difflib.get_close_matches(name, keys, 1, 0.6)
+                if not any(row.get(key) for key in known) and (close or name != "options"):
+                    guess.append(f"{name}={keys[close[0]] if close else 'COLUMN'}")
             raise launch.UserError(
                 f"{path}: neither messages nor a video, a question and an answer, but "
-                f"{', '.join(map(str, row))}; say which they are: --map {' '.join(unknown)}")
+                f"{', '.join(map(str, row))}; say which they are: --map {' '.join(guess)}")
     is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in numbered)
     if is_chat and not all(row.get("messages") for _, row in numbered):
         raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")

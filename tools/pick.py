@@ -116,8 +116,7 @@ def read_evaluation(path: str) -> list[dict]:
         {"answer": None, **row["task"]}, unlabelled=True))
     settings = results.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
     if settings.get("protocol", "paravt") != "paravt":
-        raise launch.UserError(f"{path}: not of --protocol paravt, whose turns alone sft.py can "
-                               "train on")
+        raise launch.UserError(f"{path}: not of --protocol paravt, which alone sft.py trains on")
     # Fields of rollout.AgentConfig.
     windows = {name: settings[name] for name in ("sub_fps", "sub_frames", "sub_question",
                                                  "crop_response") if name in settings}

@@ -52,8 +52,8 @@ def data(tmp_path):
     rows = []
     for n in range(12):
         options = ["red", "blue", "all of the above"] if n >= 8 else TASK["options"]
-        rows.append({**TASK, "id": f"q{n}", "options": options,
-                     "video": f"videos/eval-000{n % 4}.mp4"})
+        path = f"videos/eval-000{n % 4}.mp4"
+        rows.append({**TASK, "id": f"q{n}", "options": options, "video": path})
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "d.jsonl"
 

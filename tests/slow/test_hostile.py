@@ -146,8 +146,7 @@ def damaged(folder, rng):
             for _ in range(count):
                 flipped[rng.randrange(min(upto, n))] ^= 1 << rng.randrange(8)
             yield f"{count} bits of the first {upto} {name}", bytes(flipped)
-        yield f"other head {name}", bases["a.mkv" if name != "a.mkv"
-                                          else "back.mp4"][:64] + data[64:]
+        yield f"head of {name}", bases["a.mkv" if name != "a.mkv" else "back.mp4"][:64] + data[64:]
         yield f"no head {name}", bytes(64) + data[64:]
         yield f"tail {name}", data + rng.randbytes(5000)
         yield f"twice {name}", data + data

@@ -50,8 +50,8 @@ def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_
     for adapter in (None, LoRARequest("ours", 1, str(folder))):
         (out,) = engine.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False,
                                      lora_request=adapter)
-        found.append(torch.tensor([entry[i].logprob for i, entry in
-                                   zip(ids[1:], out.prompt_logprobs[1:])]))
+        entries = zip(ids[1:], out.prompt_logprobs[1:])
+        found.append(torch.tensor([entry[i].logprob for i, entry in entries]))
     engine.close()
     base, theirs = found
     # vLLM computes the adapters' part in bf16; the adapters move log-probs by some nats.

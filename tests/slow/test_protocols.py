@@ -39,9 +39,8 @@ def play(toy, source, codec, monkeypatch):
         source.min_pixels, source.max_pixels = args.min_pixels, args.max_pixels
         protocol, digest = systems.make_protocol(args)
         engine = Scripted(codec if ids else None, list(script), "seen at 00:00:10", at_once=True)
-        sampler = rollout.RolloutWorker(engine, engine.codec, systems.source_of(source, args),
-                                        agent)
-        (episode,) = protocol_loop.run(sampler, [task], protocol, args.frames[0])
+        worker = rollout.RolloutWorker(engine, engine.codec, systems.source_of(source, args), agent)
+        (episode,) = protocol_loop.run(worker, [task], protocol, args.frames[0])
         record = results.record_of(episode, "d", args.frames[0], "on", args)
         return episode, engine.requests, record
 

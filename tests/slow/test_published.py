@@ -360,11 +360,9 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
         ours, theirs = (forward(p, pack, vision)[0] for p in (policy, reference))
         hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
         frames = [Image.fromarray(x) for x in source.load(spec).images]
-        images = codec.processor.image_processor(images=frames, do_resize=False,
-                                                 return_tensors="pt")
+        both = codec.processor.image_processor(images=frames, do_resize=False, return_tensors="pt")
         row = torch.tensor([talk.ids])
-        logits = hf(input_ids=row, pixel_values=images["pixel_values"],
-                    image_grid_thw=images["image_grid_thw"],
+        logits = hf(input_ids=row, **both,
                     mm_token_type_ids=(row == codec.image_pad).int()).logits[0, pack.predictor]
     free = logits.log_softmax(-1)
     assert (free[:, END] > -0.1).all()  # left to itself, the model would end every text here

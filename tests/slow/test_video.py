@@ -469,11 +469,10 @@ def test_sound_whose_clock_jumps_lengthens_no_film_but_a_pause_does(tmp_path, ff
 
 
 def test_a_clock_that_leaps_for_days_is_refused(tmp_path, ffmpeg):
-    path, leap = tmp_path / "v.flv", "setts=ts='if(gt(TS*TB,2),TS+144000/TB,TS)'"
-    ffmpeg("-f", "lavfi", "-i", "testsrc2=size=96x64:rate=10:duration=4", "-c:v", "flv1", "-bsf:v",
-           leap, path)
+    ffmpeg(*"-f lavfi -i testsrc2=s=96x64:d=4 -c:v flv1 -bsf:v".split(),
+           "setts=ts='if(gt(TS*TB,2),TS+144000/TB,TS)'", tmp_path / "v.flv")
     with pytest.raises(video.VideoError, match="clock jumps"):
-        video.FrameCache(0).index(path)
+        video.FrameCache(0).index(tmp_path / "v.flv")
 
 
 def test_a_clock_that_begins_below_zero_lengthens_no_film(tmp_path, ffmpeg):
