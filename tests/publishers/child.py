@@ -703,8 +703,7 @@ def ask_time_r1(checkout):
 def ask_conan(checkout):
     folder = os.path.join(checkout, "Conan-Eval")
     sys.path.insert(0, folder)
-    benches = {name: imported(folder, name) for name in ("videomme", "longvideobench", "lvbench",
-                                                         "mlvu")}
+    benches = {n: imported(folder, n) for n in ("videomme", "longvideobench", "lvbench", "mlvu")}
     flags = flags_in(read(folder, "run.sh"))
     table = []
     for module in benches.values():

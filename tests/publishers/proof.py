@@ -243,8 +243,7 @@ def cases(protocol):
         found.append(case("videomme", [*said, "B"], name=f"a turn: {name}"))
     # Bounds of pixels, and of frames. The first turn asks for 1 fps, which all films have.
     for said in [*turns_of(protocol).values()][:1]:
-        found += [case("videomme", [*said, "B"], film, f"a window, {film}")
-                  for film in ("wide", "long")]
+        found += [case("videomme", [*said, "B"], f, f"a window, {f}") for f in ("wide", "long")]
     return found
 
 

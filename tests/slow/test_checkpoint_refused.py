@@ -68,8 +68,7 @@ def refuse(start, toy, tmp_path):
                  toy, "--out", target)
         words = (plan, ckpt) if script == "plan" else (SCRIPTS[script], *flags)
         code, _, err = start(*words)
-        assert code == 2 and not [
-            p for p in out.rglob("*") if p.is_file() and not p.name.endswith(".lock")]
+        assert code == 2 and not [p for p in out.rglob("*.*") if ".lock" not in p.name]
         (line,) = err.splitlines()
         assert line.startswith(f"{script}.py: ")
         return line

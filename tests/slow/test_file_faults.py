@@ -311,8 +311,7 @@ def test_nothing_finished_is_lost_whichever_operation_fails(request, play, windo
     straight, code, _, err, done = play("straight", window)
     assert code == 0 and not err and len(done) > 10, err
     wanted = read(straight)
-    names = {".lock", "args.json", "best", "last", "log.jsonl", "rollouts", "step_000004",
-             "step_000005"}
+    names = {*".lock args.json best last log.jsonl rollouts step_000004 step_000005".split()}
     assert names - {"rollouts"} <= set(wanted["names"]) <= names
     assert [(wanted[name][0], wanted[name][2]) for name in ("last", "best")] == [
         ("step_000005", 5), ("step_000004", 4)]

@@ -69,7 +69,7 @@ def test_a_span_beyond_the_end_of_its_video_is_a_counted_outcome(codec, toy, tas
     if beyond:
         assert "beyond the video, which has 64 s" in episode.error
         assert not engine.requests and episode.to_json()["ids"] == []
-        assert episode.reward["total"] == 0.0
+        assert episode.reward["total"] == 0.0 and rollout.runs.is_retried(episode.to_json())
     assert play_one(Scripted(codec, [ANSWER]), [task], frames_of).status == "ok"
 
 
