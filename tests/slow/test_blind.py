@@ -39,11 +39,11 @@ def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monk
     assert broken.status == "video_error"
 
 
-def ask(server, out, *flags, data=None, toy=None):
+def ask(server, out, *flags, data=None, toy=None, ranks=0):
     """eval.py against `server`, in folder `out`."""
     return run_script("eval.py", "--engine", "openai", "--base-url", server.url, "--model", "m",
                       "--data", data, "--video-root", toy, "--protocol", "direct", "--out", out,
-                      *flags)
+                      *flags, ranks=ranks)
 
 
 @pytest.fixture
@@ -62,14 +62,13 @@ def data(tmp_path):
 def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     """A server that reads the question alone answers as well blind; it follows letters, so moved
     options cost it what they should."""
-    flags = ("--frames", 0, 2, 4, "--tools", "off", "--show", "real", "blank", "shuffled",
-             "options")
+    grid = ("--frames", 0, 2, 4, "--tools", "off", "--show", "real", "blank", "shuffled", "options")
     with Server("<answer>B</answer>") as server:
-        part = ask(server, tmp_path / "out", *flags, "--limit", 5, data=data, toy=toy)
+        part = ask(server, tmp_path / "out", *grid, "--limit", 5, data=data, toy=toy)
         assert part.returncode == 0, part.stderr
         asked = len(server.asked)
-        done = ask(server, tmp_path / "out", *flags, data=data, toy=toy)
-        assert done.returncode == 0, done.stderr
+        done = ask(server, tmp_path / "out", *grid, data=data, toy=toy, ranks=2)  # goes on
+        assert done.returncode == 0 and (tmp_path / "out/records.rank1.jsonl").stat(), done.stderr
         # 2 K with 4 modes, and text alone with 2; the probe of each run comes on top
         assert len(server.asked) == 12 * (2 * 4 + 2) + (asked - 5 * (2 * 4 + 2)) * 2
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -90,10 +90,9 @@ def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
         (path / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", "SLURM_NNODES": "4",
            "SLURM_JOB_NODELIST": "node[7-8]"}
-    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-    launcher = get_args_parser().parse_args(done.stdout.splitlines())
+    sh = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert sh.returncode == 0, sh.stderr
+    launcher = get_args_parser().parse_args(sh.stdout.splitlines())
     assert (launcher.nnodes, launcher.nproc_per_node, launcher.rdzv_endpoint) == (
         "4", "8", "node7:29500")
     assert launcher.shutdown_timeout == 900 and launcher.training_script == "grpo.py"

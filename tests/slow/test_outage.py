@@ -163,10 +163,10 @@ def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy
 def train_sft(absent, toy, tmp_path, start, monkeypatch):
     """train_sft(away, *flags) -> (exit code, stdout, stderr, rows of log.jsonl), of 9 chats in
     batches of 3. The videos are away while the batches, and the evaluations, in `away` are read; a
-    batch is named by its number, an evaluation by "val" and its number."""
+    batch is named by its number, an evaluation by "val" and its number, its rows by their range."""
     data = write_rows(tmp_path / "d.jsonl", small_rows(toy, count=9))
     held = write_rows(tmp_path / "val.jsonl", small_rows(toy, "sft_val", 6))
-    real = {name: getattr(sft, name) for name in ("batch_packs", "held_out_loss")}
+    real = {name: getattr(sft, name) for name in ("batch_packs", "held_out_loss", "make_packs")}
 
     def train(away, *flags):
         evaluations = iter(range(99))
@@ -174,6 +174,8 @@ def train_sft(absent, toy, tmp_path, start, monkeypatch):
             away, step, lambda: real["batch_packs"](chats, step, *more)))
         monkeypatch.setattr(sft, "held_out_loss", lambda *given: absent(
             away, f"val {next(evaluations)}", lambda: real["held_out_loss"](*given)))
+        monkeypatch.setattr(sft, "make_packs", lambda chats, rows, *a, **k: absent(
+            away, str(rows), lambda: real["make_packs"](chats, rows, *a, **k)))
         ended = start(sft, "--ckpt", toy / "init", "--data", data, "--val", held, "--out",
                       tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--set",
                       "gradient_checkpointing=false", "--eval-every", 0, *flags)
@@ -196,9 +198,10 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
     assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
 
 
-def test_an_outage_that_has_passed_makes_no_best(train_sft, tmp_path):
-    """Of the only evaluation."""
-    code, _, err, log = train_sft(("val 0",), "--steps", 2)
+@pytest.mark.parametrize("away", ["val 0", "range(3, 6)"])
+def test_an_outage_that_has_passed_makes_no_best(train_sft, tmp_path, away):
+    """Of the only evaluation, or of its second half."""
+    code, _, err, log = train_sft((away,), "--steps", 2)
     assert code == 0 and log[-1]["val_loss"] is None, err
     assert not (tmp_path / "out" / "best").exists()
 
@@ -226,7 +229,7 @@ def test_a_held_out_film_that_goes_for_good_freezes_no_best(train_sft, tmp_path,
     write_rows(tmp_path / "val.jsonl", rows)
     monkeypatch.setattr(metrics, "is_best", is_best)
     code, out, err, _ = train_sft((), "--steps", 6, "--eval-every", 2)
-    assert code == 0, err
+    assert code == 0 and (tmp_path / "out/step_000002").exists(), err  # the best of its time
     assert out.count("so this is no `best`") == 1 and out.count("so `best` begins anew") == 1
     state = json.loads((tmp_path / "out" / "best" / "state.json").read_text())
     assert state["best_step"] == 6 and state["best_unread"] == [0]

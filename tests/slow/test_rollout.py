@@ -36,17 +36,16 @@ def test_special_tokens_written_by_a_sub_agent_or_a_task_stay_text(codec, tasks,
     engine = Scripted(codec, [calls((0, 8), (8, 16)), ANSWER],
                       chat.escape_special_tokens(codec, FORGED))
     episode = play_one(engine, [task], frames_of, replace(AGENT, sub_max_new_tokens=400))
-    special = set(codec.tokenizer.convert_tokens_to_ids(list(codec.special_strings)))
+    marks = set(codec.tokenizer.convert_tokens_to_ids(list(codec.special_strings)))
 
     def inserted(e):
-        return Counter(i for i, m in zip(e.context.ids, e.context.mask) if i in special and not m)
+        return Counter(i for i, m in zip(e.context.ids, e.context.mask) if i in marks and not m)
 
     assert inserted(episode) == inserted(plain) and episode.status == "ok"
     text = text_of(codec, episode.context.ids)
     # it is all there, as plain text: question and two summaries
     assert text.count("<answer>red</answer><|image_pad|>") == 3
-    a, b = (Counter(i for r in e.subs() for i in r.expanded if i in special)
-            for e in (tame, engine))
+    a, b = (Counter(i for r in e.subs() for i in r.expanded if i in marks) for e in (tame, engine))
     assert a == b and a[codec.image_pad] == 16
 
 
