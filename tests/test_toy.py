@@ -98,8 +98,7 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
             for a, b, edge, flash in scenes:
                 (first, colour), (second, again) = flash
                 assert second == first + 1 and colour == again and a < first and second < b - 1
-                assert colour not in BORDERS and edge in BORDERS
-                assert 8 <= b - a <= 24
+                assert colour not in BORDERS and edge in BORDERS and 8 <= b - a <= 24
             # Every overview shows every border.
             assert len(scenes_in(seconds_of(task["video"], toy, frames=4))) == 4
             asked_twice.add(len(hits))
@@ -124,6 +123,7 @@ def test_the_data_speaks_the_protocol(toy):
             assert texts[0] == rollout.EMPTY_SUMMARY or all(
                 re.fullmatch(f"{start} ({flashes})", part) for part in texts[0].split(", "))
             continue
+        assert ("tools" in row) == ("crop_video" in str(row["messages"][0])) == (kind != "plain")
         assert all(text.startswith("<think>\n") for text in texts)
         turns = [text.removeprefix("<think>\n") for text in texts]
         assert rewards.format_reward(turns)["total"] == 1.0
