@@ -703,8 +703,7 @@ def check_positions(codec, agent) -> None:
 
 def check_context(codec, tasks, agent, source, frames) -> None:
     """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
-    if none of the first videos can be read, or if a file of subtitles cannot be. Called before any
-    weights are loaded."""
+    if none of the first videos can be read. Called before any weights are loaded."""
     check_positions(codec, agent)
     # Overview prompts differ little in length, but for subtitles, so the first readable task stands
     # for all. --check looks at all.

