@@ -435,9 +435,8 @@ def find_config(path):
     # Files that may ask for Python code of the checkpoint's own, which is never run.
     for name in sorted(name for name in os.listdir(folder) if name.endswith("config.json")):
         if asks_for_code(read_object(os.path.join(folder, name))):
-            raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own "
-                                   "(auto_map, or attn_implementation), which is never run; "
-                                   "remove that entry, or use the published file")
+            raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own, which "
+                                   "is never run; remove auto_map or attn_implementation from it")
     return folder
 
 
@@ -481,6 +480,14 @@ def load_config(ckpt):
     with as_user_error(ckpt, "config.json"):
         # No code of a checkpoint is ever run; find_config refuses a folder that asks for that.
         return AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
+
+
+def text_overrides(config):
+    """Configuration -> of its text_config what vLLM reads there alone. transformers reads the tie
+    elsewhere, always interleaves M-RoPE, and has a default for its sections."""
+    return {"tie_word_embeddings": config.tie_word_embeddings, "rope_parameters": {
+        "mrope_section": [11, 11, 10] if config.model_type == "qwen3_5" else [24, 20, 20],
+        **config.text_config.rope_parameters, "mrope_interleaved": True}}
 
 
 def small_files(folder):

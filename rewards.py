@@ -335,8 +335,7 @@ def closure_counts(turns, think_open=True):
     """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
     texts = ["<think>\n" * think_open + turn for turn in turns]
     # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
-    tags = {kind: "\n".join("".join(re.findall(f"</?{kind}>", text)) for text in texts)
-            for kind in KINDS}
+    tags = {kind: "\n".join("".join(re.findall(f"</?{kind}>", t)) for t in texts) for kind in KINDS}
     return {kind: [order.count(f"<{kind}>"), order.count(f"<{kind}></{kind}>")]
             for kind, order in tags.items()}
 

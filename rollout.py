@@ -249,8 +249,7 @@ class Episode:
 
     def to_json(self) -> dict:
         c = self.context or Context()  # a broken video has none
-        optional = {name: value for name in ("subtitles", "fingerprint")
-                    if (value := getattr(self, name))}
+        optional = {k: v for k in ("subtitles", "fingerprint") if (v := getattr(self, k))}
         return {**{name: getattr(self, name) for name in RECORD_FIELDS}, **optional,
                 "K": self.num_frames, "ids": c.ids, "mask": c.mask, "logps": c.logps,
                 "vision": [vars(item) for item in c.items]}  # fmt: skip
@@ -340,8 +339,7 @@ async def run_episode(episode: Episode, sampler: RolloutWorker) -> Episode:
         # The next turn starts with prefix. If nothing fits after it, the episode fails without the
         # responses: an episode never ends on a tool response.
         if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
-            episode.fail("context", "the responses do not fit into a context of "
-                         f"{agent.max_model_len}")
+            episode.fail("context", f"the responses exceed a context of {agent.max_model_len}")
             break
         context.insert(glue, compact)
         context.items += items

@@ -287,8 +287,7 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
 
     control = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
                "<|video_pad|>"]
-    tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>",
-            "</think>"]
+    tags = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>".split()
     # The texts that are the same in every sample: the lines of both prompts, the tool list, JSON or
     # XML around the arguments of a call.
     system = [{"role": "system", "content": rollout.main_prompt(True, crop_response)}]

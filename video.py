@@ -699,6 +699,10 @@ def _images(path, ticks, key_ticks, drop):
                     if not run:
                         break
             if not pending:
+                # Where frames are counted, one may be missing: some formats tell of a read that
+                # failed only at their end.
+                for _ in () if len(key_ticks) else container.demux():
+                    pass
                 return
     raise VideoError(path, f"PyAV: the frame of tick {pending[0]} does not decode")
 
@@ -879,12 +883,10 @@ class MemoryCache:
         with self.lock:
             future.set_result((value, size))  # wakes the waiting threads
             self.bytes += size
-            while self.bytes > self.max_bytes:
-                # Usually the first entry, so no list of all entries is made.
-                oldest = next((name for name, entry in self.entries.items()
-                               if entry.done() and (last or name != key)), None)
-                if oldest is None:
-                    break
+            # Usually the first entry, so no list of all entries is made.
+            while self.bytes > self.max_bytes and (oldest := next(
+                    (name for name, entry in self.entries.items()
+                     if entry.done() and (last or name != key)), None)) is not None:
                 self.bytes -= self.entries.pop(oldest).result()[1]
         return value
 

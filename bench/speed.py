@@ -240,8 +240,7 @@ def make_video(path, seconds, height):
     shape = (height + 64, width + 64)
     rows, columns = np.fft.fftfreq(shape[0])[:, None], np.fft.rfftfreq(shape[1])[None]
     fall = np.maximum(np.hypot(rows, columns), 1 / max(shape)) ** -0.9  # amplitude by frequency
-    waves = [np.fft.irfft2(np.fft.rfft2(rng.standard_normal(shape)) * fall, shape)
-             for _ in range(3)]
+    waves = [np.fft.irfft2(np.fft.rfft2(rng.standard_normal(shape)) * fall, shape) for _ in "rgb"]
     picture = np.stack([128 + 40 * wave / wave.std() for wave in waves], -1)
     grain = rng.standard_normal((*shape, 1)) * 2.5
     with av.open(path + ".clip.mp4", "w") as clip:

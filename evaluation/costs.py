@@ -141,6 +141,5 @@ def deal(tasks, parts):
             cost = len(group) / len(tasks) + weight[path] / total
             chunks.append((cost, path, group))
     chunks.sort(key=lambda chunk: chunk[1:])  # the order of equal work
-    shares = (data.balance_over_ranks(chunks, lambda chunk: chunk[0], part, parts)
-              for part in range(parts))
+    shares = (data.balance_over_ranks(chunks, lambda c: c[0], part, parts) for part in range(parts))
     return [[index for *_, group in share for index in group] for share in shares]

@@ -181,8 +181,7 @@ async def play(episode, sampler, protocol):
             compact = chat.tool_response_ids(codec, reply.messages, completion.ended, items)
             glue = chat.expand(codec, compact, items)
             if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
-                episode.fail("context", "the responses do not fit into a context of "
-                             f"{agent.max_model_len}")
+                episode.fail("context", f"the responses exceed a context of {agent.max_model_len}")
                 break
             context.insert(glue, compact)
             context.items += items
@@ -210,8 +209,7 @@ def reordered(task):
             "answer": string.ascii_uppercase[answer]}
     task.pop("published_options", None)  # in the publisher's order
     if all(option in task.get("published", "") for option in options):
-        lines = [f"({letter}) {option}"
-                 for letter, option in zip(string.ascii_uppercase, task["options"])]
+        lines = list(map("({}) {}".format, string.ascii_uppercase, task["options"]))
         task["published"] = "\n".join([task["question"], *lines])
     return task
 

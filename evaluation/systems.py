@@ -580,8 +580,7 @@ def zoom_spec(call, task, agent):
 
 async def videozoomer_answer(records, calls, episode, sampler, turn):
     """One user message: the frames inside tool response tags, or the error."""
-    ((spec, frames),) = await rollout.load_windows(records, calls, episode, sampler, turn,
-                                                   zoom_spec)
+    [(spec, frames)] = await rollout.load_windows(records, calls, episode, sampler, turn, zoom_spec)
     reply, record = Reply([]), records[0]
     if frames is None:
         hint = {"type": "text", "text": "\nThink about what went wrong, then go on."}
@@ -652,11 +651,10 @@ def parse_clips(text, think_open=False):
         return []
     clock = r"(\d{1,2}:\d{2}:\d{2})"
     calls = []
-    for start, end in re.findall(rf"{clock}\s*-\s*{clock}", body[0][:1000])[:16]:
-        times = [sum(int(n) * 60**i for i, n in enumerate(reversed(t.split(":"))))
-                 for t in (start, end)]
-        if times[0] < times[1]:
-            calls.append(rewards.ToolCall("clip", float(times[0]), float(times[1]), None, None))
+    for window in re.findall(rf"{clock}\s*-\s*{clock}", body[0][:1000])[:16]:
+        a, b = (sum(int(n) * 60.0**i for i, n in enumerate(t.split(":")[::-1])) for t in window)
+        if a < b:
+            calls.append(rewards.ToolCall("clip", a, b, None, None))
     return calls
 
 

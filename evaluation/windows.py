@@ -92,8 +92,7 @@ def window_stats(records, mean):
         return {}
     columns = {name: [(record, scores[name]) for record, _, scores in scored
                       if scores[name] is not None] for name in NAMES}
-    columns["acc_hit"] = [(record, item_score(record)) for record, _, scores in scored
-                          if scores["hit"]]
+    columns["acc_hit"] = [(r, item_score(r)) for r, _, scores in scored if scores["hit"]]
     columns["acc_miss"] = [(record, item_score(record)) for record, _, scores in scored
                            if not scores["hit"]]
     ious = {id(record): scores["iou"] for record, _, scores in scored}
@@ -103,9 +102,9 @@ def window_stats(records, mean):
                           for record, iou in columns["miou"]]
     columns["acc@iou"] = [(record, share * (item_score(record) == 1))
                           for record, share in columns["rec@iou"]]
-    placed = [(record, random_scores(spans, record["task"]["evidence"],
-                                     record["timing"]["video_s"], seed=str(record["task"]["id"])))
-              for record, spans, _ in scored if record["timing"].get("video_s")]
+    placed = [(r, random_scores(spans, r["task"]["evidence"], r["timing"]["video_s"],
+                                seed=str(r["task"]["id"])))
+              for r, spans, _ in scored if r["timing"].get("video_s")]
     means = {name: mean(column) for name, column in columns.items()}
     chance = {name: mean([(record, scores[name]) for record, scores in placed]) for name in NAMES}
     return {"n": len(scored), **{name: value for name, (value, _) in means.items()},

@@ -103,8 +103,7 @@ def call_minus_skip(rows):
         wrote = row["written"] > 0 or any(row["closure"][kind][0] for kind in rewards.CALLS)
         if row["acc"] is not None:
             groups.setdefault(row["group"], ([], []))[wrote].append(row["acc"])
-    return mean(mean(called) - mean(skipped) for skipped, called in groups.values()
-                if called and skipped)
+    return mean(mean(b) - mean(a) for a, b in groups.values() if a and b)  # without calls, with
 
 
 def summarise(rows):
@@ -124,8 +123,7 @@ def summarise(rows):
                "call_minus_skip": call_minus_skip(group)}
         # Means over rollouts that looked and whose tasks have evidence.
         looked = [row["windows"] for row in group if row["windows"]]
-        return out | {f"window_{name}": mean(row[name] for row in looked)
-                      for name in (looked or [{}])[0]}
+        return out | {f"window_{k}": mean(w[k] for w in looked) for k in (looked or [{}])[0]}
 
     out = {"total": None}  # if no task has a label
     out |= {name: mean(row["reward"][name] for row in rows if row["reward"]) for name in terms}

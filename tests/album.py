@@ -57,9 +57,8 @@ def plain_tree(ids, items, answer):
     return Tree(TokenSpan(ids + answer, [0] * len(ids) + [1] * len(answer)), items)
 
 
-def branched_tree(ids, items, answers):
-    return Tree(TokenSpan(ids, [0] * len(ids)), items,
-                [TokenSpan(a, [1] * len(a)) for a in answers])
+def branched_tree(ids, items, texts):
+    return Tree(TokenSpan(ids, [0] * len(ids)), items, [TokenSpan(t, [1] * len(t)) for t in texts])
 
 
 def logprobs(policy, codec, vision, trees, **options):

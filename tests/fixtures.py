@@ -93,9 +93,8 @@ def saved(toy, codec, tmp_path_factory):
     policy = load_policy(str(toy / "init"), codec)
     torch.manual_seed(5)
     with torch.no_grad():
-        for name, p in policy.hf.model.language_model.named_parameters():
-            p.mul_(1 if p.ndim < 2 else 10 if "embed" in name
-                   else 3).add_(0.01 * torch.randn_like(p))
+        for n, p in policy.hf.model.language_model.named_parameters():
+            p.mul_(1 if p.ndim < 2 else 10 if "embed" in n else 3).add_(0.01 * torch.randn_like(p))
     folder = tmp_path_factory.mktemp("saved") / "step_000001"
     checkpoint.save_checkpoint(policy, codec, str(folder), {"step": 1})
     return policy.eval(), folder

@@ -46,8 +46,7 @@ def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec
     wanted = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     ours = logprobs(policy, codec, None, [Tree(TokenSpan(ids[0].tolist(), [0] + [1] * 19))])
     assert (ours - wanted).abs().max() < 1e-5
-    text = ("Which colours appear between 16 and 24?<|im_end|>\n"
-            "<answer>red</answer> 日本 <12.0 seconds>")
+    text = "Which colours are there at 16?<|im_end|>\n<answer>red</answer> 日本 <12.0 seconds>"
     again = AutoProcessor.from_pretrained(str(folder))
     assert again.tokenizer(text)["input_ids"] == codec.tokenizer(text)["input_ids"]
     assert again.chat_template == codec.processor.chat_template

@@ -235,8 +235,7 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(
         reference = load_policy(str(toy / "init"), codec).requires_grad_(True)
         reference.hf.model.visual.requires_grad_(False)
         perturb(reference.hf)
-        other = Qwen3VLForConditionalGeneration.from_pretrained(
-            str(toy / "init"), dtype=torch.float32)
+        other = Qwen3VLForConditionalGeneration.from_pretrained(toy / "init", dtype=torch.float32)
         other.load_state_dict(reference.hf.state_dict())
     if case == "capped":
         monkeypatch.setattr(grpo, "policy_loss", functools.partial(grpo.policy_loss, tis_cap=cap))

@@ -27,8 +27,7 @@ from plumbing import checkpoint, data, runs
 from plumbing.judge import open_judge
 from tools import pick, replay
 
-SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation, "pick": pick,
-           "replay": replay}
+SCRIPTS = {m.__name__.split(".")[-1]: m for m in (sft, grpo, rollout, evaluation, pick, replay)}
 SAID = {"id": "said", "video": "videos/rl-0000.mp4", "question": "Which?", "answer": "crimson",
         "options": None, "type": "open", "subtitles": "said.srt"}
 SRT = "1\n00:00:00,000 --> 00:01:00,000\nRed it is\n"

@@ -75,8 +75,7 @@ def test_a_step_line_says_how_many_failed_and_shows_no_number_that_was_not_measu
 
 def test_what_a_call_is_worth_is_measured_within_prompts():
     """An easy prompt where all skipped and a hard one where all called say nothing of calling."""
-    rows = [row(8, 1.0, 0, "easy"), row(8, 1.0, 0, "easy"), row(8, 0.0, 1, "hard"),
-            row(8, 0.0, 2, "hard")]
+    rows = [row(8, 1, 0, "easy"), row(8, 1, 0, "easy"), row(8, 0, 1, "hard"), row(8, 0, 2, "hard")]
     assert metrics.call_minus_skip(rows) is None
     both = [row(8, 1.0, 1, "both"), row(8, 0.5, 1, "both"), row(8, 0.25, 0, "both")]
     assert metrics.call_minus_skip(rows + both) == pytest.approx(0.5)

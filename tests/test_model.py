@@ -62,8 +62,7 @@ def processor_batch(codec, album, messages, items):
             else:
                 for s in next(queue).seconds:
                     parts += [{"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"}]
-        inputs = {"images": [torch.from_numpy(x).permute(2, 0, 1) for f in images
-                             for x in f.images]}
+        inputs = {"images": [torch.tensor(x).permute(2, 0, 1) for f in images for x in f.images]}
     else:
         parts = [p if p["type"] == "text" else {"type": "video"} for p in messages[0]["content"]]
         inputs = {"videos": [torch.from_numpy(f.images).permute(0, 3, 1, 2) for f in images],

@@ -58,8 +58,7 @@ approx = pytest.approx
 
 def json_call(**arguments):
     """One well-formed call with these arguments."""
-    return "<tool_call>" + json.dumps({"name": "crop_video",
-                                       "arguments": arguments}) + "</tool_call>"
+    return f"<tool_call>{json.dumps({'name': 'crop_video', 'arguments': arguments})}</tool_call>"
 
 
 def the_call(text, **kwargs):
@@ -468,9 +467,8 @@ SCRAPS = [*PIECES, CALL, "</tool_call>", "</tool_code>", "</tool_response>", "cr
           "I", "not", "option ", "the ", "end", "frames ", "\n", "a" * 50, "1" * 50, "-", "%",
           "1e999", "\\", "*", "<",
           ">"]  # fmt: skip
-hostile = st.lists(st.one_of(st.sampled_from(SCRAPS), st.text(max_size=6)),
-                   max_size=14).map("".join)
-anything = st.one_of(hostile, st.text(max_size=60))
+scraps = st.lists(st.one_of(st.sampled_from(SCRAPS), st.text(max_size=6)), max_size=14).map("".join)
+anything = st.one_of(scraps, st.text(max_size=60))
 
 
 @given(anything, st.booleans())

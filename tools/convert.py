@@ -42,6 +42,8 @@ from plumbing import arguments, data
 # Columns of a task, under the names that data sets give them. --map adds one in front.
 COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("question", "problem"),
            "options": ("options", "choices", "candidates"), "answer": ("answer", "solution")}
+MORE = ("start", "end", "evidence", "type", "subtitles")  # columns of a task that may be there
+KNOWN = {*MORE, *(name for names in COLUMNS.values() for name in names)}
 OPTION = r"[A-H]|[Aa]\d|(?i:option|choice)[ _]?(?i:[a-h]|\d)"  # a column of one option
 UNKNOWN = "no video, no question or no answer"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
@@ -76,6 +78,8 @@ def published(row):
     videos = videos if isinstance(videos, list) else [videos] if videos else []
     row = {**row, "videos": row.get("videos") or videos}
     question, answer = column("question"), loosely(column("answer"))
+    if answer is None and row.get("type") == "grounding":
+        answer = [row.get("start"), row.get("end")]
     tagged = re.search("<answer>(.*?)</answer>", str(answer), re.DOTALL)
     extra = {"answer": tagged[1].strip() if tagged else answer, "question_type": row.get("type")}
     talk = loosely(row.get("messages"))
@@ -121,7 +125,7 @@ def options_of(row, cell, answer):
         while options and options[-1] in (None, ""):  # of a row with fewer options than others
             options.pop()
         if len(options) == 1 or any(isinstance(text, (dict, list)) for text in options):
-            raise ValueError("options that cannot be read: each belongs on a line of its own")
+            raise ValueError("options that cannot be read: each on a line of its own, or | between")
         options = data.bare_options(["" if text is None else str(text) for text in options])
         options = "\n".join(map("{}. {}".format, string.ascii_uppercase, options))
     return options, answer
@@ -139,7 +143,7 @@ def relative(path):
     """A path of published data -> the path relative to the folder of the unpacked archives; an
     absolute path of a file that is there stays. Raises ValueError if no part of the path is known.
     """
-    path = path.removeprefix("file://")
+    path = path.removeprefix("file://") if "/" in path else path.replace("\\", "/")  # of Windows
     if os.path.isabs(path) and not os.path.exists(path):
         # The publisher's machine made the path absolute. The archive's own tree begins here.
         at = [path.find(f"/{top}/") for top in ("longvt_source", "museg", "selfqa")]
@@ -194,7 +198,8 @@ def video_piece(video):
 def window_of(times, reason):
     """[start, end] as published -> in seconds. Raises ValueError with the reason if they are not.
     """
-    window = [rewards.to_seconds(time) for time in times]
+    # A decimal comma, as some spreadsheets write it.
+    window = [rewards.to_seconds(t.replace(",", ".") if isinstance(t, str) else t) for t in times]
     if len(window) != 2 or None in window or not window[0] < window[1]:
         raise ValueError(reason)
     return window
@@ -544,6 +549,8 @@ def to_task(row):
         extra.get("question_type"))
     span = span_of(loosely(answer), kind)  # "[1.5, 7]"
     letter = letter_of(answer, options) if options else ""
+    if kind is None and not options and re.fullmatch(r"\(?[A-H][.)]?", str(answer)):
+        raise ValueError("a letter as the answer, and no options: --map options=COLUMN names them")
     kind = kind or ("grounding" if span is not None else "mcq" if options else "open")
     task = {"video": videos[0]["video"], "question": full_text, "options": None,
             "answer": str(answer), "type": kind}
@@ -594,20 +601,24 @@ def convert(paths, out, frames, max_frames=64, names=None):
             rejected.setdefault(reason, []).append(name)
 
     for path in paths:
-        stem = os.path.splitext(os.path.basename(path))[0]
-        for number, row in enumerate(read_table(path)):
-            row.update({ours: row.get(theirs) for ours, theirs in (names or {}).items()})
+        stem, table = os.path.splitext(os.path.basename(path))[0], read_table(path)
+        columns = list(dict.fromkeys(key for row in table for key in row))
+        if gone := [theirs for theirs in (names or {}).values() if theirs not in columns]:
+            raise launch.UserError(f"{path}: no column {gone[0]}, but {', '.join(columns)}")
+        for number, row in enumerate(table):
+            named = {ours: row.get(theirs) for ours, theirs in (names or {}).items()}
+            row = {key.lower() if key.lower() in KNOWN else key: row[key] for key in row} | named
             if converted := attempt(f"{stem}/{number}", published, row):
                 numbered.append((f"{stem}/{number}", converted))
         if not numbered and UNKNOWN in rejected:
-            keys, guess = {str(key).strip().lower(): key for key in row}, []
+            keys, guess = {str(key).strip().lower(): key for key in columns}, []
             for name, known in COLUMNS.items():
                 close = difflib.get_close_matches(name, keys, 1, 0.6)
                 if not any(row.get(key) for key in known) and (close or name != "options"):
                     guess.append(f"{name}={keys[close[0]] if close else 'COLUMN'}")
             raise launch.UserError(
                 f"{path}: neither messages nor a video, a question and an answer, but "
-                f"{', '.join(map(str, row))}; say which they are: --map {' '.join(guess)}")
+                f"{', '.join(columns)}; say which they are: --map {' '.join(guess)}")
     is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in numbered)
     if is_chat and not all(row.get("messages") for _, row in numbered):
         raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")
@@ -646,8 +657,9 @@ def main():
                         help="columns by other names, for example question=problem")
     args = parser.parse_args()
     names = dict(pair.split("=", 1) for pair in args.map if "=" in pair)
-    if len(names) < len(args.map) or not COLUMNS.keys() >= names.keys():
-        raise launch.UserError(f"--map: give OURS=THEIRS, OURS one of {', '.join(COLUMNS)}")
+    if len(names) < len(args.map) or not {*(ours := [*COLUMNS, *MORE])} >= names.keys():
+        raise launch.UserError(f"--map: give OURS=THEIRS, OURS one of {', '.join(ours)}")
+    launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     arguments.require_min(1, args, "frames")
     convert(args.files, args.out, args.frames, names=names)
 

@@ -317,8 +317,7 @@ def main():
     parser.add_setting("dp_replicate", "as in grpo.py", 1)
     add("--beta", type=float, default=0.01, help="0 = no reference model")
     add("--lora-rank", type=int, default=0, help="rank of adapters, as in grpo.py; 0 = off")
-    add("--gpu-memory-utilization", type=float, default=0.5,
-        help="as in grpo.py; 0 = no engine (sft.py)")
+    add("--gpu-memory-utilization", type=float, default=0.5, help="as grpo.py; 0: none (sft.py)")
     parser.add_setting("frame_cache_gb", "as in grpo.py: GiB per rank", 4.0)
     args = parser.parse_args()
     args.dp_replicate = args.dp_replicate or args.gpus  # 0: every rank holds the whole

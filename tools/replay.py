@@ -137,8 +137,7 @@ def main():
         "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
         "judge": judge is not None, "decode_s": 0.0, "rollout_s": rollout_s,
         "train_s": time.monotonic() - clock, "sync_s": 0.0})
-    checkpoint.save_run(policy, codec, optimizer, args.out, 1, {"args": vars(args),
-                                                                "inputs": inputs})
+    checkpoint.save_run(policy, codec, optimizer, args.out, 1, dict(args=vars(args), inputs=inputs))
     if rank == 0:
         log.close(1, 1)
     if judge:

@@ -603,7 +603,10 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         ended = partial(store.release, root, path)
         try:
             info = await asyncio.to_thread(check_video, agents.sampler.source, root, path)
-            default = min(max(round(fps * info.duration), 1), 1024) if fps else args.frames
+            most = max(args.frames, agent.sub_frames)  # the engine has room for so many
+            if (body.frames or 0) > most:
+                raise Refused(400, f"at most {most} frames; more: start serve.py with --frames N")
+            default = min(max(round(fps * info.duration), 1), most) if fps else args.frames
             task = {"id": head["id"], "video": path,
                     **question_task(question, body.options, body.answer_type)}
             work = partial(agents.play, task=task, num_frames=body.frames or default, agent=agent,
@@ -734,8 +737,7 @@ def parse_args():
     if arguments.parse_early(parser).preset == "toy":
         parser.set_defaults(**rollout.toy_defaults())
     # The same answer each time. Videos outside the working folder need --video-root.
-    parser.set_defaults(temperature=0.0, video_root=".", gpu_memory_utilization=0.9,
-                        subtitles="none")
+    parser.set_defaults(temperature=0, video_root=".", gpu_memory_utilization=0.9, subtitles="none")
     args = parser.parse_args()
     arguments.require_min(1, args, "frames", "waiting")
     arguments.require_min(0, args, "live")

@@ -484,8 +484,7 @@ def main():
     add("--video-root", dest="root", help="folder of the videos; default: what the run was given")
     options = vars(parser.parse_args())
     if options["names"] and len(options["names"]) != len(options["paths"]):
-        raise launch.UserError(
-            f"--names: {len(options['names'])} for {len(options['paths'])} paths")
+        raise launch.UserError(f"--names: {len(options['names'])} of {len(options['paths'])} paths")
     if options["episodes"] < 0 or not options["max_mb"] > 0 or options["pixels"] < 1024:
         raise launch.UserError("--episodes may not be negative, --max-mb must be above 0, "
                                "--thumb-pixels at least 1024")

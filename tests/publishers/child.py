@@ -258,10 +258,9 @@ class Script:
         calls = [types.SimpleNamespace(id=str(n), function=types.SimpleNamespace(
             name=call["name"], arguments=json.dumps(call["arguments"])))
                  for n, call in enumerate(calls)]
-        message = types.SimpleNamespace(content=text, tool_calls=calls or None,
-                                        reasoning_content=None)
-        choice = types.SimpleNamespace(message=message,
-                                       finish_reason="tool_calls" if calls else "stop")
+        told = types.SimpleNamespace(content=text, tool_calls=calls or None, reasoning_content=None)
+        why = "tool_calls" if calls else "stop"
+        choice = types.SimpleNamespace(message=told, finish_reason=why)
         return types.SimpleNamespace(choices=[choice])
 
     def named(self, found):

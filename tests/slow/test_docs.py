@@ -92,11 +92,10 @@ def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
            "SLURM_JOB_NODELIST": "node[7-8]"}
     sh = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert sh.returncode == 0, sh.stderr
-    launcher = get_args_parser().parse_args(sh.stdout.splitlines())
-    assert (launcher.nnodes, launcher.nproc_per_node, launcher.rdzv_endpoint) == (
-        "4", "8", "node7:29500")
-    assert launcher.shutdown_timeout == 900 and launcher.training_script == "grpo.py"
-    flags = grpo.build_parser().parse_args(launcher.training_script_args)
+    run = get_args_parser().parse_args(sh.stdout.splitlines())
+    assert (run.nnodes, run.nproc_per_node, run.rdzv_endpoint) == ("4", "8", "node7:29500")
+    assert run.shutdown_timeout == 900 and run.training_script == "grpo.py"
+    flags = grpo.build_parser().parse_args(run.training_script_args)
     assert (flags.steps, flags.save_every, flags.dp_replicate) == (54, 10, 4)
 
 

@@ -43,8 +43,7 @@ def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_
     real = vllm.LLM
     with mock.patch.object(vllm, "LLM", lambda *given, **named: real(
             *given, **named, enable_lora=True, max_lora_rank=8)):
-        engine = VllmEngine(str(toy / "init"), codec,
-                            EngineConfig(context=256, max_frames=4, max_seqs=2))
+        engine = VllmEngine(str(toy / "init"), codec, EngineConfig(256, 4, max_seqs=2))
     asked = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = []
     for adapter in (None, LoRARequest("ours", 1, str(folder))):

@@ -475,6 +475,20 @@ def test_a_clock_that_leaps_for_days_is_refused(tmp_path, ffmpeg):
         video.FrameCache(0).index(tmp_path / "v.flv")
 
 
+def test_a_read_that_failed_is_told_where_frames_are_counted(tmp_path, ffmpeg, monkeypatch):
+    """libavformat passes over it and tells of it at the end of the file: a frame is missing."""
+    def failing(path, real=video._stream):
+        with real(path) as (container, stream):
+            fails = {"decode": container.decode, "demux": lambda: os.read(-1, 1)}
+            yield type("Container", (), fails), stream
+
+    ffmpeg(*"-f lavfi -i testsrc2=s=96x64:d=2 -c:v wmv2".split(), tmp_path / "v.wmv")
+    ticks = video.FrameCache(0).table(tmp_path / "v.wmv").ticks[:3]
+    monkeypatch.setattr(video, "_stream", video.contextlib.contextmanager(failing))
+    with pytest.raises(video.VideoError, match="descriptor"):
+        video._read(tmp_path / "v.wmv", ticks, ticks[:0], 64, 96)
+
+
 def test_a_clock_that_begins_below_zero_lengthens_no_film(tmp_path, ffmpeg):
     """A clip of MPEG-TS that ends just before its clock of 33 bits begins anew."""
     path, late = tmp_path / "late.ts", ("-itsoffset", 95435, "-f", "lavfi", "-i")
