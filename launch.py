@@ -301,7 +301,7 @@ def read_jsonl(path, required=(), fault=None, faults=None):
         hint = "; tools/convert.py reads parquet; gunzip a .gz" if isinstance(e, ValueError) else ""
         raise UserError(f"{path}: {why(e)}{hint}") from None
     if next(filter(str.strip, lines), "").lstrip().startswith("["):
-        raise UserError(f"{path}: a JSON array; write one object a line (jq -c '.[]' {path})")
+        raise UserError(f"{path}: a JSON array; tools/convert.py reads it (jq -c '.[]' splits it)")
     if str(path).lower().endswith((".csv", ".tsv")):
         raise UserError(f"{path}: a table; tools/convert.py makes JSONL of it")
     rows = []

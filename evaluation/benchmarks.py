@@ -580,7 +580,7 @@ def read_rows(path):
         raise launch.UserError(f"{path}: {reason}") from None
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own are of these kinds
         reason = str(error).splitlines()[0]
-        hint = "; give JSON in UTF-8, not packed" if isinstance(error, UnicodeDecodeError) else ""
+        hint = "; give CSV or JSON in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         raise launch.UserError(f"{path}: not readable ({reason}){hint}") from None
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise launch.UserError(f"{path}: expected a list of objects")

@@ -140,7 +140,7 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
         subtitles = source.subtitles(task, times, source.root) if source.subtitles else ""
         tokens = prompt_tokens(task, spec, frames, times, subtitles)
         fault = (f"task {task['id']}: {tokens} tokens with {num_frames} frames do not fit into "
-                 f"--max-model-len {context}")
+                 f"--max-model-len {context}; lower --frames or --max-pixels")
         return (fault if tokens + 32 > context else None), tokens
 
     # Threads, because most of the time goes into decoders.

@@ -86,4 +86,4 @@ def write_card(folder: str, out: str, state: dict) -> None:
     text = f"Trained from {base} with ParaVT in flat scripts, and the last line of its log:"
     launch.write_atomic(
         os.path.join(folder, "README.md"), f"---\nlibrary_name: transformers\n{head}---\n\n{text}\n"
-        f"```json\n{made}\n{''.join(row)}```\n")
+        f"```json\n{made}\n```\n```json\n{''.join(row)}```\n")
