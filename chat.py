@@ -483,11 +483,11 @@ def load_config(ckpt):
 
 
 def text_overrides(config):
-    """Configuration -> of its text_config what vLLM reads there alone. transformers reads the tie
-    elsewhere, always interleaves M-RoPE, and has a default for its sections."""
+    """Configuration -> of its text_config what vLLM reads there, and transformers does not: it
+    reads the tie elsewhere, has defaults for M-RoPE, and no sliding window."""
     return {"tie_word_embeddings": config.tie_word_embeddings, "rope_parameters": {
         "mrope_section": [11, 11, 10] if config.model_type == "qwen3_5" else [24, 20, 20],
-        **config.text_config.rope_parameters, "mrope_interleaved": True}}
+        **config.text_config.rope_parameters, "mrope_interleaved": True}, "sliding_window": None}
 
 
 def small_files(folder):
@@ -516,12 +516,12 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
 
     with as_user_error(ckpt, "tokenizer or processor"):
         processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
-        tokenizer, images = processor.tokenizer, processor.image_processor
-        vocabulary = tokenizer.get_vocab()  # token -> id, with the added tokens
+        images, clips = processor.image_processor, processor.video_processor
+        vocabulary = (tokenizer := processor.tokenizer).get_vocab()  # token -> id, all of them
         eos = vocabulary["<|im_end|>"]
-        cut = images.patch_size, images.merge_size, images.temporal_patch_size
-        norms = [(tuple(p.image_mean), tuple(p.image_std))
-                 for p in (images, processor.video_processor)]
+        cut = (images.patch_size, images.merge_size, images.temporal_patch_size, images.do_rescale,
+               round(1 / images.rescale_factor), images.do_normalize)
+        norms = [(tuple(p.image_mean), tuple(p.image_std)) for p in (images, clips)]
     # A tokenizer of another checkpoint has other ids: prompts would hold no frames.
     marks = {"image_pad": config.image_token_id, "video_pad": config.video_token_id,
              "vision_start": config.vision_start_token_id, "vision_end": config.vision_end_token_id}
@@ -540,12 +540,13 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
             raise launch.UserError(f"--set chat_template_kwargs: the chat template of {ckpt} does "
                                    f"not read {name}")
         owner.chat_template = f"{{% set {name} = {value!r} %}}{owner.chat_template}"
-    # Patches of another size would have other features, or crash deep inside the tower.
-    tower = config.vision_config
-    if cut != (wanted := (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)):
-        raise launch.UserError(f"checkpoint {ckpt}: the image processor cuts patches (pixels, "
-                               f"merged, frames) {cut}, the vision tower takes {wanted}; copy "
-                               "preprocessor_config.json again")
+    # Patches of another size would have other features, or crash deep inside the tower. patchify
+    # divides by 255 and normalises, in all cases.
+    t = config.vision_config
+    if cut != (wanted := (t.patch_size, t.spatial_merge_size, t.temporal_patch_size, 1, 255, 1)):
+        raise launch.UserError(f"checkpoint {ckpt}: the image processor makes patches (pixels, "
+                               f"merged, frames, rescaled by, normalised) {cut}, and {wanted} are "
+                               "expected; copy preprocessor_config.json again")
     # patchify uses one mean and std for both, as vLLM does.
     if channel == "video" and norms[0] != norms[1]:
         raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise "

@@ -117,8 +117,7 @@ def shown_by(ffmpeg, path, size=None):
 
 def write_sound(path):
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac" if str(path).endswith("mp4") else "pcm_s16le",
-                                      rate=16000)
+        stream = container.add_stream("aac" if str(path)[-1] == "4" else "pcm_s16le", rate=16000)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), "i2"), format="s16", layout="mono")
         frame.rate, frame.pts = 16000, 0
         container.mux(stream.encode(frame))

@@ -69,8 +69,8 @@ def cases(bench):
 def iou(span, start=2, end=8):
     if span is None:
         return 0.0
-    return max(0, min(span[1], end) - max(span[0], start)) / (max(span[1], end)
-                                                              - min(span[0], start))
+    a, b = span
+    return max(0, min(b, end) - max(a, start)) / (max(b, end) - min(a, start))
 
 
 def row_of(bench, number, gold):

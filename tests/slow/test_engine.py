@@ -73,8 +73,8 @@ def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
             gate.set()
             await decode
 
-    with ThreadPoolExecutor(2) as decoders:
-        grpo.prefetch_overviews(decoders, [{"id": n} for n in "012"], 5, args, source, pump.quiet)
+    with ThreadPoolExecutor(2) as pool:
+        grpo.prefetch_overviews(pool, [{"id": n} for n in (0, 1, 2)], 5, args, source, pump.quiet)
         time.sleep(0.05)
         assert not loaded  # the run has not begun
         asyncio.run(step())

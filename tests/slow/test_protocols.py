@@ -178,6 +178,5 @@ def test_an_episode_whose_disk_went_away_meanwhile_is_played_again(name, part, p
 
     monkeypatch.setattr(source, "load_overview", load_overview)
     monkeypatch.setattr(systems, "source_of", lambda source, args: source)
-    episode, _, record = play(f"--protocol {name} --frames 4", *scripts()[name],
-                              "<answer>A</answer>")
-    assert episode.status == "video_error" and runs.is_retried(record)
+    episode, _, row = play(f"--protocol {name} --frames 4", *scripts()[name], "<answer>A</answer>")
+    assert episode.status == "video_error" and runs.is_retried(row)
