@@ -48,7 +48,7 @@ from plumbing import arguments, disk_cache
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-CACHE_VERSION = 9  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 10  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -621,7 +621,7 @@ def _joined(path):
 
 def _upright(path, frame):
     """Decoded frame -> image [H, W, 3] uint8 as displayed: turned and mirrored as the file says."""
-    image = frame.to_ndarray(format="rgb24", threads=1)
+    image = frame.to_ndarray(format="rgb24", threads=1, interpolation="BICUBIC")  # as ffmpeg
     try:
         matrix = frame.side_data.get("DISPLAYMATRIX")
     except ValueError:  # PyAV does not know all kinds of side data, such as a photo's EXIF
