@@ -686,8 +686,7 @@ def named_letters(pattern, text, letters):
             named.pop(text[at].upper(), None)
             named[text[at].upper()] = end
     # "Answer: A. cat B. dog C. hot dog" repeats the question.
-    single = {letter: end for letter, end in named.items()
-              if not lists_options(text[end:], letter, letters)}
+    single = {k: end for k, end in named.items() if not lists_options(text[end:], k, letters)}
     return single if pattern is not CAPITAL or single == named else {}
 
 

@@ -182,8 +182,7 @@ def open_data(args, codec, cache):
     val_chats = Chats(args.val, codec, args, cache) if args.val else None
     # A wrong --video-root ends the run here, not after an epoch of skipped chats.
     if all(train[i] is None for i in range(min(8, len(train.rows)))):
-        raise launch.UserError(f"{args.data}: none of the first videos can be read; is "
-                               "--video-root right?")
+        raise launch.UserError(f"{args.data}: its first videos do not open; is --video-root right?")
     return train, val_chats
 
 

@@ -93,8 +93,7 @@ def window_stats(records, mean):
     columns = {name: [(record, scores[name]) for record, _, scores in scored
                       if scores[name] is not None] for name in NAMES}
     columns["acc_hit"] = [(r, item_score(r)) for r, _, scores in scored if scores["hit"]]
-    columns["acc_miss"] = [(record, item_score(record)) for record, _, scores in scored
-                           if not scores["hit"]]
+    columns["acc_miss"] = [(r, item_score(r)) for r, _, scores in scored if not scores["hit"]]
     ious = {id(record): scores["iou"] for record, _, scores in scored}
     columns["miou"] = [(record, ious.get(id(record), 0.0)) for record, _ in pairs]
     # Mean over the thresholds 0.1 to 0.5.

@@ -72,8 +72,7 @@ def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
             text = f"[{','.join(filter(str.strip, text.splitlines()))}]"
         lines = json_lines(text) if path.endswith((".json", ".jsonl")) else srt_lines(text)
         # A line without a time or a text cannot be shown.
-        lines = sorted((line for line in lines if line[0] is not None and line[2]),
-                       key=lambda line: line[0])
+        lines = sorted((x for x in lines if x[0] is not None and x[2]), key=lambda x: x[0])
         out, above = [], []  # above: rows of the cue before
         for number, (start, end, text) in enumerate(lines, 1):
             if end is None:  # open: until the next one begins

@@ -44,8 +44,7 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
                 {"role": "assistant", "content": [piece("text", said)]},
                 *(middle or [responses("ok")]),
                 {"role": "assistant", "content": [piece("text", ANSWER)]}]
-    return [*([{"role": "system", "content": [piece("text", system)]}] if system else []),
-            *messages]
+    return [*[{"role": "system", "content": [piece("text", system)]}] * bool(system), *messages]
 
 
 def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, most=64):
@@ -220,6 +219,7 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
     ("a.json", b'[{"video_id": 1, "answers": "y"}]', (), "video_id, answers; say which they are: "
      "--map video=video_id question=COLUMN answer=answers"),
     ("a.json", b"[{}]", ("--map", "quest=x"), "OURS one of video, question, options, answer"),
+    ("a.json", b'[{"video": "a", "question": "b", "a1": "c", "a2": "d", "answer":0}]', (), "count"),
     ("a.json", b'[{"clip": 1}]', ("--map", "video=film"), "no column film, but clip"),
     ("a.csv", "video;question".encode("utf-16"), (), "save it as CSV in UTF-8"),
     ("a.json", "video;question".encode("utf-16"), (), "JSON in UTF-8")])

@@ -45,6 +45,7 @@ COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("que
 MORE = ("start", "end", "evidence", "type", "subtitles")  # columns of a task that may be there
 KNOWN = {*MORE, *(name for names in COLUMNS.values() for name in names)}
 OPTION = r"[A-H]|[Aa]\d|(?i:option|choice)[ _]?(?i:[a-h]|\d)"  # a column of one option
+SHIFTED = "numbers as answers that count otherwise than the columns of options: write letters"
 UNKNOWN = "no video, no question or no answer"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
 
@@ -114,6 +115,10 @@ def options_of(row, cell, answer):
         options = {key.lower(): row[key] for key in map(str, row) if re.fullmatch(OPTION, key)}
         named = {number for number, (key, text) in enumerate(sorted(options.items()))
                  if str(answer).lower() in (key, key[-1]) or str(text) == str(answer)}
+        numbers = {int(key[-1]) for key in options if key[-1].isdigit()}
+        # Then the other rows have wrong labels: 0 with columns from 1, or the other way round.
+        if not named and numbers and str(answer) in (str(min(numbers) - 1), str(max(numbers) + 1)):
+            raise ValueError(SHIFTED)
         if len(named) > 1:  # a digit that is also the text of another option
             raise ValueError("an answer that names two options")
         answer = string.ascii_uppercase[named.pop()] if named else answer
@@ -610,6 +615,8 @@ def convert(paths, out, frames, max_frames=64, names=None):
             row = {key.lower() if key.lower() in KNOWN else key: row[key] for key in row} | named
             if converted := attempt(f"{stem}/{number}", published, row):
                 numbered.append((f"{stem}/{number}", converted))
+        if SHIFTED in rejected:
+            raise launch.UserError(f"{path}: {SHIFTED}; as in {rejected[SHIFTED][0]}")
         if not numbered and UNKNOWN in rejected:
             keys, guess = {str(key).strip().lower(): key for key in columns}, []
             for name, known in COLUMNS.items():

@@ -242,8 +242,7 @@ def main():
         try:
             low, high = float(args.band[0]), float(args.band[1])
         except ValueError:
-            raise launch.UserError(f"--band {args.band[0]} {args.band[1]}: two numbers come "
-                                   "first") from None
+            raise launch.UserError(f"--band {args.band[0]} {args.band[1]}: no numbers") from None
         if not 0 <= low <= high <= 1:
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
