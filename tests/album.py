@@ -24,8 +24,7 @@ class Album:
         name = name or f"v{seed}-{frames}-{height}-{width}"
         images = rng.integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
         seconds = np.round(np.cumsum(rng.uniform(0.6, 7.0, frames)), 1)
-        self.frames[name] = video.Frames(images, seconds, name,
-                                         [f"{name}/{i}" for i in range(frames)])
+        self.frames[name] = video.Frames(images, seconds, name, [f"{name} {t}" for t in seconds])
         return chat.vision_item({"video": name}, self.frames[name])
 
     def load(self, spec):

@@ -20,6 +20,7 @@ def check(start, toy):
     return check
 
 
+@pytest.mark.process  # five starts
 def test_sound_data_has_no_fault(check, toy, tmp_path):
     out = tmp_path / "run"
     code, said, _ = check(grpo, toy / "rl.jsonl", "--val", toy / "eval.jsonl", "--out", out)

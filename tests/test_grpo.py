@@ -263,8 +263,7 @@ def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
     ratios leave the clip range."""
     lr = 2.0  # at some rates a token lies on the edge of the clip range: either side is right
     record_logps(plain, codec, source, [e for g in groups for e in g])
-    (first, second), stats = run_update(policy, vision, codec, groups, settings(minibatches=2),
-                                        lr=lr)
+    (one, second), stats = run_update(policy, vision, codec, groups, settings(minibatches=2), lr=lr)
     n = sum(sum(e.context.mask) for g in groups for e in g) / 2
     old = []
     for ids, at, _, _, specs in plain_parts(codec, groups[1]):
@@ -272,7 +271,7 @@ def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
             old.append(plain_logps(plain, codec, source, ids, specs, 1.0)[torch.tensor(at) - 1])
     loss, _, _ = plain_loss(plain, codec, source, plain_parts(codec, groups[0]), n, 1, 0.2, 5, 0)
     loss.backward()
-    assert distance(first, plain_grads(plain)) < 1e-5
+    assert distance(one, plain_grads(plain)) < 1e-5
     with torch.no_grad():
         for p in plain.parameters():
             if p.grad is not None:

@@ -28,6 +28,7 @@ def tasks(toy):
 # Given rollouts
 
 
+@pytest.mark.process  # seven runs
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks):
     """Values by hand: sample 1 has a whole thought and answer, sample 2 never closes its thought,
     sample 0 called and answered."""

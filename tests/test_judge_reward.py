@@ -172,6 +172,7 @@ def judged_by(server):
     return "--judge-url", server.url, "--judge-model", "j"
 
 
+@pytest.mark.process  # three runs
 def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys):
     """What is logged is what the advantages are made of. A run that goes on asks nothing again,
     even if the judge has moved."""

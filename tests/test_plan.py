@@ -23,11 +23,10 @@ def test_public_sizes_have_the_parameters_of_their_model_cards(name, billions):
         config = hf_config(name)
         hf = checkpoint.model_class(config)(config)
     decoder = hf.model.language_model.layers
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
+    each = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
     sides = sum(sum(p.shape) for p in decoder.parameters() if p.ndim == 2)
     tower = sum(p.numel() for p in hf.model.visual.parameters())
-    assert (n["layer"], n["layers"], n["sides"], n["tower"]) == (
-        max(layers), sum(layers), sides, tower)
+    assert (n["layer"], n["layers"], n["sides"], n["tower"]) == (max(each), sum(each), sides, tower)
 
 
 def test_the_largest_pack_is_the_largest_that_fits():
