@@ -46,7 +46,6 @@ from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, reordered, run
 from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
-from plumbing.subtitles import check_subtitles
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -208,10 +207,8 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
-        texts, files = None, [(source.root, t["subtitles"]) for t in tasks if t.get("subtitles")]
-        if files and mode != "none":
-            check_subtitles(tasks, source.root)
-            texts = runs.digest_of(files)
+        files = data.subtitle_files(flags, (args.data, tasks))
+        texts = runs.digest_of(files) if files else None
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         records = results.read_records(out, digest)
         done = {k: r["timing"].get("total_s") for k, r in records.items() if not runs.is_retried(r)}

@@ -124,7 +124,7 @@ def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys, monkeypatch):
     monkeypatch.setattr(hub.subprocess, "run", lambda *_, **__: next(commits))
     monkeypatch.setattr(hub, "commit", functools.cache(hub.commit.__wrapped__))
     for ckpt in ("me/toy", "out/sft"):  # a model card names no model of somebody else
-        args = {"ckpt": ckpt, "data": "/home/me/a.jsonl", "out": "my/run/", "lr": 1.0}
+        args = {"ckpt": ckpt, "data": "/data/mine/a.jsonl", "out": "my/run/", "lr": 1.0}
         hub.write_card(".", ".", {"step": 3, "args": args})
         text = Path("README.md").read_text()
         assert ('"step": 3' in text, "base_model: me/toy\n" in text) == (True, ckpt == "me/toy")

@@ -591,6 +591,9 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         video_url, frames, question = parts_of(body.messages)
         values = {"temperature": body.temperature, "seed": body.seed}
         agent = replace(agents.sampler.agent, **{k: v for k, v in values.items() if v is not None})
+        most = max(args.frames, agent.sub_frames)  # the engine has room for so many
+        if (body.frames or 0) > most:
+            raise Refused(400, f"at most {most} frames; more: start serve.py with --frames N")
         root, path = await asyncio.to_thread(store.find, video_url, frames, body.fps)
         # Videos and frames are files now, and a question may wait for long.
         video_url = None if video_url and video_url.startswith("data:") else video_url
@@ -603,9 +606,6 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         ended = partial(store.release, root, path)
         try:
             info = await asyncio.to_thread(check_video, agents.sampler.source, root, path)
-            most = max(args.frames, agent.sub_frames)  # the engine has room for so many
-            if (body.frames or 0) > most:
-                raise Refused(400, f"at most {most} frames; more: start serve.py with --frames N")
             default = min(max(round(fps * info.duration), 1), most) if fps else args.frames
             task = {"id": head["id"], "video": path,
                     **question_task(question, body.options, body.answer_type)}

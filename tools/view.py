@@ -491,7 +491,7 @@ def main():
     if os.path.exists(options["out"]):
         with open(options["out"], "rb") as file:
             if not file.read(15).lower().startswith(b"<!doctype html"):
-                raise launch.UserError(f"--out {options['out']} is no page; give " "another name")
+                raise launch.UserError(f"--out {options['out']} is no page; give another name")
     # Before the frames are decoded.
     launch.make_out(os.path.dirname(os.path.abspath(options["out"])))
     print(line_of(options["out"], build(**options)))
