@@ -19,7 +19,7 @@ Reads:  parquet (needs pyarrow), JSON, JSONL, CSV or TSV.    Writes: --out, one 
 
   python tools/convert.py paravt_sft_tvg_6k3.parquet --out sft.jsonl
   python tools/convert.py paravt_rl_diverse_4k4.parquet --out rl.jsonl
-  python tools/convert.py mine.csv --map video=clip question=text answer=label --out FILMS/rl.jsonl
+  python tools/convert.py mine.csv --map video=clip question=text answer=label --out VIDEOS/rl.jsonl
 """
 import ast
 import contextlib
