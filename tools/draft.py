@@ -18,7 +18,7 @@ Writes: --out, one task a line, with its window as `evidence`. A task is added o
         Beside it OUT.drafts.jsonl, all drafts and why they were left out: the same command goes on
         after a stop. OUT.html at the end.
 
-  python tools/draft.py VIDEOS --base-url http://127.0.0.1:8000/v1 --model M --out VIDEOS/tasks.jsonl
+  python tools/draft.py VIDEOS --base-url http://127.0.0.1:8000/v1 --model M --out VIDEOS/t.jsonl
 """
 import json
 import os
