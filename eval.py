@@ -195,6 +195,9 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             results.print_notes(bench, notes)
             flags.video_root = args.video_root or root
             mode = args.subtitles or benchmarks.splits()[bench].default_subtitles
+            if mode != "none" and notes["no subtitles"] == len(tasks):
+                raise launch.UserError(f"{bench}: none of its subtitles lies below {root}; unpack "
+                                       "them there, or --set subtitles=none")
         else:
             tasks = data.read_tasks(args.data)
             named = any(task.get("subtitles") for task in tasks)

@@ -28,9 +28,9 @@ and stops the run if the gap is too large, because stale weights show nowhere el
 is R_fmt by the paper's terms, a common ruler; `fmt` is the term that this run pays for.
 
 Reads:  --ckpt, --data (task JSONL), --val.
-Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl,
-        --out/args.json, --out/rollouts/*.jsonl (tools/replay.py trains on them again),
-        --out/judge.jsonl (--judge-url)
+Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links),
+        --out/log.jsonl, --out/args.json, --out/judge.jsonl (--judge-url),
+        --out/rollouts/*.jsonl (tools/replay.py trains on them again)
 The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds depend
 on (seed, step) alone.
 

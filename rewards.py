@@ -389,18 +389,14 @@ def to_seconds(value):
     return 3600.0 * hours + 60.0 * minutes + seconds
 
 
-def sanitize_name(name):
-    """A name that the model wrote: printable ASCII, <= 40 characters, no < or >, thus no tag."""
-    return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
-
-
 def check_call(name, arguments):
     """A ToolCall from a name and an argument dict, whichever dialect they came from."""
     name = name.strip() if isinstance(name, str) else ""
     if not name:
         return ToolCall(error='the call has no tool name, expected "name": "crop_video"')
     if name != "crop_video":
-        name = sanitize_name(name)
+        # Of a name that the model wrote: printable ASCII, no < or >, thus no tag.
+        name = re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
         return ToolCall(name, error=f"unknown tool '{name}', the only tool is crop_video")
     if not isinstance(arguments, dict):
         return ToolCall(name, error="arguments must be an object with start_time and end_time")

@@ -25,10 +25,11 @@ without tools. All are in the protocol's style, so base and cold start are one t
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
 `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
-video; questions, answers and cuts recur). --calls and --crop-response change the chats alone.
+video; questions, answers and cuts recur). --calls changes the chats alone,
+--crop-response `init/` too.
 
 The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens,
-and each sentence of the fixed prompts as one token, so that the short context is spent on frames.
+and each line of the fixed prompts as one token, so that the short context is spent on frames.
 `<answer>` is several tokens, as in Qwen3.
 
 Run:  python toy.py --out toy
@@ -427,7 +428,7 @@ def main():
 
     launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    # The style has a generator of its own, so that the flags of the chats change nothing else.
+    # The style has a generator of its own, so that --calls changes nothing else.
     style = random.Random(f"style/{args.seed}")
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}

@@ -23,7 +23,6 @@ is a decoder process, see ChildDecoder.
 
 import contextlib
 import functools
-import glob
 import math
 import mmap
 import os
@@ -48,7 +47,7 @@ from plumbing import arguments, disk_cache
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-CACHE_VERSION = 10  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 11  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -357,7 +356,7 @@ def _duration(starts, end):
 
 def _pictures(folder):
     """Folder of frames -> numbers [N] of its images, ascending, and their names. VideoError."""
-    names = glob.glob("*", root_dir=folder)  # no hidden files
+    names = [name for name in os.listdir(folder) if name[0] != "."]  # glob would hide errors
     parts = [re.fullmatch(r"(?i)(.*?)([0-9]*)[.](?:jpe?g|png|webp)", name) for name in names]
     numbered = sorted((part[1], int(part[2] or -1), part[0]) for part in parts if part)
     prefixes, numbers, names = zip(*numbered) if numbered else ((), (), ())
@@ -713,15 +712,16 @@ def _read(path, ticks, key_ticks, height, width):
     from PIL import Image
 
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
-    av.logging.set_level(av.logging.INFO)
+    av.logging.set_level(av.logging.DEBUG)
     av.logging.set_skip_repeated(False)
     with av.logging.Capture() as logs, contextlib.ExitStack() as stack:
         stack.callback(av.logging.set_level, None)
         for drop in (True, False) if len(key_ticks) else (True,):  # in a row nothing is dropped
             # In place of a lost frame a decoder shows the one before. It must not lack others, too.
             # It mends a damaged key frame from the frame before, too: after a seek there is none.
+            # The frame that would miss a lost one loudly may be one that is left out.
             damaged = any("errors in I frame" in text for _, _, text in logs)
-            if not drop and not any(level <= av.logging.ERROR for level, _, _ in logs):
+            if not drop and not any(n <= av.logging.ERROR or "num gap" in s for n, _, s in logs):
                 break
             # One by one, because 4K frames fill gigabytes.
             for tick, image in _images(path, ticks, key_ticks, None if damaged else drop):

@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import pathlib
 import time
 
 import launch
@@ -42,6 +43,9 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
                 "gpu_memory_utilization patience quiet cpu judge_url judge_model judge_key_env "
                 "allow_errors")
     covered = {k: v for k, v in sorted(vars(args).items()) if k not in ignored.split()}
+    # Where a benchmark's files lie, and whether all are there yet, is no setting.
+    tasks = [{**task, "video": pathlib.Path(task["video"]).stem, "subtitles": None}
+             if task.get("split") else task for task in tasks]
     settings = json.dumps([covered, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 

@@ -608,20 +608,19 @@ def paper_cell(row):
     items that the benchmark has, and a text: "66.7 [60.1, 72.3] n 30 of 2700"."""
     if row["headline"] is None:
         return None, False, "refused"
-    n, items, published = (row["items_headline"], row["items"],
-                           benchmarks.splits()[row["bench"]].items)
+    n, items, total = row["items_headline"], row["items"], benchmarks.splits()[row["bench"]].items
     low_high = "[-]"
     if row["interval"]:
         low_high = "[{:.1f}, {:.1f}]".format(*(100 * x for x in row["interval"])) + few_mark(row)
     text = f"{100 * row['headline']:.1f} {low_high} n {n}"
-    if items < published:  # MMVU's headline leaves items out, which a whole run has, too
-        text += f" of {published}" if n == items else f" ({items} of {published} items)"
+    if items < total:  # MMVU's headline leaves items out, which a whole run has, too
+        text += f" of {total}" if n == items else f" ({items} of {total} items)"
     # The mean over items of a benchmark that has another headline.
     if benchmarks.headline(row["bench"])[0] not in ("accuracy", "mIoU"):
         text += f", over items {100 * row['acc']:.1f}"
     if seeds := [100 * value for value in row.get("seeds", [])]:
         text += f", sd {spread(seeds, 1)} of {len(seeds)} runs"
-    return 100 * row["headline"], items >= published, text
+    return 100 * row["headline"], items >= total, text
 
 
 def is_control(k, mode):

@@ -623,8 +623,7 @@ def conan_texts():
 
 
 def conan_protocol(texts, args):
-    first = partial(opening, user=lambda task: conan_rounds(texts, task)[0], stamp="clock",
-                    between=", ")
+    first = partial(opening, user=lambda t: conan_rounds(texts, t)[0], stamp="clock", between=", ")
     answer = partial(conan_answer, texts=texts)
     return Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
 

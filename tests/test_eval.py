@@ -278,8 +278,8 @@ def videomme(toy, tmp_path):
 def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     """Two benchmarks in one run, folders by name; every row counts, the missing video as an error;
     one table, a summary each."""
-    done = world("--bench", "videomme", "videomme_wsub", "--root", tmp_path / "root",
-                 drop=("--data",), say=lambda r: answer("B"))
+    names = "--bench", "videomme", "videomme_wsub", "--root", tmp_path / "root"
+    done = world(*names, drop=("--data",), say=lambda r: answer("B"))
     assert done.code == 0, done.err
     assert [(r["bench"], r["n"], r["acc"], r["errors"]) for r in done.results] == [
         (b, 4, 0.5, {"video_error": 1}) for b in ("videomme", "videomme_wsub")]
@@ -290,6 +290,13 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     # aligned, in the split with subtitles
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)
+    # The missing video comes, to another place: only its questions are asked.
+    (videomme / "videos").mkdir()
+    shutil.copy(videomme / "data" / "ab.mp4", videomme / "videos" / "gone.mp4")
+    done = world(*names, drop=("--data",), say=lambda r: answer("B"))
+    assert done.code == 0 and len(done.engine.requests) == 2, done.err
+    shutil.rmtree(videomme / "subtitle")
+    assert "none of its subtitles lies below" in world(*names, drop=("--data",)).err
     assert all("A. red" in text and "A. A." not in text for text in texts)
     (own,) = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"]
     assert own["acc"] == 0.5
