@@ -93,6 +93,7 @@ def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     bad = [({"messages": user, "videos": []}, "more <video> marks than videos"),
            ({"messages": user, "videos": ["a.mp4", "b.mp4"]}, "more videos than"),
            ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path outside"),
+           ({"query": "<video>a?", "response": "B", "videos": ["a.mp4"]}, "such rows are tasks"),
            ({"messages": "[not json"}, "malformed (JSONDecodeError)"),
            ({"messages": [{"role": "user", "content": [piece("image_url", url="a.png")]}]},
             "still images are not read"),
@@ -156,6 +157,9 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
         {"A": "one", "B": "two", "C": "", "answer": "B"}, {"a0": "one", "a1": "two", "answer": 1},
         {"option_b": "two", "Option_A": "one", "answer": "b"},
         {"choice 1": "one", "choice 2": "two", "answer": "choice 2"})],
+    *[({"video": "a.mp4", "question": "Which?", "answer": first + 1, **more},
+       ("--answers-from", first)) for first in (0, 1) for more in (
+        ASKED | {"answer": first + 1.0}, {"question": LINES}, {"a1": "one", "a2": "two"})],
     ({"messages": [{"role": "user", "content": "<video>" + LINES}], "videos": ["a.mp4"],
       "solution": "<answer>B</answer>"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
@@ -209,9 +213,9 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
     assert tasks[-2].items() >= {"options": ["0", "1"], "evidence": [[2, 70]],
                                  "subtitles": "b", "subtitle_start": 7}.items()
     assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and "subtitles" not in tasks[-1]
-    for why in ("an absolute path outside", "the answer is none", "still images", "no video, no",
+    for why in ("an absolute path outside", "the answer is none of the options; do numbers count?",
                 "an answer that names two options", "no window", "a letter", "no question, or an "
-                "option", "options that"):
+                "option", "options that", "still images", "no video, no"):
         assert f" rows, {why}" in out
 
 
@@ -219,7 +223,9 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
     ("a.json", b'[{"video_id": 1, "answers": "y"}]', (), "video_id, answers; say which they are: "
      "--map video=video_id question=COLUMN answer=answers"),
     ("a.json", b"[{}]", ("--map", "quest=x"), "OURS one of video, question, options, answer"),
-    ("a.json", b'[{"video": "a", "question": "b", "a1": "c", "a2": "d", "answer":0}]', (), "count"),
+    ("a.json", b'[{"video": "a", "question": "b", "a1": "c", "a2": "d", "answer":0}]', (), "0 or"),
+    ("a.json", b'[{"video": "a", "question": "b", "options": "1|2", "answer": 2}]',
+     ("--answers-from", 0), "otherwise than the options: --answers-from 0 or 1; as in a/0"),
     ("a.json", b'[{"clip": 1}]', ("--map", "video=film"), "no column film, but clip"),
     ("a.csv", "video;question".encode("utf-16"), (), "save it as CSV in UTF-8"),
     ("a.json", "video;question".encode("utf-16"), (), "JSON in UTF-8")])
