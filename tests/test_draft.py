@@ -122,7 +122,7 @@ def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
         assert [t["question"] for t in read_tasks(str(films / "tasks.jsonl"))] == [
             "Mine?", "Which colour is the hat?"]
         code, said = run(server.url, "--seed", 1)
-    assert code == 2 and "other settings" in said
+    assert code == 2 and "drafts.jsonl is of seed 0 (now 1); choose" in said
 
 
 @pytest.mark.parametrize("flags, says", [

@@ -287,10 +287,9 @@ def parts_of(role, pieces):
             tools[0][:] = frames + tools[0] if at == 0 else tools[0] + frames
             items.clear()
     for items in tools:  # the template writes the line breaks inside the tags
-        if items and "text" in items[0]:
-            items[0]["text"] = items[0]["text"].removeprefix("\n")
-        if items and "text" in items[-1]:
-            items[-1]["text"] = items[-1]["text"].removesuffix("\n")
+        for piece, cut in zip(items[:1] + items[-1:], (str.removeprefix, str.removesuffix)):
+            if "text" in piece:
+                piece["text"] = cut(piece["text"], "\n")
     return [(kind, [piece for piece in items if piece.get("text") != ""]) for kind, items in parts
             if kind == "tool" or joined(items).strip() or any("text" not in p for p in items)]
 
@@ -537,8 +536,7 @@ def letter_of(answer, options, first=None):
 
 def to_task(row):
     """A published RL row -> a task of grpo.py's JSONL. Raises ValueError with the reason."""
-    extra = decoded(row.get("extra_info")) or {}
-    reward = decoded(row.get("reward_model")) or {}
+    extra, reward = (decoded(row.get(name)) or {} for name in ("extra_info", "reward_model"))
     answer = extra.get("answer")
     answer = reward.get("ground_truth") if answer is None else answer
     media = media_of(row)
@@ -667,13 +665,12 @@ def convert(paths, out, frames, max_frames=64, names=None, first=None):
 
 def main():
     parser = arguments.parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL, CSV or TSV")
-    parser.add_argument("--out", required=True, help="JSONL to write")
-    parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
-    parser.add_argument("--map", nargs="+", default=[], metavar="OURS=THEIRS",
-                        help="columns by other names, for example question=problem")
-    parser.add_argument("--answers-from", type=int, choices=[0, 1], help="of answers that are "
-                        "numbers: the one of the first option; default: columns like a0 tell")
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL, CSV or TSV")
+    add("--out", required=True, help="JSONL to write")
+    add("--frames", type=int, default=64, help="overview frames K of chats")
+    add("--map", nargs="+", default=[], metavar="OURS=THEIRS", help="columns: question=text, say")
+    add("--answers-from", type=int, choices=[0, 1], help="number of the first option, in answers")
     args = parser.parse_args()
     names = dict(pair.split("=", 1) for pair in args.map if "=" in pair)
     if len(names) < len(args.map) or not {*(ours := [*COLUMNS, *MORE])} >= names.keys():
