@@ -48,8 +48,8 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
 
 
 def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, most=64):
-    read = str(write_rows(tmp_path / name, rows))
-    conversion.convert([read], str(tmp_path / "out.jsonl"), frames, most)
+    path = str(write_rows(tmp_path / name, rows))
+    conversion.convert([path], str(tmp_path / "out.jsonl"), frames, most)
     return rows_of(tmp_path / "out.jsonl")
 
 
@@ -59,10 +59,8 @@ def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec,
     film = piece("video_url", url=tasks[0]["video"])
     talk = paravt({"role": "tool", "content": [film]}, system=None, video=tasks[0]["video"])
     (row,) = convert(tmp_path, [{"id": "x-1", "messages": json.dumps(talk)}], frames=8, most=16)
-    specs = chat.videos_in(row["messages"])
-    shown = [frames_of.load(spec) for spec in specs]
-    sequence = chat.encode_chat(codec, row["messages"], [*map(chat.vision_item, specs, shown)],
-                                row["tools"])
+    items = [chat.vision_item(s, frames_of.load(s)) for s in chat.videos_in(row["messages"])]
+    sequence = chat.encode_chat(codec, row["messages"], items, row["tools"])
     texts = [m["content"].removeprefix("<think>") for m in row["messages"]
              if m["role"] == "assistant"]
     task = {**tasks[0], "question": "What?", "type": "open"}
@@ -82,10 +80,9 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):
     system, user, first, *tools, last = row["messages"]
     task = {"video": "longvt_source/a/b.mp4", "question": "What?", "type": "open"}
     assert [system, user] == rollout.main_messages(task, 8)
-    said = CALL + CALL.split("</think>")[1]
-    assert (first["content"], last["content"]) == (said, ANSWER)  # byte for byte
-    assert tools == [{"role": "tool", "content": "a red square"},
-                     {"role": "tool", "content": "nothing"}]
+    # Byte for byte.
+    assert (first["content"], last["content"]) == (CALL + CALL.split("</think>")[1], ANSWER)
+    assert tools == [{"role": "tool", "content": text} for text in ("a red square", "nothing")]
 
 
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
@@ -105,8 +102,7 @@ def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     rows = convert(tmp_path, [row for row, _ in bad] + [{"messages": paravt()}])
     printed = capsys.readouterr().out
     assert len(rows) == 1 and f"1 chats, {len(bad)} left out" in printed
-    for _, why in bad:
-        assert why in printed
+    assert all(why in printed for _, why in bad)
     assert "/" not in rows[0]["messages"][1]["content"][0]["video"][:1]  # no absolute path
 
 
@@ -187,8 +183,7 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, ki
 
 
 def test_turns_types_and_absolute_paths(tmp_path, start):
-    film = tmp_path / "a.mp4"
-    film.touch()
+    (film := tmp_path / "a.mp4").touch()
     talk = [("human", "<video>What?"), ("gpt", "A dog."), ("human", "When?"), ("gpt", "Later.")]
     rows = [{"video": str(film), "conversations": [{"from": k, "value": v} for k, v in talk]},
             {"VIDEO": "b.mp4", "Question": "When?", "Start": 1, "End": "2,5", "type": "grounding"},
