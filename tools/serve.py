@@ -723,7 +723,7 @@ def parse_args():
     add = parser.add_argument_group("server").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
-    add("--frames", type=int, default=64, help="overview frames K, and the most of a request")
+    add("--frames", type=int, default=64, help="overview frames K; the most a request may ask for")
     add("--host", default="127.0.0.1", help="another address lets other machines in: with a key")
     add("--port", type=int, default=8000, help="of HTTP")
     add("--name", help="of the model, as clients ask for it; default: the folder's name")
