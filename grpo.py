@@ -581,7 +581,7 @@ def evaluate(log, sampler, val_tasks, step, args):
 # Arguments
 
 
-def add_update_arguments(parser):
+def add_training_arguments(parser):
     """Flags of an update, for grpo.py and tools/replay.py."""
     add = parser.add_argument_group("what to start from and write").add_argument
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
@@ -597,7 +597,7 @@ def add_update_arguments(parser):
     parser.add_setting("window_weight", "w_win; 0 = off", 0.0)
     parser.add_setting("call_cost", "c, price of an executed call; 0 = the paper", 0.0)
     parser.add_setting("gamma", "penalty of a thought that never closes: see rewards.py", 0.3)
-    # The rates differ by stage and for adapters, so None stands for "see parse_flags".
+    # The rates differ by stage and for adapters, so None stands for "see parse_training_arguments".
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--beta", type=float, default=0.01, help="of the KL; 0 = no reference model is loaded")
     add("--lr", type=float, default=None, help="AdamW, constant; default 2e-6, of adapters 2e-5")
@@ -613,7 +613,7 @@ def add_update_arguments(parser):
 
 def build_parser():
     parser = arguments.parser(__doc__)
-    add_update_arguments(parser)
+    add_training_arguments(parser)
     add = parser.add_argument_group("tasks and batches").add_argument
     add("--data", required=True, help="task JSONL")
     add("--check", action="store_true", help="only look at the data: labels, videos, tokens")
@@ -629,7 +629,7 @@ def build_parser():
     return parser
 
 
-def parse_flags(parser):
+def parse_training_arguments(parser):
     """Parser with the flags of an update -> flags, checked."""
     # Presets change defaults, and flags override defaults. So presets must be known first.
     early = arguments.parse_early(parser)
@@ -656,7 +656,7 @@ def parse_flags(parser):
 
 
 def parse_args():
-    args = parse_flags(build_parser())
+    args = parse_training_arguments(build_parser())
     arguments.require_min(1, args, "prompts", "steps")
     arguments.require_min(2, args, "num_generations")  # one alone has no advantage
     arguments.require_min(0, args, "eval_every", "save_every", "show_every")

@@ -335,7 +335,7 @@ def checksums(folder, names):
     its share."""
     rank, world = launch.rank_and_world()
 
-    def crc32(name):
+    def file_crc32(name):
         number, buffer = 0, memoryview(bytearray(2**20))
         try:
             with open(os.path.join(folder, name), "rb", buffering=0) as f:
@@ -347,7 +347,7 @@ def checksums(folder, names):
 
     rank_names = names[rank::world]
     with ThreadPoolExecutor(4) as pool:  # zlib lets other threads run meanwhile
-        return dict(launch.gather_rows(list(zip(rank_names, pool.map(crc32, rank_names)))))
+        return dict(launch.gather_rows(list(zip(rank_names, pool.map(file_crc32, rank_names)))))
 
 
 def files_in(folder):

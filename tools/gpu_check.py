@@ -176,7 +176,7 @@ def check_engine(table, device, args):
               "tools/plan.py is too hopeful by the difference: smaller --pack-tokens")
     policy, answered = load_policy(ckpt, codec, source, device), deepcopy(context)
     answered.sampled(first.ids, first.logps)
-    table.add(f"{name}: log-prob gap of a video in chunks", gap(policy, [answered]),
+    table.add(f"{name}: log-prob gap of a video in chunks", mean_logprob_gap(policy, [answered]),
               gap_bound(device), "nats, mean")
     engine.wake(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
     second = ask(engine, context, "again")
@@ -227,7 +227,7 @@ def check_rollouts(table, device, args, cycles=3):
         # Sample as another step, with other seeds. Stale weights or caches would show in the gap.
         episodes = list(rollout.run(sampler, tasks, 16 if gpu else 8, group=2, step=n))
         failed += sum(e.status != "ok" for e in episodes)
-        gaps.append(gap(policy, [e.context for e in episodes]))
+        gaps.append(mean_logprob_gap(policy, [e.context for e in episodes]))
     largest = torch.tensor(gaps).max().item()  # Python's max may pass over a NaN
     table.add(f"{name}: failed episodes", failed, 0)
     table.add(f"{name}: largest gap, {cycles} sleeps and wakes", largest, bound, "nats, mean")
@@ -237,7 +237,7 @@ def check_rollouts(table, device, args, cycles=3):
 
 
 @torch.no_grad()
-def gap(policy, contexts):
+def mean_logprob_gap(policy, contexts):
     """Mean |log-prob of the engine - of the trainer| over the sampled ids, in nats."""
     pack = model.pack_trees(policy.codec, [
         model.Tree(model.TokenSpan(c.ids, c.mask, {"sampler": c.logps}), c.items)

@@ -79,8 +79,8 @@ def read_fault(group: list[rollout.Episode], features: model.VisionFeatures) -> 
 def main():
     parser = arguments.parser(__doc__)
     parser.add_argument("--rollouts", nargs="+", required=True, help="rollout JSONL files")
-    grpo.add_update_arguments(parser)
-    args = grpo.parse_flags(parser)
+    grpo.add_training_arguments(parser)
+    args = grpo.parse_training_arguments(parser)
     pay = grpo.reward_config(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     episodes = read_rollouts(args.rollouts, pay)

@@ -391,7 +391,7 @@ def cell(value, sign=""):
     return "-" if value is None else str(value)
 
 
-def lines_of(rows):
+def cost_curves(rows):
     """Rows of a table -> [{"name", "mode", "points": [[tokens per answer, headline, K]]}]: a line
     for each folder, benchmark and mode whose answers' tokens are known."""
     lines = defaultdict(list)
@@ -420,7 +420,7 @@ def tables_of(sources, tables):
             if rows:
                 title = source["name"] + words
                 listed.append({"key": key, "title": title, "head": list(columns), "rows": rows,
-                              "lines": lines_of(results)})
+                              "lines": cost_curves(results)})
     return listed
 
 

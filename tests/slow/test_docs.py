@@ -68,7 +68,7 @@ def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
     grpo.__file__ = os.path.join(ROOT, "grpo.py")
     exec(compile(scripts["grpo.py"], "grpo.py", "exec"), vars(grpo))
     grpo.rewards, parser = rewards, arguments.parser("")
-    grpo.add_update_arguments(parser)
+    grpo.add_training_arguments(parser)
     args = parser.parse_args(["--ckpt", "x", "--out", "y", "--set", "spread_weight=0.5"])
     assert grpo.reward_config(args).spread_weight == 0.5
 
