@@ -77,13 +77,14 @@ def write_card(folder: str, out: str, state: dict) -> None:
     args = {name: os.path.basename(value.rstrip("/"))
             if isinstance(value, str) and value not in fetched.folders else value
             for name, value in state.get("args", {"ckpt": "?"}).items()}
-    base, row = args["ckpt"], ""
+    base, made = args["ckpt"], {"step": state.get("step"), "commit": commit(), "settings": args}
     # Of a path like out/sft the Hub would make a link to the model of somebody else.
     head = f"base_model: {base}\n" * (base in fetched.folders)
+    blocks = [json.dumps(made, indent=1)]
     with contextlib.suppress(OSError), open(os.path.join(out, "log.jsonl")) as file:
-        row = file.readlines()[-1:]
-    made = json.dumps({"step": state.get("step"), "commit": commit(), "settings": args}, indent=1)
-    text = f"Trained from {base} with ParaVT in flat scripts, and the last line of its log:"
+        blocks += file.readlines()[-1:]
+    log = ", and the last line of its log" * (len(blocks) - 1)
     launch.write_atomic(
-        os.path.join(folder, "README.md"), f"---\nlibrary_name: transformers\n{head}---\n\n{text}\n"
-        f"```json\n{made}\n```\n```json\n{''.join(row)}```\n")
+        os.path.join(folder, "README.md"), f"---\nlibrary_name: transformers\n{head}---\n\n"
+        f"Trained from {base} with ParaVT in flat scripts{log}:\n"
+        + "".join(f"```json\n{block.rstrip()}\n```\n" for block in blocks))

@@ -129,6 +129,7 @@ def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys, monkeypatch):
         text = Path("README.md").read_text()
         assert ('"step": 3' in text, "base_model: me/toy\n" in text) == (True, ckpt == "me/toy")
         assert text.count("base_model") == (ckpt == "me/toy")
+        assert text.count("```json") == 1 and "log" not in text  # of a run without a log
         written = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
         assert written["settings"] == {  # of local paths the base names
             "ckpt": ckpt.removeprefix("out/"), "data": "a.jsonl", "out": "run", "lr": 1.0}

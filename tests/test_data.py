@@ -7,6 +7,7 @@ import json
 import subprocess
 
 import pytest
+from fixtures import write_rows
 
 import launch
 from plumbing import data, subtitles
@@ -36,9 +37,7 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("list", ", ,"), "letter or a digit"),
     (labelled("mcq", "A", [str(n) for n in range(27)]), "letters for 26")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps(labelled("open", "fine")) + "\n"
-                    + json.dumps({**task, "id": "u"}) + "\n")
+    path = write_rows(tmp_path / "tasks.jsonl", [labelled("open", "fine"), {**task, "id": "u"}])
     with pytest.raises(launch.UserError) as e:
         data.read_tasks(str(path))
     assert str(e.value).startswith(f"{path}:2: ") and wanted in str(e.value)
@@ -61,9 +60,8 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
     (data.read_chats, labelled("open", "red"), "a task, for grpo.py and eval.py"),
     (data.read_tasks, {"id": "t", "messages": []}, "a chat, which sft.py trains on")])
 def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(launch.UserError, match=hint):
-        read(str(tmp_path / "rows.jsonl"))
+        read(str(write_rows(tmp_path / "rows.jsonl", [row])))
 
 
 def test_the_most_costly_are_dealt_first():

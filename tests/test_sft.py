@@ -105,9 +105,8 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     for group in adamw.param_groups:
         assert group["lr"] == 3e-4 and group["betas"] == (0.9, 0.9)
         assert all((p.ndim > 1) == (group["weight_decay"] == 0.01) for p in group["params"])
-    adamw, muon = sft.build_optimizers(policy,
-                                       SimpleNamespace(**{**vars(args), "optimizer": "muon"}),
-                                       torch.device("cpu"))
+    args.optimizer = "muon"
+    adamw, muon = sft.build_optimizers(policy, args, torch.device("cpu"))
     in_muon = {id(p) for g in muon.param_groups for p in g["params"]}
     assert muon.param_groups[0]["lr"] == 7e-3
     assert in_muon == {id(p) for p in policy.hf.model.language_model.layers.parameters()

@@ -185,7 +185,8 @@ def videos_below(path):
     """A path -> iterator of the videos there: a file, or in a folder and below it files of videos
     and folders of frames. Raises UserError if there is nothing at the path."""
     if not os.path.exists(path):
-        raise launch.UserError(f"{path}: no such file or folder")
+        how = "; download the video first" * (":/" in path)  # as realpath leaves a URL
+        raise launch.UserError(f"{path}: no such file or folder{how}")
     if os.path.isfile(path):
         yield path
     for folder, below, files in os.walk(path):
@@ -235,15 +236,12 @@ def parse_args():
         if invalid:
             raise launch.UserError(reason)
     args.subtitles = "aligned"
-    args.video = os.path.realpath(args.video)  # a link may lead out of its folder
-    paths = [args.video]
-    if args.subtitle_file:
-        args.subtitle_file = os.path.realpath(args.subtitle_file)
-        paths.append(args.subtitle_file)
+    # A link may lead out of its folder.
+    paths = [os.path.realpath(path) for path in (args.video, args.subtitle_file) if path]
+    args.video, args.subtitle_file = [*paths, None][:2]
     for path in paths:
-        if not os.path.exists(path):
-            how = "download the video first" if "://" in path else "no such file"
-            raise launch.UserError(f"{path}: {how}")
+        if (first := next(videos_below(path), path)) != path:
+            raise launch.UserError(f"{path}: a folder of videos; give one of them: --video {first}")
     args.video_root = args.video_root or os.path.commonpath([os.path.dirname(p) for p in paths])
     if args.out:
         rollout.check_rollout_file(args.out, args.video)

@@ -45,7 +45,8 @@ COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("que
 MORE = ("start", "end", "evidence", "type", "subtitles")  # columns of a task that may be there
 KNOWN = {*MORE, *(name for names in COLUMNS.values() for name in names)}
 OPTION = r"[A-H]|[Aa]\d|(?i:option|choice)[ _]?(?i:[a-h]|\d)"  # a column of one option
-SHIFTED = "numbers as answers that count otherwise than the columns of options: write letters"
+COUNT = re.compile(r"(\d\d?)(?:\.0)?")  # an answer that may be the place of an option
+SHIFTED = "numbers as answers count otherwise than the options: --answers-from 0 or 1"
 UNKNOWN = "no video, no question or no answer"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
 
@@ -65,9 +66,9 @@ def read_table(path):
         raise launch.UserError(f"{path}: not readable ({launch.why(error)}){hint}") from None
 
 
-def published(row):
-    """A row of any form -> the same as `messages` or `prompt`, with `videos`. Raises ValueError if
-    its columns are not known."""
+def published(row, first=None):
+    """A row of any form -> the same as `messages` or `prompt`, with `videos`. first: the number of
+    the first option in answers, or None. Raises ValueError if its columns are not known."""
     def column(name):
         return next((row[key] for key in COLUMNS[name] if row.get(key) not in (None, "")), None)
 
@@ -77,7 +78,7 @@ def published(row):
         raise ValueError("more cells than columns: a cell with a comma needs quotes")
     videos = loosely(column("video"))
     videos = videos if isinstance(videos, list) else [videos] if videos else []
-    row = {**row, "videos": row.get("videos") or videos}
+    row = {**row, "(first)": first, "videos": row.get("videos") or videos}
     question, answer = column("question"), loosely(column("answer"))
     if answer is None and row.get("type") == "grounding":
         answer = [row.get("start"), row.get("end")]
@@ -113,9 +114,10 @@ def options_of(row, cell, answer):
     options = loosely(cell)
     if not options:
         options = {key.lower(): row[key] for key in map(str, row) if re.fullmatch(OPTION, key)}
-        named = {number for number, (key, text) in enumerate(sorted(options.items()))
-                 if str(answer).lower() in (key, key[-1]) or str(text) == str(answer)}
-        numbers = {int(key[-1]) for key in options if key[-1].isdigit()}
+        counted = row["(first)"] is not None and COUNT.fullmatch(str(answer))  # see letter_of
+        named = {number for number, (key, text) in enumerate(sorted(options.items())) if not counted
+                 and (str(answer).lower() in (key, key[-1]) or str(text) == str(answer))}
+        numbers = {int(key[-1]) for key in options if key[-1].isdigit() and not counted}
         # Then the other rows have wrong labels: 0 with columns from 1, or the other way round.
         if not named and numbers and str(answer) in (str(min(numbers) - 1), str(max(numbers) + 1)):
             raise ValueError(SHIFTED)
@@ -285,10 +287,9 @@ def parts_of(role, pieces):
             tools[0][:] = frames + tools[0] if at == 0 else tools[0] + frames
             items.clear()
     for items in tools:  # the template writes the line breaks inside the tags
-        if items and "text" in items[0]:
-            items[0]["text"] = items[0]["text"].removeprefix("\n")
-        if items and "text" in items[-1]:
-            items[-1]["text"] = items[-1]["text"].removesuffix("\n")
+        for piece, cut in zip(items[:1] + items[-1:], (str.removeprefix, str.removesuffix)):
+            if "text" in piece:
+                piece["text"] = cut(piece["text"], "\n")
     return [(kind, [piece for piece in items if piece.get("text") != ""]) for kind, items in parts
             if kind == "tool" or joined(items).strip() or any("text" not in p for p in items)]
 
@@ -411,7 +412,7 @@ def our_prompt(head, rest, frames, crop_response):
         raise ValueError(f"{len(videos)} videos before the first turn; our prompt shows one, whole")
     answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"])
     if answer is None:
-        raise ValueError("no <answer> in the last turn, which our prompt asks for")
+        raise ValueError("no <answer> in the last turn, as others have; apart, such rows are tasks")
     prompt, question, options = question_of([m["content"] for m in head if m["role"] == "user"])
     task = {"video": videos[0]["video"], "question": prompt, "type": "open"}
     # The answer shows the type: a letter, a span without other words, or else an open text.
@@ -520,8 +521,14 @@ def question_of(contents):
     return full_text, question, options
 
 
-def letter_of(answer, options):
-    """The letter of a published answer, "" for none: "B", "(B)", "B. two" or the option's text."""
+def letter_of(answer, options, first=None):
+    """The letter of a published answer, "" for none: "B", "(B)", "B. two" or the option's text.
+    first: the number of the first option, if numbers count them; raises ValueError if one does not.
+    """
+    if first is not None and (count := COUNT.fullmatch(str(answer))):
+        if int(count[1]) in (first - 1, first + len(options)):
+            raise ValueError(SHIFTED)
+        return dict(enumerate(string.ascii_uppercase[:len(options)], first)).get(int(count[1]), "")
     label = re.match(r"\(?[A-Z][).:]\s", str(answer))
     letter = benchmarks.answer_letter(answer, options)
     return letter or (label and rewards.extract_letter(answer, options)) or ""
@@ -529,8 +536,7 @@ def letter_of(answer, options):
 
 def to_task(row):
     """A published RL row -> a task of grpo.py's JSONL. Raises ValueError with the reason."""
-    extra = decoded(row.get("extra_info")) or {}
-    reward = decoded(row.get("reward_model")) or {}
+    extra, reward = (decoded(row.get(name)) or {} for name in ("extra_info", "reward_model"))
     answer = extra.get("answer")
     answer = reward.get("ground_truth") if answer is None else answer
     media = media_of(row)
@@ -553,7 +559,7 @@ def to_task(row):
     kind = {"oe": "open", "tvg": "grounding", **{name: name for name in rewards.task_types()}}.get(
         extra.get("question_type"))
     span = span_of(loosely(answer), kind)  # "[1.5, 7]"
-    letter = letter_of(answer, options) if options else ""
+    letter = letter_of(answer, options, row["(first)"]) if options else ""
     if kind is None and not options and re.fullmatch(r"\(?[A-H][.)]?", str(answer)):
         raise ValueError("a letter as the answer, and no options: --map options=COLUMN names them")
     kind = kind or ("grounding" if span is not None else "mcq" if options else "open")
@@ -567,7 +573,8 @@ def to_task(row):
         if not options:
             raise ValueError("a choice whose options cannot be read")
         if not letter:
-            raise ValueError("the answer is none of the options")
+            hint = COUNT.fullmatch(str(answer)) and "; do numbers count? --answers-from 0 or 1"
+            raise ValueError(f"the answer is none of the options{hint or ''}")
         task.update(question=question, options=options, answer=letter)
     windows = loosely(row.get("evidence"))  # other data sets have texts there
     windows = windows if isinstance(windows, list) else [[row.get("start"), row.get("end")]]
@@ -591,9 +598,10 @@ def span_of(answer, kind):
     return answer[0] if len(answer) == 1 and isinstance(answer[0], list) else answer
 
 
-def convert(paths, out, frames, max_frames=64, names=None):
+def convert(paths, out, frames, max_frames=64, names=None, first=None):
     """Published files -> one JSONL. Prints how many rows were left out, and why. frames: of an
-    overview; max_frames: of a window in a tool response; names: {our column: theirs}."""
+    overview; max_frames: of a window in a tool response; names: {our column: theirs}; first: the
+    number of the first option in answers, or None."""
     numbered, rejected = [], {}  # (id, row); reason -> ids of rows
 
     def attempt(name, make, *given):
@@ -613,10 +621,8 @@ def convert(paths, out, frames, max_frames=64, names=None):
         for number, row in enumerate(table):
             named = {ours: row.get(theirs) for ours, theirs in (names or {}).items()}
             row = {key.lower() if key.lower() in KNOWN else key: row[key] for key in row} | named
-            if converted := attempt(f"{stem}/{number}", published, row):
+            if converted := attempt(f"{stem}/{number}", published, row, first):
                 numbered.append((f"{stem}/{number}", converted))
-        if SHIFTED in rejected:
-            raise launch.UserError(f"{path}: {SHIFTED}; as in {rejected[SHIFTED][0]}")
         if not numbered and UNKNOWN in rejected:
             keys, guess = {str(key).strip().lower(): key for key in columns}, []
             for name, known in COLUMNS.items():
@@ -642,6 +648,8 @@ def convert(paths, out, frames, max_frames=64, names=None):
         source = row.get("id") or row.get("data_source") or name.partition("/")[0]
         rows += [{"id": f"{name}/{n}" if n else name, "source": source, **one}
                  for n, one in enumerate(attempt(name, make_rows, row) or ())]
+    if SHIFTED in rejected:
+        raise launch.UserError(f"{SHIFTED}; as in {rejected[SHIFTED][0]}")
     for reason, ids in sorted(rejected.items(), key=lambda item: -len(item[1])):
         print(f"left out: {len(ids)} rows, {reason}; the first is {ids[0]}")
     if not rows:
@@ -657,18 +665,19 @@ def convert(paths, out, frames, max_frames=64, names=None):
 
 def main():
     parser = arguments.parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL, CSV or TSV")
-    parser.add_argument("--out", required=True, help="JSONL to write")
-    parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
-    parser.add_argument("--map", nargs="+", default=[], metavar="OURS=THEIRS",
-                        help="columns by other names, for example question=problem")
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL, CSV or TSV")
+    add("--out", required=True, help="JSONL to write")
+    add("--frames", type=int, default=64, help="overview frames K of chats")
+    add("--map", nargs="+", default=[], metavar="OURS=THEIRS", help="columns: question=text, say")
+    add("--answers-from", type=int, choices=[0, 1], help="number of the first option, in answers")
     args = parser.parse_args()
     names = dict(pair.split("=", 1) for pair in args.map if "=" in pair)
     if len(names) < len(args.map) or not {*(ours := [*COLUMNS, *MORE])} >= names.keys():
         raise launch.UserError(f"--map: give OURS=THEIRS, OURS one of {', '.join(ours)}")
     launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     arguments.require_min(1, args, "frames")
-    convert(args.files, args.out, args.frames, names=names)
+    convert(args.files, args.out, args.frames, names=names, first=args.answers_from)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import rewards
 import rollout
 import video
 from evaluation.endpoint import ChatRequest, OpenAIEngine
-from plumbing import arguments, data, endpoint
+from plumbing import arguments, data, endpoint, runs
 from tools import ask
 
 WRITE = """These frames are one part of a longer video, each after its time. Write one question
@@ -169,8 +169,8 @@ def main():
         raise launch.UserError(f"--out {args.out} exists and is not of this tool; choose another")
     settings = {name: value for name, value in vars(args).items() if name in (
         "model", "questions", "types", "seconds", "frames", "max_pixels", "seed")}
-    if any(row["settings"] != settings for row in rows):
-        raise launch.UserError(f"{drafts} holds drafts of other settings; choose another --out")
+    if rows and (changed := runs.settings_diff(args, {}, {"args": rows[0]["settings"]})):
+        raise launch.UserError(f"{drafts} is of {', '.join(changed)}; choose another --out")
     engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, workers=args.workers)
     engine.check_servers()
     source = video.Source(root, video.FrameCache(2**28, 60.0, args.workers), 1024, args.max_pixels)

@@ -508,7 +508,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
             None, min_length=2, max_length=26)
         answer_type: Literal["open", "list", "grounding"] | None = None
         fps: float | None = Field(None, ge=0.001, le=1000)
-        frames: int | None = Field(None, ge=1, le=1024)
+        frames: int | None = Field(None, ge=1)
 
     app = FastAPI(title="ParaVT", openapi_url=None)
     episodes = collections.OrderedDict()  # id -> what the page shows again, the latest 100
@@ -668,7 +668,7 @@ def check_video(source, root, path):
         raise Refused(400, f"the video cannot be read: {reason}") from None
 
 
-def http_server(app, agents, **config):
+def http_server(app, agents, log_level="warning", **config):
     """-> a uvicorn server that ends all questions before it waits for its connections to end."""
     import uvicorn
 
@@ -677,7 +677,7 @@ def http_server(app, agents, **config):
             agents.end()
             super().handle_exit(*signal)
 
-    return Server(uvicorn.Config(app, timeout_graceful_shutdown=2, **config))
+    return Server(uvicorn.Config(app, timeout_graceful_shutdown=2, log_level=log_level, **config))
 
 
 async def gone(request):
@@ -723,7 +723,7 @@ def parse_args():
     add = parser.add_argument_group("server").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
-    add("--frames", type=int, default=64, help="overview frames K")
+    add("--frames", type=int, default=64, help="overview frames K; the most a request may ask for")
     add("--host", default="127.0.0.1", help="another address lets other machines in: with a key")
     add("--port", type=int, default=8000, help="of HTTP")
     add("--name", help="of the model, as clients ask for it; default: the folder's name")
@@ -778,8 +778,7 @@ def main():
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        http_server(make_app(agents, store, args, key), agents,
-                    log_level="warning").run([args.socket])
+        http_server(make_app(agents, store, args, key), agents).run([args.socket])
     finally:
         with store.lock:  # not in the middle of an upload
             shutil.rmtree(store.sent, ignore_errors=True)

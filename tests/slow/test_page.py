@@ -299,7 +299,10 @@ def test_drafts_are_shown_edited_and_saved(visit, toy, tmp_path):
     assert [card.is_displayed() for card in cards] == [True, False]
     page.execute_script("""
         document.querySelector("textarea").value = "Edited?";
+        document.querySelectorAll("[type=checkbox]")[2].click();
+        document.querySelectorAll("[type=text]")[1].value = " ";
         URL.createObjectURL = blob => { window.saved = blob; return "#"; };
         document.getElementById("save").click();""")
     saved = page.execute_script("return window.saved.text()")
     assert [json.loads(line) for line in saved.splitlines()] == [{**task, "question": "Edited?"}]
+    assert texts(page, "#count") == ["1 saved; not saved, without a question or an answer: a"]
