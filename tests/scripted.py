@@ -109,8 +109,7 @@ class Scripted:
         ids = spoken + [self.codec.eos]
         ids = ids[: request.max_tokens]
         return Completion(request.id, ids, [-(n + 1) / 7 for n in range(len(ids))],
-                          chat.decode(self.codec, ids),
-                          ids[-1] == self.codec.eos)
+                          chat.decode(self.codec, ids), ids[-1] == self.codec.eos)
 
     def mains(self):
         return [r for r in self.requests if not is_sub(r)]

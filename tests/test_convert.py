@@ -63,11 +63,10 @@ def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec,
     shown = [frames_of.load(spec) for spec in specs]
     sequence = chat.encode_chat(codec, row["messages"], [*map(chat.vision_item, specs, shown)],
                                 row["tools"])
-    texts = [m["content"].removeprefix("<think>") for m in row["messages"]
-             if m["role"] == "assistant"]
+    said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     task = {**tasks[0], "question": "What?", "type": "open"}
-    episode = play_one(Scripted(codec, texts), [task], frames_of,
-                       replace(AGENT, crop_response="frames"), frames=8)
+    engine = Scripted(codec, [text.removeprefix("<think>") for text in said])
+    episode = play_one(engine, [task], frames_of, replace(AGENT, crop_response="frames"), frames=8)
     assert episode.context.ids == sequence.ids and len(episode.context.items) == 2
     assert [i.seconds for i in episode.context.items] == [i.seconds for i in sequence.items]
 
@@ -84,8 +83,7 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):
     assert [system, user] == rollout.main_messages(task, 8)
     said = CALL + CALL.split("</think>")[1]
     assert (first["content"], last["content"]) == (said, ANSWER)  # byte for byte
-    assert tools == [{"role": "tool", "content": "a red square"},
-                     {"role": "tool", "content": "nothing"}]
+    assert tools == [{"role": "tool", "content": text} for text in ("a red square", "nothing")]
 
 
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):

@@ -5,8 +5,10 @@ Subtitles in prompts: test_subtitles.py. --check: test_check.py.
 """
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+from fixtures import write_rows
 
 import launch
 from plumbing import data, subtitles
@@ -31,14 +33,13 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("grounding", [-1, 5]), "0 <= start < end"),
     (labelled("grounding", [0, 10**400]), "in seconds"),
     (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
+    (labelled("grounding", [1, 2, 3]), "in sec"), (labelled("grounding", [None, 5]), "in sec"),
     (labelled("open", "<b></b>"), "a letter or"),
     (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
     (labelled("list", ", ,"), "letter or a digit"),
     (labelled("mcq", "A", [str(n) for n in range(27)]), "letters for 26")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps(labelled("open", "fine")) + "\n"
-                    + json.dumps({**task, "id": "u"}) + "\n")
+    path = write_rows(tmp_path / "tasks.jsonl", [labelled("open", "fine"), {**task, "id": "u"}])
     with pytest.raises(launch.UserError) as e:
         data.read_tasks(str(path))
     assert str(e.value).startswith(f"{path}:2: ") and wanted in str(e.value)
@@ -64,6 +65,14 @@ def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(launch.UserError, match=hint):
         read(str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])  # transformers 4, 5
+def test_stretched_positions_have_no_limit(key):
+    for kind, limit in (("default", 8), ("yarn", float("inf"))):
+        config = {"text_config": {"max_position_embeddings": 8, key: {"rope_type": kind}}}
+        codec = SimpleNamespace(files={"config.json": json.dumps(config)})
+        assert data.max_positions(codec) == limit
 
 
 def test_the_most_costly_are_dealt_first():
