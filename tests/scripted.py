@@ -152,7 +152,7 @@ class Server:
                     return
                 if isinstance(reply, str | None):
                     choice = {"message": {"content": reply}, "finish_reason": "stop"}
-                    reply = json.dumps({"choices": [choice]}).encode()
+                    reply = json.dumps({"choices": [choice], "model": "m-1"}).encode()
                 self.send_response(200)
                 self.send_header("Content-Length",
                                  str(len(reply) if not reply.endswith(b"CUT") else 10**6))
