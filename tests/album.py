@@ -37,8 +37,7 @@ class Album:
 def user(*parts):
     """One user message: a VisionItem becomes its frames, a string becomes text."""
     return [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str)
-                                         else {"type": "video", **p.spec}
-                                         for p in parts]}]
+                                         else {"type": "video", **p.spec} for p in parts]}]
 
 
 def prompt(codec, *parts):

@@ -109,8 +109,7 @@ class Scripted:
         ids = spoken + [self.codec.eos]
         ids = ids[: request.max_tokens]
         return Completion(request.id, ids, [-(n + 1) / 7 for n in range(len(ids))],
-                          chat.decode(self.codec, ids),
-                          ids[-1] == self.codec.eos)
+                          chat.decode(self.codec, ids), ids[-1] == self.codec.eos)
 
     def mains(self):
         return [r for r in self.requests if not is_sub(r)]
@@ -153,7 +152,7 @@ class Server:
                     return
                 if isinstance(reply, str | None):
                     choice = {"message": {"content": reply}, "finish_reason": "stop"}
-                    reply = json.dumps({"choices": [choice]}).encode()
+                    reply = json.dumps({"choices": [choice], "model": "m-1"}).encode()
                 self.send_response(200)
                 self.send_header("Content-Length",
                                  str(len(reply) if not reply.endswith(b"CUT") else 10**6))

@@ -55,8 +55,7 @@ def test_no_arrangement_of_literals_and_marks_gets_through(codec, data):
     """Cut, nested and marked literals: what is left is always the text without our private
     marks."""
     piece = st.sampled_from([*codec.special_strings[-8:], "<", "|im_end|>", "<|im_", "end|>",
-                             chat.GUARD,
-                             chat.TURN, "é", "\n"])
+                             chat.GUARD, chat.TURN, "é", "\n"])
     text = "".join(data.draw(st.lists(piece, max_size=8)))
     ids = chat.encode(codec, chat.escape_special_tokens(codec, text))
     assert not set(codec.tokenizer.convert_tokens_to_ids(list(codec.special_strings))) & set(ids)

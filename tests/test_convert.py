@@ -61,11 +61,10 @@ def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec,
     (row,) = convert(tmp_path, [{"id": "x-1", "messages": json.dumps(talk)}], frames=8, most=16)
     items = [chat.vision_item(s, frames_of.load(s)) for s in chat.videos_in(row["messages"])]
     sequence = chat.encode_chat(codec, row["messages"], items, row["tools"])
-    texts = [m["content"].removeprefix("<think>") for m in row["messages"]
-             if m["role"] == "assistant"]
+    turns = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     task = {**tasks[0], "question": "What?", "type": "open"}
-    episode = play_one(Scripted(codec, texts), [task], frames_of,
-                       replace(AGENT, crop_response="frames"), frames=8)
+    engine = Scripted(codec, [text.removeprefix("<think>") for text in turns])
+    episode = play_one(engine, [task], frames_of, replace(AGENT, crop_response="frames"), frames=8)
     assert episode.context.ids == sequence.ids and len(episode.context.items) == 2
     assert [i.seconds for i in episode.context.items] == [i.seconds for i in sequence.items]
 

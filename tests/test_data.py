@@ -5,6 +5,7 @@ Subtitles in prompts: test_subtitles.py. --check: test_check.py.
 """
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from fixtures import write_rows
@@ -32,6 +33,7 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("grounding", [-1, 5]), "0 <= start < end"),
     (labelled("grounding", [0, 10**400]), "in seconds"),
     (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
+    (labelled("grounding", [1, 2, 3]), "in sec"), (labelled("grounding", [None, 5]), "in sec"),
     (labelled("open", "<b></b>"), "a letter or"),
     (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
     (labelled("list", ", ,"), "letter or a digit"),
@@ -62,6 +64,14 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
 def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
     with pytest.raises(launch.UserError, match=hint):
         read(str(write_rows(tmp_path / "rows.jsonl", [row])))
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])  # transformers 4, 5
+def test_stretched_positions_have_no_limit(key):
+    for kind, limit in (("default", 8), ("yarn", float("inf"))):
+        config = {"text_config": {"max_position_embeddings": 8, key: {"rope_type": kind}}}
+        codec = SimpleNamespace(files={"config.json": json.dumps(config)})
+        assert data.max_positions(codec) == limit
 
 
 def test_the_most_costly_are_dealt_first():

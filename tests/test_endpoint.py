@@ -93,8 +93,7 @@ def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
     assert capped["max_completion_tokens"] == 512
     assert not {"max_tokens", "temperature", "seed"} & set(capped)
     assert capped["tools"] == rollout.tool_schema() and capped["tool_choice"] == "none"
-    assert "tools" not in plain
-    assert plain["max_tokens"] == 512 and plain["temperature"] == 0.7
+    assert "tools" not in plain and plain["max_tokens"] == 512 and plain["temperature"] == 0.7
     assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
 
 

@@ -7,6 +7,7 @@ reference engine, before and after a sync of weights.
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,13 +20,12 @@ from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 import chat
 import model
 import rollout
-from engine import EngineConfig, Request, VllmEngine
+from engine import EngineConfig, Request, VllmEngine, cpu_options
 from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.AgentConfig(temperature=1.0, max_model_len=1024, max_new_tokens=16,
-                          sub_max_new_tokens=8,
-                          max_turns=2)
+                          sub_max_new_tokens=8, max_turns=2)
 TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
 
 
@@ -68,6 +68,17 @@ def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
     features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     tree = model.Tree(model.TokenSpan(ids, mask), items)
     return logprobs(policy, codec, features, [tree], temperature=temperature).numpy()
+
+
+def test_room_on_a_cpu_is_for_the_states_of_gated_delta_layers():
+    """A page of keys and values may be as large as one. Two contexts of two layers, in fp32."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    text = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=1, head_dim=8,
+                           linear_num_value_heads=2, linear_key_head_dim=128,
+                           linear_value_head_dim=128)
+    options = cpu_options(SimpleNamespace(text_config=text), chat.bases()["qwen3_5"],
+                          EngineConfig(32))
+    assert options["kv_cache_memory_bytes"] >= 2 * 2 * (2 * 128 * 128 * 4)
 
 
 @pytest.fixture(scope="module")

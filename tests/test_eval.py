@@ -52,8 +52,9 @@ def world(toy, tmp_path, monkeypatch, start):
         data.write_text("".join(json.dumps(r) + "\n" for r in rows))
         made = []
 
-        def make_engine(ckpt, codec, *_, **__):
+        def make_engine(ckpt, codec, *_, windows):
             made.append(Scripted(codec, say, say, at_once=True))
+            made[-1].windows = windows
             return made[-1]
 
         monkeypatch.setattr(rollout, "make_engine", make_engine)
@@ -81,11 +82,14 @@ def records(folder):
 # Numbers
 
 
-def test_errors_stay_in_the_denominator(world):
+def test_errors_stay_in_the_denominator(world, tmp_path, monkeypatch):
     """A broken video or a failing endpoint is a zero, not a question less: leaving them out would
-    reward failing."""
+    reward failing. A kill after an episode loses no record of it."""
+    written = []
+    monkeypatch.setattr(evaluation.launch, "reset_watchdog",
+                        lambda _: written.append(len(records(tmp_path / "out"))))
     done = world()
-    assert done.code == 0, done.err
+    assert done.code == 0 and written[-6:] == [1, 2, 3, 4, 5, 6], done.err
     (result,) = done.results
     # red 1, blue 0, broken 0, failing 0, letter 1, span 5 s of 10 s
     assert result["n"] == 6 and result["acc"] == pytest.approx(2.5 / 6)
@@ -94,8 +98,7 @@ def test_errors_stay_in_the_denominator(world):
     assert result["interval"][0] < result["acc"] < result["interval"][1]
     scores = {r["task"]["id"]: (r["score"], r["status"]) for r in records(done.folder)}
     assert scores == {"red": (1.0, "ok"), "blue": (0.0, "ok"), "broken": (0.0, "video_error"),
-                      "failing": (0.0, "engine_error"),
-                      "letter": (1.0, "ok"), "span": (0.5, "ok")}
+                      "failing": (0.0, "engine_error"), "letter": (1.0, "ok"), "span": (0.5, "ok")}
 
 
 def test_no_answer_and_cut_off_are_counted_apart_from_errors(world):
@@ -153,7 +156,8 @@ def test_a_headline_with_more_than_one_percent_errors_is_refused(world, tmp_path
     assert "2 of 6 items failed (1 engine_error, 1 video_error)" in refused.err
     assert refused.results[0]["headline"] is None
     assert refused.results[0]["acc"] == pytest.approx(2.5 / 6) and "refused" in refused.out
-    assert world(allow=False, rows=[row("red")], out=tmp_path / "clean").code == 0
+    clean = world("--tools", "off", allow=False, rows=[row("red")], out=tmp_path / "clean")
+    assert clean.code == 0 and clean.engine.windows == (0, 0)
     edge = [row(f"q{i}") for i in range(99)] + [row("failing")]
     # one of a hundred is not more than 1%
     assert world(allow=False, rows=edge, out=tmp_path / "edge").code == 0
@@ -347,9 +351,8 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
 @pytest.mark.process
 def test_command_line_runs_on_the_toy_world(toy, tmp_path):
     done = run_script("eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
-                      toy / "eval.jsonl", "--frames", 4,
-                      "--max-new-tokens", 16, "--limit", 3, "--out", tmp_path / "out",
-                      reference=True)
+                      toy / "eval.jsonl", "--frames", 4, "--max-new-tokens", 16, "--limit", 3,
+                      "--out", tmp_path / "out", reference=True)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["results"][0]["n"] == 3 and summary["checkpoint"] == str(toy / "init")

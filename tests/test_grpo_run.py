@@ -166,8 +166,7 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
     default, vanilla = parse(monkeypatch), parse(monkeypatch, "--vanilla")
     changed = {k: v for k, v in vanilla.items() if v != default[k]}
     assert changed == {"vanilla": True, "think_prefix": False, "answer_suffix": False,
-                       "format_credit": "sequence", "anchor": 0.0,
-                       "gamma": 0.0, "frames": 64}
+                       "format_credit": "sequence", "anchor": 0.0, "gamma": 0.0, "frames": 64}
     mixed = parse(monkeypatch, "--vanilla", "--think-prefix", "--frames", "gated", "--anchor", 0.5,
                   "--format-credit", "none")
     assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
@@ -178,11 +177,10 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
 def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
     p = parse(monkeypatch)
     wanted = dict(num_generations=8, clip_eps=0.2, beta=0.01, lr=2e-6, max_grad_norm=1.0,
-                  temperature=0.7, max_new_tokens=2048,
-                  max_model_len=32768, max_turns=3, max_parallel=5, format_weight=1.0, anchor=0.5,
-                  gamma=0.3, frames="gated", minibatches=1, dp_replicate=1,
-                  sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0, format_credit="struct",
-                  think_prefix=True, answer_suffix=True)
+                  temperature=0.7, max_new_tokens=2048, max_model_len=32768, max_turns=3,
+                  max_parallel=5, format_weight=1.0, anchor=0.5, gamma=0.3, frames="gated",
+                  minibatches=1, dp_replicate=1, sub_max_new_tokens=512, sub_frames=16, sub_fps=1.0,
+                  format_credit="struct", think_prefix=True, answer_suffix=True)
     assert {k: p[k] for k in wanted} == wanted
     assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1
     assert parse(monkeypatch, "--preset", "toy")["max_model_len"] == 1024
@@ -221,13 +219,13 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     """What the README shows first: torchrun, two engines, two steps, weights synced between them, a
     checkpoint that opens."""
     done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
-                      toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2,
-                      "--prompts", 2, "--num-generations", 2, "--max-new-tokens", 12, "--set",
-                      "max_num_seqs=8",
+                      toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2, "--prompts", 2,
+                      "--num-generations", 2, "--max-new-tokens", 12, "--set", "max_num_seqs=8",
                       ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     log = rows_of(tmp_path / "out" / "log.jsonl")
     assert [m["step"] for m in log] == [1, 2] and all(m["groups"] == 2 for m in log)
+    assert all(0 < m["decode_s"] < m["rollout_s"] for m in log)
     rows = read_rollouts(tmp_path / "out")
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
     assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and any(r["mask"]) for r in rows)

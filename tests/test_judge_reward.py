@@ -112,7 +112,7 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         pay(judge(server, judge_model="k"), said("scarlet"))
         pay(one, said("scarlet", answer="blood red"))
         assert [(b["model"], b["temperature"]) for b in server.asked[4:]] == [("k", 0), ("j", 0)]
-    rows = [json.loads(line) for line in file.read_bytes().splitlines()[4:] if line]
+    rows = [json.loads(line) for line in file.read_bytes().splitlines()[4:]]
     assert {"question": "Which colour?", "gold": "blood red", "answer": "scarlet", "model": "j",
             "verdict": True} in rows
 

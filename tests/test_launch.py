@@ -1,6 +1,7 @@
 """
 Tests of launch.py: python -m pytest tests/test_launch.py -q
 """
+import hashlib
 import os
 import subprocess
 import sys
@@ -115,6 +116,11 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     assert sorted(i for part in parts for i in part) == indices
     loads = [sum(costs[i - 100] for i in part) for part in parts]
     assert max(loads) - min(loads) <= max(costs, default=0)
+
+
+def test_a_hash_is_64_bits_of_the_sha_256_of_its_parts():
+    digest = hashlib.sha256(b"a%2Fb/1").hexdigest()
+    assert f"{launch.stable_hash('a/b', 1):016x}" == digest[:16]
 
 
 @pytest.mark.process

@@ -78,8 +78,7 @@ def test_the_reference_is_the_policy_as_it_started_and_leaves_it_as_it_is(adapte
     with torch.no_grad():
         base = adapted(pack)[0]
         own = moved(adapted)(pack)[0]
-        assert (own - base).abs().max() > 1e-3
-        assert torch.equal(reference(pack)[0], base)
+        assert (own - base).abs().max() > 1e-3 and torch.equal(reference(pack)[0], base)
         assert torch.equal(adapted(pack)[0], own)
         later = policies.AdapterReference(adapted)  # of a stage that was given adapters
         moved(adapted, 0.9)
@@ -143,8 +142,7 @@ def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, toy, 
     pack = pack_of(codec)
     with torch.no_grad():
         off = load_policy(str(out), codec)(pack)[0] - adapted(pack)[0]
-    assert off.abs().max() < 1e-5
-    assert str(toy / "init") in capsys.readouterr().out
+    assert off.abs().max() < 1e-5 and str(toy / "init") in capsys.readouterr().out
     with pytest.raises(launch.UserError, match="exists"):
         merge.main()
     monkeypatch.setattr(sys, "argv", ["merge.py", str(out), "--out", str(tmp_path / "again")])
@@ -168,8 +166,7 @@ def run(monkeypatch, toy, tmp_path):
     def run(script, *flags, out="run"):
         common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--set", "show_every=0",
                            "--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--beta",
-                           0.1),
-                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
+                           0.1), "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
         words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
                  tmp_path / out, "--video-root", toy, *common[script], *flags]
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])

@@ -6,6 +6,7 @@ import argparse
 import pytest
 
 import rewards
+import rollout
 from plumbing import metrics
 
 # ------------------------------------------------------------------------------------------------
@@ -13,13 +14,11 @@ from plumbing import metrics
 
 
 def row(k, acc, executed, group="p", **changes):
-    base = {"K": k, "group": f"{group}/{k}", "status": "ok",
-            "type": "mcq", "acc": acc, "f_tau": 0.6,
-            "reward": {"total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0, "new": 2 * acc},
-            "well_formed": executed > 0,
-            "closure": {t: [0, 0] for t in rewards.KINDS},
-            "written": executed, "parseable": executed, "executed": executed,
-            "length": 10, "turns": 1, "cut": 0,
+    base = {"K": k, "group": f"{group}/{k}", "status": "ok", "type": "mcq", "acc": acc,
+            "f_tau": 0.6, "reward": {"total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0,
+                                     "new": 2 * acc}, "well_formed": executed > 0,
+            "closure": {t: [0, 0] for t in rewards.KINDS}, "written": executed,
+            "parseable": executed, "executed": executed, "length": 10, "turns": 1, "cut": 0,
             "sub_tokens": 0, "decode_s": 0.0, "windows": None}
     return {**base, **changes}
 
@@ -46,12 +45,13 @@ def test_summary_by_hand():
     assert m["by_K"]["4"] == {"n": 2, "acc": 0.5, "f_tau": 0.6, "well_formed": 0.5, "kappa": 1.0,
                               "call_minus_skip": 1.0}
     assert m["by_K"]["64"]["call_minus_skip"] == -0.5 and list(m["by_K"]) == ["4", "64"]
-    assert m["by_type"]["open"] == m["by_K"]["64"]
-    assert m["by_type"]["mcq"] == m["by_K"]["4"]
+    assert m["by_type"]["open"] == m["by_K"]["64"] and m["by_type"]["mcq"] == m["by_K"]["4"]
     # Rollouts that failed have no accuracy, no format and no calls. They are counted, not averaged.
     failed = [row(4, 0.0, 0, status=status, f_tau=0.0, turns=0)
               for status in ("video_error", "engine_error")]
     assert metrics.summarise(rows + failed) == {**m, "not_ok": 2}
+    lost = rollout.Episode({"type": "mcq"}, "0/t", 0, 4, 0, "video_error")
+    assert metrics.episode_row(lost)["length"] == 0
 
 
 def test_windows_are_judged_per_budget_over_the_rollouts_that_looked():

@@ -196,8 +196,7 @@ def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
         logits = hf(**batch).logits[0, len(ids) - 1: -1]
     logits[:, list(each_codec.suppress_tokens)] -= 100
     wanted = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-    assert wanted.std() > 0.5
-    assert (ours - wanted).abs().max() < 2e-5
+    assert wanted.std() > 0.5 and (ours - wanted).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -217,8 +216,7 @@ def test_chunked_log_probs_equal_plain_log_softmax(chunk):
     wanted = torch.autograd.grad((plain * scale).sum(), (hidden, weight))
     assert torch.allclose(logp, plain, atol=1e-5)
     assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-5)
-    assert not entropy.requires_grad
-    assert all(relative(a, b) < 1e-5 for a, b in zip(ours, wanted))
+    assert not entropy.requires_grad and all(relative(a, b) < 1e-5 for a, b in zip(ours, wanted))
     assert table.exp()[:, [0, 3]].max() < 1e-20  # what nobody may sample has no probability
 
 
@@ -351,8 +349,7 @@ def test_positions_equal_transformers(policy, each_codec, album):
     wanted, delta = policy.hf.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds,
                                                    **{name: grids})
     ours, following = model.rope_positions(each_codec, ids, items)
-    assert np.array_equal(ours, wanted[:, 0].numpy())
-    assert following == len(ids) + delta.item()
+    assert np.array_equal(ours, wanted[:, 0].numpy()) and following == len(ids) + delta.item()
 
 
 @pytest.mark.parametrize("frames", [1, 4, 5])

@@ -29,11 +29,10 @@ TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} 
 def scripts():
     """name -> texts of a model, turn by turn, sub-agents too; one answer if there is none."""
     clip = "<think>x</think><clip>00:00:05-00:00:10</clip><answer></answer>"
-    return {
-        "paravt": [crops((0, 2)), "it is blue"], "paper": [crops((0, 3), (70, 72))],
-        "paper-general": [crops((0, 3))], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
-        "conan": [clip, clip],
-        "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>']}
+    return {"paravt": [crops((0, 2)), "it is blue"], "paper": [crops((0, 3), (70, 72))],
+            "paper-general": [crops((0, 3))], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
+            "conan": [clip, clip],
+            "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>']}
 
 
 def readable(body):

@@ -125,9 +125,8 @@ def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tas
 def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base,
                                                          capsys):
     """The JSONL is enough to train on: engine, frames and rewards are not needed again."""
-    live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4,
-                               "--prompts", 2, "--num-generations", 3, "--max-new-tokens", 10,
-                               out="live")
+    live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4, "--prompts",
+                               2, "--num-generations", 3, "--max-new-tokens", 10, out="live")
     assert m["skipped_update"] == 0 and m["gap"] < 1e-4 and m["grad_norm"] > 0
     files = sorted((folder / "rollouts").iterdir())
     capsys.readouterr()

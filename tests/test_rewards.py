@@ -21,20 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rewards
 from evaluation.answers import match_open
-from rewards import (
-    accuracy,
-    answer_or_tail,
-    extract_letter,
-    extract_span,
-    final_answer,
-    group_advantages,
-    parse_tool_calls,
-    structural_mask,
-    temporal_iou,
-    token_f1,
-    tool_term,
-    window_scores,
-)
 
 
 def score(turns, kind, gold, options=None, num_parseable=0, num_executed=0, think_open=True, **pay):
@@ -63,7 +49,7 @@ def json_call(**arguments):
 
 def the_call(text, **kwargs):
     """The only call of a text."""
-    (call,) = parse_tool_calls(text, **kwargs)
+    (call,) = rewards.parse_tool_calls(text, **kwargs)
     return call
 
 
@@ -149,19 +135,19 @@ def test_every_dialect_gives_the_same_call(text):
 
 
 def test_a_call_in_a_closed_thought_is_a_thought_and_in_an_open_one_a_call():
-    assert parse_tool_calls(f"<think>{CALL}</think>ok") == []
-    assert len(parse_tool_calls(f"<think>hm {CALL}")) == 1
-    assert len(parse_tool_calls(f"<think>{CALL}</think>{CALL}")) == 1
+    assert rewards.parse_tool_calls(f"<think>{CALL}</think>ok") == []
+    assert len(rewards.parse_tool_calls(f"<think>hm {CALL}")) == 1
+    assert len(rewards.parse_tool_calls(f"<think>{CALL}</think>{CALL}")) == 1
 
 
 def test_think_open_says_that_the_turn_began_inside_a_thought():
     text = f"draft {CALL} <think> more </think>"
-    assert parse_tool_calls(text, think_open=True) == []
-    assert len(parse_tool_calls(text)) == 1
+    assert rewards.parse_tool_calls(text, think_open=True) == []
+    assert len(rewards.parse_tool_calls(text)) == 1
     # never closed: the call was written
-    assert len(parse_tool_calls(f"thought {CALL}", think_open=True)) == 1
+    assert len(rewards.parse_tool_calls(f"thought {CALL}", think_open=True)) == 1
     # the closing tag alone tells how the turn began
-    assert parse_tool_calls(f"thought {CALL}</think>") == []
+    assert rewards.parse_tool_calls(f"thought {CALL}</think>") == []
 
 
 PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</answer>", "<answer>B",
@@ -195,7 +181,7 @@ PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</an
     (["<think>hm <answer>B</answer>"], "B"),  # a thought that never closes hides nothing
 ])  # fmt: skip
 def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
-    assert final_answer(turns) == want
+    assert rewards.final_answer(turns) == want
 
 
 @pytest.mark.parametrize("turns, want", [
@@ -210,7 +196,7 @@ def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
     ([], None),
 ])  # fmt: skip
 def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
-    assert answer_or_tail(turns) == want
+    assert rewards.answer_or_tail(turns) == want
 
 
 @pytest.mark.parametrize("response, want", [
@@ -246,7 +232,7 @@ def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
     ("A shows two, C four.\nB", "B"),
 ])  # fmt: skip
 def test_letter_is_read_by_policy(response, want):
-    assert extract_letter(response, PETS) == want
+    assert rewards.extract_letter(response, PETS) == want
 
 
 @pytest.mark.parametrize("response, want", [
@@ -271,7 +257,7 @@ def test_letter_is_read_by_policy(response, want):
     ("start 9, end 3", None), ("it lasts 6 seconds", None), ("2024-2025 frames", None),
 ])  # fmt: skip
 def test_span_is_read_in_seconds(response, want):
-    assert extract_span(response) == want
+    assert rewards.extract_span(response) == want
 
 
 @pytest.mark.parametrize("span, gold, want", [
@@ -281,7 +267,7 @@ def test_span_is_read_in_seconds(response, want):
     ((0, math.inf), (0, 10), 0),
 ])  # fmt: skip
 def test_iou_equals_hand_computed_values(span, gold, want):
-    assert temporal_iou(span, gold) == approx(want)
+    assert rewards.temporal_iou(span, gold) == approx(want)
 
 
 @pytest.mark.parametrize("response, gold", [
@@ -291,7 +277,7 @@ def test_iou_equals_hand_computed_values(span, gold, want):
     ("007", "7"), ("(A)", "A"),
 ])  # fmt: skip
 def test_open_answers_match_after_normalising(response, gold):
-    assert match_open(response, gold) and accuracy(response, "open", gold) == 1.0
+    assert match_open(response, gold) and rewards.accuracy(response, "open", gold) == 1.0
 
 
 @pytest.mark.parametrize("response, gold", [
@@ -311,17 +297,18 @@ def test_open_answers_that_differ_do_not_match(response, gold):
     ("the", "A", 0.0),
 ])  # fmt: skip
 def test_token_f1_counts_multisets(response, gold, want):
-    assert token_f1(response, gold) == approx(want)
+    assert rewards.token_f1(response, gold) == approx(want)
 
 
 def test_accuracy_dispatches_on_task_type():
-    assert accuracy("dog", "mcq", "B", PETS) == 1.0 and accuracy("C", "mcq", "b", PETS) == 0.0
-    assert accuracy("0 - 10", "grounding", [5, 15]) == approx(1 / 3)
-    assert accuracy("red car", "open", "blue car") == 0.5
+    assert rewards.accuracy("dog", "mcq", "B", PETS) == 1.0
+    assert rewards.accuracy("C", "mcq", "b", PETS) == 0.0
+    assert rewards.accuracy("0 - 10", "grounding", [5, 15]) == approx(1 / 3)
+    assert rewards.accuracy("red car", "open", "blue car") == 0.5
     for kind, gold in (("mcq", "A"), ("open", "x"), ("grounding", (0, 1))):
-        assert accuracy(None, kind, gold) == 0.0
+        assert rewards.accuracy(None, kind, gold) == 0.0
     with pytest.raises(KeyError, match="essay"):
-        accuracy("A", "essay", "A")
+        rewards.accuracy("A", "essay", "A")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -417,8 +404,9 @@ def test_anchor_and_gamma_weigh_the_anchor_term():
 
 
 def test_tool_reward_equals_hand_computed_values():
-    assert [tool_term(0, 0, 1.0), tool_term(1, 0, 0.0), tool_term(1, 0, 1.0)] == [0.0, 0.1, 0.1]
-    assert [tool_term(2, 1, 0.0), tool_term(1, 1, 0.2), tool_term(0, 3, 1.0)] == [0.3, 0.8, 0.0]
+    cases = {(0, 0, 1.0): 0.0, (1, 0, 0.0): 0.1, (1, 0, 1.0): 0.1, (2, 1, 0.0): 0.3,
+             (1, 1, 0.2): 0.8, (0, 3, 1.0): 0.0}
+    assert {case: rewards.tool_term(*case) for case in cases} == cases
 
 
 def test_score_sums_its_weighted_terms():
@@ -474,7 +462,7 @@ anything = st.one_of(scraps, st.text(max_size=60))
 @given(anything, st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_parsing_never_raises_and_returns_usable_calls(text, think_open):
-    for call in parse_tool_calls(text, think_open):
+    for call in rewards.parse_tool_calls(text, think_open):
         if call.error is None:
             assert call.name == "crop_video" and -1e9 < call.start < call.end < 1e9
             assert call.num_frames is None or call.num_frames >= 1
@@ -488,8 +476,7 @@ def test_parsing_never_raises_and_returns_usable_calls(text, think_open):
 @settings(deadline=None, max_examples=300)
 def test_scores_never_raise_and_stay_in_bounds(turns, think_open, answer_suffix, task_type):
     gold = {"mcq": "A", "open": "red car", "list": "1 red, 2 blue", "grounding": (1, 5)}[task_type]
-    got = score(turns, task_type, gold, PETS, 1, 1, think_open=think_open,
-                answer_suffix=answer_suffix)
+    got = score(turns, task_type, gold, PETS, 1, 1, think_open, answer_suffix=answer_suffix)
     assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8
     assert got["total"] == approx(got["acc"] + got["fmt"] + got["tool"])
     assert all(0 <= closed <= opened for opened, closed in rewards.closure_counts(
@@ -523,12 +510,12 @@ def overlap_oracle(pieces):
 
 def test_mask_of_a_turn_worked_by_hand():
     pieces = [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"]
-    assert structural_mask(pieces) == [False, True, True, True, False, True]
-    assert structural_mask([]) == []
-    assert structural_mask([b"", b""]) == [False, True]
+    assert rewards.structural_mask(pieces) == [False, True, True, True, False, True]
+    assert rewards.structural_mask([]) == []
+    assert rewards.structural_mask([b"", b""]) == [False, True]
     # An empty token inside a tag overlaps no byte of it; near misses are no tags.
-    assert structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
-    assert structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>",
+    assert rewards.structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
+    assert rewards.structural_mask([b"<answer", b"x>", b"<Answer>", b"<tool_code>", b"< think>",
                             b"."]) == [False, False, False, True, False, True]
 
 
@@ -541,9 +528,9 @@ def test_mask_equals_the_oracle_for_any_split(parts, data):
     # equal cuts give empty tokens
     cuts = sorted(data.draw(st.lists(st.integers(0, len(joined)), max_size=20)))
     pieces = [joined[a:b] for a, b in zip([0, *cuts], [*cuts, len(joined)], strict=True)]
-    assert structural_mask(pieces) == overlap_oracle(pieces)
+    assert rewards.structural_mask(pieces) == overlap_oracle(pieces)
     tokens = [part.encode() for part in parts]
-    assert structural_mask(tokens) == overlap_oracle(tokens)
+    assert rewards.structural_mask(tokens) == overlap_oracle(tokens)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -551,10 +538,10 @@ def test_mask_equals_the_oracle_for_any_split(parts, data):
 
 def test_advantages_equal_hand_computed_values():
     # rewards 1 + .5 = 1.5 and 0 + 0 = 0: mean .75, sigma .75
-    a_task, a_fmt, sigma = group_advantages([1.0, 0.0], [0.5, 0.0])
+    a_task, a_fmt, sigma = rewards.group_advantages([1.0, 0.0], [0.5, 0.0])
     assert sigma == approx(0.75) and a_task == approx([2 / 3, -2 / 3])
     assert a_fmt == approx([1 / 3, -1 / 3])
-    assert group_advantages([1.0, 0.0], [0.0, 0.0])[:2] == ([1.0, -1.0], [0.0, 0.0])
+    assert rewards.group_advantages([1.0, 0.0], [0.0, 0.0])[:2] == ([1.0, -1.0], [0.0, 0.0])
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 1)), min_size=2, max_size=8),
@@ -563,7 +550,7 @@ def test_advantages_equal_hand_computed_values():
 def test_the_two_advantages_sum_to_vanilla_grpo(group, format_weight):
     task, fmt = [a for a, _ in group], [format_weight * f for _, f in group]
     reward = [a + f for a, f in zip(task, fmt)]
-    a_task, a_fmt, sigma = group_advantages(task, fmt)
+    a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
     assert sigma == approx(statistics.pstdev(reward), abs=1e-9)
     if sigma < 1e-6:
         assert a_task == a_fmt == [0.0] * len(group)
@@ -575,17 +562,17 @@ def test_the_two_advantages_sum_to_vanilla_grpo(group, format_weight):
 
 def test_a_difference_that_means_nothing_is_no_large_advantage():
     """Seven spans are the label, one ends 0.1 ms late: TRL's advantage is -0.08 there."""
-    a_task, a_fmt, _ = group_advantages([1.0] * 7 + [1.0 - 1e-5], [0.0] * 8)
+    a_task, a_fmt, _ = rewards.group_advantages([1.0] * 7 + [1.0 - 1e-5], [0.0] * 8)
     assert a_task == approx([1.25e-3] * 7 + [-8.75e-3]) and a_fmt == [0.0] * 8
-    small, _, sigma = group_advantages([1.0] * 7 + [0.9], [0.0] * 8)
+    small, _, sigma = rewards.group_advantages([1.0] * 7 + [0.9], [0.0] * 8)
     assert sigma > 1e-3 and small == approx([7**-0.5] * 7 + [-7**0.5])  # as without the floor
 
 
 def test_groups_without_variance_give_no_signal():
-    assert group_advantages([0.3] * 8, [0.7] * 8)[:2] == ([0.0] * 8, [0.0] * 8)
+    assert rewards.group_advantages([0.3] * 8, [0.7] * 8)[:2] == ([0.0] * 8, [0.0] * 8)
     # The parts cancel: the composed reward is constant although neither part is.
-    assert group_advantages([1.0, 0.0], [0.0, 1.0])[:2] == ([0.0, 0.0], [0.0, 0.0])
-    assert group_advantages([], []) == ([], [], 0.0)
+    assert rewards.group_advantages([1.0, 0.0], [0.0, 1.0])[:2] == ([0.0, 0.0], [0.0, 0.0])
+    assert rewards.group_advantages([], []) == ([], [], 0.0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -600,7 +587,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)).map(
 def test_window_scores_are_those_of_sets_of_seconds(windows, evidence):
     """Counted second by second, which is exact for whole seconds."""
     looked, gold = ({t for a, b in spans for t in range(a, b)} for spans in (windows, evidence))
-    found = window_scores(windows, evidence)
+    found = rewards.window_scores(windows, evidence)
     if not gold:
         assert set(found.values()) == {None}
         return
@@ -618,7 +605,7 @@ def test_windows_are_paid_by_their_iou_once_each_and_only_if_they_were_run(windo
     paid, free = (rewards.score(["Look."], task, calls,
                                 pay=rewards.RewardConfig(window_weight=weight))
                   for weight in (2.0, 0.0))
-    iou = window_scores(windows, evidence)["iou"]
+    iou = rewards.window_scores(windows, evidence)["iou"]
     assert paid["paid_task"] - free["paid_task"] == approx(2 * iou)
     assert paid["paid_fmt"] == free["paid_fmt"] and paid["windows"]["iou"] == iou
     failed = [{**call, "status": "error"} for call in calls]

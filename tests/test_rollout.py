@@ -246,8 +246,7 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
     episode = play_one(engine, tasks, Broken(str(toy), video.FrameCache()))
     got, glue = responses(codec, episode)
     assert episode.status == "engine_error"  # of one call; the episode went on
-    assert len(got) == len(episode.calls) == 10
-    assert got == [c["summary"] for c in episode.calls]
+    assert len(got) == len(episode.calls) == 10 and got == [c["summary"] for c in episode.calls]
     wanted = ["I saw 0", "not valid JSON", "unknown tool 'zoom'", "reversed", "I saw 60",
               "holds nothing of the video", "could not be looked at",
               "it is broken here", "is not a time", "not run: at most 5"]
@@ -260,8 +259,7 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
     assert all(text.startswith("error: ") for text, c in zip(got, episode.calls)
                if c["status"] not in ("ok", "not_run"))
     assert glue.count("<|im_start|>user") == glue.count("<|im_start|>assistant") == 1
-    assert glue.count("<|im_start|>") == 2
-    assert glue.count("<|im_end|>") == 1
+    assert glue.count("<|im_start|>") == 2 and glue.count("<|im_end|>") == 1
     assert glue.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n")
     assert len(engine.subs()) == 3  # those whose frames could be read, of the first five good calls
     clamped = next(r for r in engine.subs() if window_of(r)[0] == 60)
@@ -317,8 +315,7 @@ def test_the_context_is_never_overrun_and_never_ends_on_a_response(codec, tasks,
         seen[episode.status] += 1
         assert episode.status in ("ok", "context")
         assert (episode.status == "ok") == (episode.error is None)
-        assert all(len(r.expanded) + r.max_tokens <= size and r.max_tokens >= 1
-                   for r in engine.requests)
+        assert all(1 <= r.max_tokens <= size - len(r.expanded) for r in engine.requests)
         assert len(episode.context.ids) <= max(size, prompt)
         if episode.turns:
             assert episode.context.mask[-1] == 1, size
@@ -352,8 +349,7 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
         k = rollout.overview_frames("gated", 0, 3, group[0].task["id"])
         prompt = first.ids[: group[0].spans[0][0]]
         assert [e.num_frames for e in group] == [k] * 4
-        assert [e.sample for e in group] == [0, 1, 2, 3]
-        assert len({e.group for e in group}) == 1
+        assert [e.sample for e in group] == [0, 1, 2, 3] and len({e.group for e in group}) == 1
         assert all(e.context.ids[: e.spans[0][0]] == prompt
                    and e.context.items[0].key == first.items[0].key for e in group)
         # K reaches the decoder and the prompt, not only the record.
@@ -412,11 +408,13 @@ def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_
     bad = play(engine, [broken], source, group=2)
     assert [e.status for e in bad] == ["video_error"] * 2 and why in bad[0].error
     assert not engine.requests
+    engine = Scripted(codec, ["I saw red red red.\n</think>\n<answer>red</answer>"])
     good = play(engine, [tasks[1], broken, tasks[2]], rollout.Source(str(toy), video.FrameCache()))
     assert [e.status for e in good] == ["ok", "video_error", "ok"]
     assert bad[0].reward["total"] == 0.0 and json.dumps(bad[0].to_json())
     assert rollout.from_json(bad[0].to_json()).context is None
     assert "broken" in rollout.show(bad[0], codec)
+    assert "«I saw red red red.\n" in rollout.show(good[0], codec)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -537,10 +535,8 @@ def test_the_engine_has_room_for_all_frames_of_a_context(monkeypatch, codecs, to
 def test_command_line_writes_records_that_train(toy, tmp_path, codec):
     out = tmp_path / "r.jsonl"
     done = run_script("rollout.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
-                      toy / "rl.jsonl",
-                      "--limit", 2, "--num-generations", 2, "--show", 1, "--max-new-tokens", 24,
-                      "--frames",
-                      4, "--out", out, reference=True)
+                      toy / "rl.jsonl", "--limit", 2, "--num-generations", 2, "--show", 1,
+                      "--max-new-tokens", 24, "--frames", 4, "--out", out, reference=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["task"]["id"], r["sample"], r["K"]) for r in rows] == [

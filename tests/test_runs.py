@@ -85,8 +85,7 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
     first, second = saved_at(tmp_path, "step_000001"), saved_at(tmp_path, "step_000002")
     assert runs.newest_checkpoint(str(tmp_path)) == str(second)
     damage(second)
-    assert not runs.is_complete(str(second))
-    assert runs.newest_checkpoint(str(tmp_path)) == str(first)
+    assert not runs.is_complete(str(second)) and runs.newest_checkpoint(str(tmp_path)) == str(first)
     damage(first)
     assert runs.newest_checkpoint(str(tmp_path)) is None
 
@@ -119,7 +118,7 @@ def arguments(**flags):
                                  "dp_replicate": 1, **flags})
 
 
-def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
+def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path, capsys):
     assert runs.resume_point(str(tmp_path), arguments(), None) == (None, {})
     assert runs.resume_point(str(tmp_path), arguments(), True) == (None, {})
     folder = saved_at(tmp_path, "step_000002", args=vars(arguments()))
@@ -129,6 +128,7 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path):
     with pytest.raises(launch.UserError, match=r"other settings: lr 1.0 \(now 2.0\)"):
         runs.resume_point(str(tmp_path), arguments(lr=2.0), None)
     assert runs.resume_point(str(tmp_path), arguments(lr=2.0), True)[1]["step"] == 2
+    assert capsys.readouterr().out == f"{folder}: lr 1.0 (now 2.0)\n"
     assert runs.resume_point(str(tmp_path), arguments(lr=2.0), False) == (None, {})
     shutil.rmtree(folder)
     saved_at(tmp_path, "step_000002", args={**vars(arguments()), "kl": 0.0})

@@ -6,9 +6,11 @@ say it is.
 """
 import hashlib
 import os
+import random
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -90,8 +92,7 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
         for task in rows_of(toy / name):
             scenes = scenes_in(seconds_of(task["video"], toy))
             assert len(scenes) == 4 and scenes[-1][1] == 64
-            border = re.fullmatch(r"Which colours flash while the border is (\w+)\?",
-                                  task["question"])[1]
+            border = re.fullmatch(r"Which colours flash while the .* (\w+)\?", task["question"])[1]
             hits = [s for s in scenes if s[2] == border]
             assert task["evidence"] == [[a, b] for a, b, *_ in hits] and 1 <= len(hits) <= 2
             assert task["answer"] == ", ".join(flash[0][1] for *_, flash in hits)
@@ -105,8 +106,25 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
     assert asked_twice == {1, 2}
 
 
+@pytest.mark.parametrize("count", [4, 16, 32])
+def test_of_many_scenes_a_rare_border_is_asked_about(count):
+    for seed in range(9):
+        scenes, border = toy_world.make_scenes(random.Random(seed), count)
+        counts = Counter(scene["border"] for scene in scenes)
+        assert 1 <= counts[border] <= 4 or counts[border] == min(counts.values())
+
+
 # ------------------------------------------------------------------------------------------------
 # The SFT mixture
+
+
+def test_a_wrong_chat_looks_at_other_scenes_than_those_asked_about():
+    draw = random.Random(0)
+    task = toy_world.make_task("v", *toy_world.make_scenes(draw))
+    for share in (0.0, 1.0):
+        looks = re.findall(r"look (\d+) to (\d+)", str(toy_world.chats(task, draw, share)))
+        asked = [[int(a), int(b)] in task["evidence"] for a, b in looks]
+        assert (not share) == any(asked) and asked
 
 
 def test_the_data_speaks_the_protocol(toy):

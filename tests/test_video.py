@@ -12,8 +12,10 @@ import signal
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,10 +57,8 @@ def seen(images):
     return found
 
 
-def write(
-    path, num_frames, rate=25, size=(64, 32), milliseconds=None, codec="libx264", pixels="yuv420p",
-          mux=None, draw=paint, **options
-):
+def write(path, num_frames, rate=25, size=(64, 32), milliseconds=None, codec="libx264",
+          pixels="yuv420p", mux=None, draw=paint, **options):
     """Writes a video whose frame i shows i, at milliseconds[i] or else i / rate. Size: (w, h);
     draw: its pictures; options: the codec's."""
     rate = Fraction(rate).limit_denominator(10**5)
@@ -270,6 +270,16 @@ def test_variable_frame_rate_and_first_time_not_zero(tmp_path, ending, first):
     np.testing.assert_allclose(frames.seconds, [0.045, 0.3, 1.1, 2.6], atol=1e-3)
     # far from any start: the frame on display since 2.6
     assert seen(video.crop(path, 3.0, 3.1, **NATIVE).images) == [8]
+
+
+def test_a_frame_without_its_time_of_display_has_the_time_of_decoding(monkeypatch):
+    """ffmpeg's rule: the third frame's 5 goes back behind the 10 of the second, so it counts as
+    faulty, and all times from there on are those of decoding."""
+    frames = [SimpleNamespace(pts=pts, dts=dts, duration=1)
+              for pts, dts in ((0, 0), (None, 10), (5, 20))]
+    opened = nullcontext((SimpleNamespace(decode=lambda stream: frames), None))
+    monkeypatch.setattr(video, "_stream", lambda path: opened)
+    assert video._display_pts("v.avi") == ([0, 10, 20], 30)
 
 
 @pytest.mark.parametrize("timeout", [None, 20])
@@ -550,8 +560,7 @@ def test_load_message_items(minute):
     assert video.load({**window, "max_frames": 2}, root, cache).seconds.tolist() == [18, 22]
     assert video.load({**window, "fps": 0.5}, root, cache).seconds.tolist() == [17, 19, 21, 23]
     assert video.load({**window, "num_frames": 1}, root, cache).seconds.tolist() == [20]
-    assert video.load({**window, "num_frames": None}, root,
-                      cache).key == video.crop(minute, 16, 24).key
+    assert video.load({**window, "num_frames": None}, root).key == video.crop(minute, 16, 24).key
     assert video.load({**item, "frames": 4}, root, cache,
                       max_pixels=1024).images.shape[1:3] == (32, 32)
     with pytest.raises(KeyError):

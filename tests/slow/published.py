@@ -198,17 +198,14 @@ def configuration(tied, hidden=64, layers=2):
                              "rope_type": "default"},
             **({"tie_word_embeddings": True} if tied else {})}
     vision = {"deepstack_visual_indexes": [0, 1], "depth": 2, "hidden_act": "gelu_pytorch_tanh",
-              "hidden_size": 64, "in_channels": 3,
-              "initializer_range": 0.02, "intermediate_size": 128, "model_type": "qwen3_vl",
-              "num_heads": 2,
+              "hidden_size": 64, "in_channels": 3, "initializer_range": 0.02,
+              "intermediate_size": 128, "model_type": "qwen3_vl", "num_heads": 2,
               "num_position_embeddings": 2304, "out_hidden_size": hidden, "patch_size": 16,
-              "spatial_merge_size": 2,
-              "temporal_patch_size": 2}
+              "spatial_merge_size": 2, "temporal_patch_size": 2}
     return {"architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655,
-            "model_type": "qwen3_vl", "text_config": text,
-            "tie_word_embeddings": tied, "transformers_version": "4.57.0.dev0",
-            "video_token_id": 151656, "vision_config": vision,
-            "vision_end_token_id": 151653, "vision_start_token_id": 151652}
+            "model_type": "qwen3_vl", "text_config": text, "tie_word_embeddings": tied,
+            "transformers_version": "4.57.0.dev0", "video_token_id": 151656,
+            "vision_config": vision, "vision_end_token_id": 151653, "vision_start_token_id": 151652}
 
 
 def write_settings(folder, tied, thinking):
@@ -216,8 +213,7 @@ def write_settings(folder, tied, thinking):
     sampling = ({"top_p": 0.95, "top_k": 20, "temperature": 1.0} if thinking
                 else {"top_p": 0.8, "top_k": 20, "temperature": 0.7})
     half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16,
-            "temporal_patch_size": 2, "merge_size": 2,
-            "processor_class": "Qwen3VLProcessor"}
+            "temporal_patch_size": 2, "merge_size": 2, "processor_class": "Qwen3VLProcessor"}
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     write_json(folder, "config.json", configuration(tied))
     write_json(folder, "generation_config.json", {

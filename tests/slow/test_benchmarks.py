@@ -77,9 +77,8 @@ def test_videomme(tmp_path, where):
 
 def longvideobench(**more):
     return {"video_id": "v", "id": "v_0", "video_path": "v.mp4", "subtitle_path": "v_en.json",
-            "correct_choice": 1, "question": "Then what?",
-            "duration": 190.2, "duration_group": 600, "question_category": "S2E",
-            "topic_category": "Travel",
+            "correct_choice": 1, "question": "Then what?", "duration": 190.2, "duration_group": 600,
+            "question_category": "S2E", "topic_category": "Travel",
             "starting_timestamp_for_subtitles": 12.5, **more}
 
 
@@ -108,9 +107,8 @@ def test_longvideobench_parquet_pads_options(tmp_path):
     assert set(tasks) == {"v_0", "v_1", "v_2"}
 
 
-LVBENCH = {"uid": "7",
-           "question": "Who (if anyone) enters?\n(A) A cook\n(B) The king\n"
-                       "(C) A. Smith,\n   a sailor\n(D) Nobody", "answer": "C",
+LVBENCH = {"uid": "7", "question": "Who (if anyone) enters?\n(A) A cook\n(B) The king\n"
+           "(C) A. Smith,\n   a sailor\n(D) Nobody", "answer": "C",
            "question_type": ["entity recognition", "reasoning"], "time_reference": "01:00-01:30"}
 
 

@@ -70,9 +70,8 @@ CLIP = piece("video_url", url="longvt_source/selftrace_1/b_8.0_12.0.mp4")
 
 
 @pytest.mark.parametrize("kind", FORMS)
-@pytest.mark.parametrize("tail", [
-    f" {STRICT} The Video path for this video is: /data/b.mp4",
-    " The video path for this video is my file.mp4.", ""])
+@pytest.mark.parametrize("tail", [f" {STRICT} The Video path for this video is: /data/b.mp4",
+                                  " The video path for this video is my file.mp4.", ""])
 def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, codec, kind, tail):
     """The cold start has to show the prompt that RL and evaluation show: not a token more."""
     question, said, gold = FORMS[kind]

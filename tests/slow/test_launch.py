@@ -39,9 +39,8 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch,
     assert launch.use_gpu(cpu=True) is False and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-@pytest.mark.parametrize("number, ends", [
-    (signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGHUP, False),
-    (signal.SIGINT, True)])
+@pytest.mark.parametrize("number, ends", [(signal.SIGTERM, False), (signal.SIGUSR1, False),
+                                          (signal.SIGHUP, False), (signal.SIGINT, True)])
 def test_a_second_ctrl_c_ends_the_process_at_once(number, ends):
     """torchrun passes a signal on to ranks that may have got it already. Ctrl-C twice is meant."""
     script = (f"import launch, os\nasked = launch.stop_on_signal()\nos.kill(os.getpid(), {number})"

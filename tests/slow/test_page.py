@@ -264,9 +264,8 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
             "finish": [EVIL, EVIL]}
     evil["task"] = {**evil["task"], "options": [EVIL] * 30,
                     **dict.fromkeys(("question", "answer", "type", "video"), EVIL)}
-    evil["calls"] = [
-        {"turn": 0, "start": 1e308, "end": -1e308, "status": EVIL, "summary": EVIL},
-        {"turn": 1, "start": None, "end": None, "status": EVIL, "summary": None}]
+    evil["calls"] = [{"turn": 0, "start": 1e308, "end": -1e308, "status": EVIL, "summary": EVIL},
+                     {"turn": 1, "start": None, "end": None, "status": EVIL, "summary": None}]
     browser = visit(made([evil, {**evil, "sample": 1}, *DAMAGED, episode()]), "episodes")
     press(browser, "j")  # it sorts after the good one
     assert texts(browser, "#one .turn .s")[0].startswith("</script><script>")

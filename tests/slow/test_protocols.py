@@ -121,8 +121,7 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
     ids, masks, log-probs, calls, summaries, rewards and what went wrong."""
     tasks = data.read_tasks(str(toy / "rl.jsonl"))
     agent = rollout.AgentConfig(**{"max_model_len": 1024, "max_new_tokens": 128,
-                                   "sub_max_new_tokens": 24,
-                                   "max_turns": 2, **more})
+                                   "sub_max_new_tokens": 24, "max_turns": 2, **more})
 
     def records(sampler, **how):
         found = []

@@ -27,9 +27,8 @@ from plumbing import data
 def world35(tmp_path_factory):
     """A small toy world on a random Qwen3.5."""
     out = tmp_path_factory.mktemp("qwen35") / "toy"
-    done = run_script("toy.py", "--base", "qwen3.5",
-                      "--out", out, "--base-videos", "4", "--sft-videos", "2", "--rl-videos", "3",
-                      "--eval-videos", "2")
+    done = run_script("toy.py", "--base", "qwen3.5", "--out", out, "--base-videos", "4",
+                      "--sft-videos", "2", "--rl-videos", "3", "--eval-videos", "2")
     assert done.returncode == 0, done.stderr
     return out
 
@@ -132,6 +131,8 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
     import video
 
     hf = loaded(world35)
+    text, rope = hf.config.text_config, hf.config.text_config.rope_parameters
+    assert text.head_dim * rope["partial_rotary_factor"] == 2 * sum(rope["mrope_section"])
     task = data.read_tasks(str(world35 / "rl.jsonl"))[0]
     source = rollout.Source(str(world35), video.FrameCache())
     spec = source.overview_spec(task, 5)
