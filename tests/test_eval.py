@@ -294,9 +294,8 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     # aligned, in the split with subtitles
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)
-    # The missing video comes, to another place: only its questions are asked.
-    (videomme / "videos").mkdir()
-    shutil.copy(videomme / "data" / "ab.mp4", videomme / "videos" / "gone.mp4")
+    # The missing video comes, with another ending: only its questions are asked.
+    shutil.copy(videomme / "data" / "ab.mp4", videomme / "data" / "gone.mkv")
     done = world(*names, drop=("--data",), say=lambda r: answer("B"))
     assert done.code == 0 and len(done.engine.requests) == 2, done.err
     shutil.rmtree(videomme / "subtitle")

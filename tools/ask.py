@@ -138,11 +138,11 @@ def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_o
 
 def line_of(event, took, options=None) -> str:
     """An event -> text for the terminal. took: seconds since the event before."""
-    kind, number = event["event"], event.get("number")
+    kind, n = event["event"], event.get("number")
     if kind == "overview":
         return f"[{len(event['times'])} frames of {event['duration']:.1f} s, {took:.1f} s]"
     if kind == "turn":
-        return f"[turn {number}, {took:.1f} s] {launch.printable(event['text'].strip())}"
+        return f"[turn {n}, {took:.1f} s] {launch.printable(event['text'].strip())}"
     if kind == "answer":
         text = event["text"] or "none"
         if event["status"] != "ok":
@@ -153,12 +153,11 @@ def line_of(event, took, options=None) -> str:
         return (f"answer: {launch.printable(text)}   ({event['frames']} frames, "
                 f"{event['windows']} windows, {event['at']:.1f} s)")
     if kind == "window":
-        return (f"  [call {number} looks at {len(event['times'])} frames, "
+        return (f"  [call {n} looks at {len(event['times'])} frames, "
                 f"{event['start']} to {event['end']} s]")
     window = f"{event['start']} to {event['end']} s" if event["parseable"] else "no window"
     seconds = "" if event["seconds"] is None else f", {event['seconds']:.1f} s"
-    return (f"  [call {number}, {window}: {event['status']}{seconds}] "
-            f"{launch.printable(event['text'])}")
+    return f"  [call {n}, {window}: {event['status']}{seconds}] {launch.printable(event['text'])}"
 
 
 def questions(args):

@@ -99,8 +99,7 @@ def context_fault(row: dict) -> str | None:
             and row["mask"] == marks and ends == sorted(ends) and 0 not in ends[1:2]
             and all(len(span) == 2 for span in row["spans"])
             and len(row["spans"]) <= len(row["turns"]) == len(row["finish"]))
-    return None if fits else ("'ids', 'mask', 'logps', 'spans', 'turns' and 'finish' do not fit "
-                              "each other")
+    return None if fits else "'ids', 'mask', 'logps', 'spans', 'turns' and 'finish' do not fit"
 
 
 # ------------------------------------------------------------------------------------------------

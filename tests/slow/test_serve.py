@@ -122,8 +122,7 @@ def asked_in_terminal(codec, toy):
 
 
 def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(running, codec, toy):
-    server = running()
-    wanted = asked_in_terminal(codec, toy)
+    server, wanted = running(), asked_in_terminal(codec, toy)
     ways = [FILM, "./" + FILM, f"file://{toy}/{FILM}", str(toy / FILM), as_data(toy / FILM)]
     kept = server.http.put("/videos", content=(toy / FILM).read_bytes()).json()["url"]
     for way in [*ways, kept]:
@@ -238,8 +237,7 @@ def bad_bodies():
 
 
 def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(running, toy):
-    server = running()
-    wrong = {}
+    server, wrong = running(), {}
     for name, body in bad_bodies().items():
         given = json.dumps(body) if isinstance(body, dict) else body
         response = server.http.post("/v1/chat/completions", content=given,
@@ -252,8 +250,7 @@ def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(runn
                 and len(line) < 400 and str(toy) not in line and "videos-" not in line)
         if not good:
             wrong[name] = response.status_code, response.text[:200]
-    assert not wrong
-    assert server.agents.taken == 0 and not +server.store.used
+    assert not wrong and server.agents.taken == 0 and not +server.store.used
     assert content_of(server.post())
     assert "at most 16 frames" in server.post(frames=1025).text
     server.store.root += "-away"
