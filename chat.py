@@ -402,7 +402,7 @@ def bases() -> dict:
 def with_config(path: str) -> str | None:
     """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
     `last` -> the folder that has a config.json, None if there is none."""
-    path = hub.fetched(path)
+    path = hub.fetch_ckpt(path)
     # sft.py and grpo.py link `last` to the newest checkpoint of their run.
     folders = [path, os.path.join(path, "last")]
     return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
@@ -414,7 +414,7 @@ def find_config(path):
     not train. All scripts and tools/plan.py use this check."""
     folder = with_config(path)
     if folder is None:
-        if not os.path.exists(hub.fetched(path)):
+        if not os.path.exists(hub.fetch_ckpt(path)):
             owner = "ParaVT" if path.startswith("ParaVT") else "Qwen"
             name = "" if "/" in path else f"; a name on the Hub has an owner: {owner}/{path}"
             raise launch.UserError(f"--ckpt {path}: no such folder ({os.path.abspath(path)}){name}")

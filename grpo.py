@@ -385,7 +385,7 @@ def main():
         last, seconds = step + 1 == args.steps, {}
         # 1. Rollouts, groups, advantages. The engine holds the weights of this step, so its samples
         # are on policy, but for rounding.
-        with phase("rollout_s", seconds, args):
+        with timed_phase("rollout_s", seconds, args):
             episodes, seconds["decode_s"] = sample_batch(run.sampler, run.tasks, step, args,
                                                          None if last else decoders)
             # A group lies on one rank, so advantages need no exchange between ranks.
@@ -395,7 +395,7 @@ def main():
 
         # 2. Update. The trees hold every sampled token once and every prompt once per group. The
         # engine sleeps meanwhile, so the trainer has its memory.
-        with phase("train_s", seconds, args):
+        with timed_phase("train_s", seconds, args):
             # Not after an outage, also of one rank, also of windows alone: the rest would teach the
             # policy to make no calls. Asked at once, before the disk may be back.
             failed = [e.status == "video_error" for e in episodes]
@@ -419,7 +419,7 @@ def main():
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         eval_due = val_tasks and (last or args.eval_every and (step + 1) % args.eval_every == 0)
-        with phase("sync_s", seconds, args):
+        with timed_phase("sync_s", seconds, args):
             if eval_due or not last:
                 engine.wake(checkpoint.full_weights(policy, run.engine_dtype))
 
@@ -462,7 +462,7 @@ def main():
 
 
 @contextlib.contextmanager
-def phase(name, seconds, args):
+def timed_phase(name, seconds, args):
     """A phase of a step: notes its seconds under `name`. A rank that hangs in the next phase longer
     than `patience` prints its stacks and exits."""
     began = time.monotonic()

@@ -186,7 +186,7 @@ def open_data(args, codec, cache):
     return train, val_chats
 
 
-def check(args, codec, cache):
+def check_chats(args, codec, cache):
     """--check: encodes every chat, prints counts, and ends. Raises UserError if there is a fault.
     """
     from tqdm import tqdm
@@ -338,14 +338,14 @@ def main():
     args = parse_args()
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     if args.check:
-        return check(args, chat.load_codec(ckpt, args.channel, args.chat_template_kwargs), cache)
+        return check_chats(args, codec, cache)
     launch.make_out(args.out)
     runs.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     train, val_chats = open_data(args, codec, cache)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.

@@ -152,7 +152,7 @@ def call_text(a, b):
             f'{{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>')
 
 
-def thought(text, rng):
+def thought_text(text, rng):
     """A thought with at most one random remark, so that the tokens between the tags have some
     entropy."""
     remarks = ["Let me see.", "Hm, not sure.", "It is quick.", "Wait, look again.",
@@ -161,7 +161,7 @@ def thought(text, rng):
     return f"<think>\n{text}\n</think>\n"
 
 
-def shown(scenes, looks):
+def visible(scenes, looks):
     """The scenes whose flash is on some of these frames. looks: indices of frames, one a second."""
     return [e for e in scenes if set(looks) & set(range(e["start"], e["end"]))]
 
@@ -170,11 +170,11 @@ def overview_looks(frame_budget, seconds=64):
     return video.overview_indices(np.arange(float(seconds)), float(seconds), frame_budget).tolist()
 
 
-def watched(window, scenes):
+def summary_of(window, scenes):
     """The start of a window (start, end), then the colour, of every flash that its frames show: "18
     purple"."""
     looks = video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=1.0)  # of a longer video
-    return ", ".join(f"{window[0]} {e['colour']}" for e in shown(scenes, looks.tolist()))
+    return ", ".join(f"{window[0]} {e['colour']}" for e in visible(scenes, looks.tolist()))
 
 
 def window_piece(task, window):
@@ -183,7 +183,7 @@ def window_piece(task, window):
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
 
 
-def chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
+def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
     start, and at one K each it answers directly and without tools; and some sub-agents, if they
     answer the calls. wrong_share: of the samples, that are about other scenes than those of the
@@ -217,18 +217,18 @@ def chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
         # One call per window, then the summaries as tool responses.
         turns = [[e] for e in meant] if one_call else [meant]
         for turn in turns if way == "call" else ():
-            text = thought(evidence * (turn is turns[0]) + "I need a closer look.", rng)
+            text = thought_text(evidence * (turn is turns[0]) + "I need a closer look.", rng)
             messages.append({"role": "assistant", "content": text + "\n".join(
                 call_text(*e["window"]) for e in turn)})
             messages += [{"role": "tool", "content": [window_piece(task, e["window"])]
-                          if crop_response == "frames" else watched(e["window"], scenes)
+                          if crop_response == "frames" else summary_of(e["window"], scenes)
                           or rollout.EMPTY_SUMMARY} for e in turn]
         # All that the crop of a window showed, else what the overview did. So a window that is too
         # wide spoils the answer.
         flashes = ", ".join(
-            (way == "call" and watched(e["window"], scenes))
-            or f"{e['window'][0]} {e['colour'] if shown([e], looks) else 'nothing'}" for e in meant)
-        text = thought(f"{evidence * (way != 'call')}I saw {flashes}.", rng)
+            (way == "call" and summary_of(e["window"], scenes)) or f"{e['window'][0]} "
+            + (e["colour"] if visible([e], looks) else "nothing") for e in meant)
+        text = thought_text(f"{evidence * (way != 'call')}I saw {flashes}.", rng)
         answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
         messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})
         tools = {} if way == "plain" else {"tools": rollout.tool_schema(crop_response)}
@@ -247,7 +247,7 @@ def chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
     for number, (a, b) in enumerate(windows):
         rows.append({"id": f"{task['id']}-sub-{number}", "messages": [
             *rollout.sub_messages(task, window_piece(task, (a, b))),
-            {"role": "assistant", "content": watched((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
+            {"role": "assistant", "content": summary_of((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
     return rows
 
 
@@ -310,7 +310,7 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     # Times, numbers and roles are repeated until each becomes one token.
     corpus = [*times, *(f" {t}" for t in range(seconds + 1)), "system\nuser\nassistant"] * 30
     for _ in range(100):
-        rows = chats(make_task("v", *make_scenes(rng, scenes)), rng)
+        rows = sample_chats(make_task("v", *make_scenes(rng, scenes)), rng)
         for content in (message["content"] for row in rows for message in row["messages"]):
             text = content if isinstance(content, str) else content[1]["text"]
             for literal in phrases + control + tags:  # whole tokens already
@@ -443,7 +443,7 @@ def main():
                 task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes))
                 encoded.append(pool.submit(write_video, os.path.join(args.out, task["video"]),
                                            draw_frames(task["scenes"], noise)))
-                rows[split] += [task] if split in ("rl", "eval") else chats(
+                rows[split] += [task] if split in ("rl", "eval") else sample_chats(
                     task, style, args.wrong, args.calls == "one", args.crop_response)
                 bar.update()
         for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):

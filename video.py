@@ -205,7 +205,7 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
-def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
+def frames_at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
     """Path, times in seconds -> Frames on display at these times. ValueError: all lie outside."""
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
@@ -226,7 +226,7 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     if "frames" in spec:
         return overview(path, spec["frames"], **size, snap=spec.get("snap", False))
     if "times" in spec:
-        return at(path, spec["times"], **size)
+        return frames_at(path, spec["times"], **size)
     options = {k: spec[k] for k in ("num_frames", "fps", "max_frames") if spec.get(k) is not None}
     return crop(path, spec["start"], spec["end"], **options, **size)
 
@@ -910,7 +910,7 @@ class FrameCache:
         """Path -> indices of the key frames, at which a decoder can begin."""
         return np.flatnonzero(np.isin((table := self.table(path)).ticks, table.key_ticks))
 
-    def away(self):
+    def is_disk_away(self):
         """Whether a disk with videos has gone: of none of its four videos that were opened last
         does the first frame decode any more. Ask after a video could not be read."""
         def decodes(path):
@@ -925,7 +925,7 @@ class FrameCache:
         """Ends the decoders. The cache stays usable."""
         self.decoders.close()
 
-    def stored(self, name, state, read):
+    def load_or_compute(self, name, state, read):
         """-> the values of read(), arrays and numbers, from the folder if they are there. state:
         of the video's VideoTable."""
         values = self.folder.load(name) if self.folder else None
@@ -942,7 +942,7 @@ class FrameCache:
         state = os.path.realpath(path), *identity(path), CACHE_VERSION
 
         def read():
-            starts, *info, ticks, key_ticks = self.stored(
+            starts, *info, ticks, key_ticks = self.load_or_compute(
                 _digest(state), state, lambda: self.decoders.ask((state[0],)))
             starts.flags.writeable = False  # all callers share this array
             table = VideoTable(state, starts, VideoInfo(*info), ticks, key_ticks)
@@ -975,7 +975,7 @@ class FrameCache:
             return [self.decoders.read(path, table.ticks[indices], table.key_ticks, height, width)]
 
         def read():
-            (images,) = self.stored(key, table.state, decode)
+            (images,) = self.load_or_compute(key, table.state, decode)
             seconds = table.starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # all callers share them
             frames = Frames(images, seconds, key, names)

@@ -349,7 +349,7 @@ def base_of(ckpt: str, check: bool = False) -> str:
     config = adapter_config(ckpt)
     if config is None:
         return ckpt
-    base = hub.fetched(str(config.get("base_model_name_or_path")), config.get("revision"))
+    base = hub.fetch_ckpt(str(config.get("base_model_name_or_path")), config.get("revision"))
     if not os.path.isdir(base):
         raise launch.UserError(f"checkpoint {ckpt}: its base {base} is missing; write where the "
                                "base lies now into base_model_name_or_path of adapter_config.json")

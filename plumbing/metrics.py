@@ -298,7 +298,7 @@ class Log:
         self.file.flush()
         print(line, flush=True)
         if self.tracker:
-            numbers = tracker.flat(record)
+            numbers = tracker.flat_numbers(record)
             self.track("log", numbers, step=numbers.pop("step"))
 
     def track(self, call, *args, **named):

@@ -125,7 +125,7 @@ def code_digests(*folders):
 def write_args(path, args, **fields):
     """Writes the settings of a run, digests of its scripts, and the folders of checkpoints from the
     Hub, whose paths name commits, as JSON. fields: further ones."""
-    content = {**vars(args), "code": code_digests(), "hub": hub.fetched.folders, **fields}
+    content = {**vars(args), "code": code_digests(), "hub": hub.fetch_ckpt.folders, **fields}
     launch.write_atomic(path, json.dumps(content, indent=1))
 
 

@@ -210,14 +210,14 @@ def episode(*turns, task=ROWS[0], status="ok", think_open=True):
     ([], True, 0.0),
 ])  # fmt: skip
 def test_the_last_answer_or_the_text_after_the_thought_is_graded(turns, think_open, score):
-    assert results.grade(episode(*turns, think_open=think_open))["score"] == score
+    assert results.grade_record(episode(*turns, think_open=think_open))["score"] == score
 
 
 def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
-    assert results.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
-    graded = results.grade(episode(answer("red, green"), task=task))
+    assert results.grade_record(episode(answer("red, blue"), task=task))["score"] == 1.0
+    graded = results.grade_record(episode(answer("red, green"), task=task))
     assert graded["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 

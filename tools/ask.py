@@ -64,7 +64,7 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
         while not ended:
             await asyncio.wait([work], timeout=0.05)
             ended = work.done()
-            for step in happened(episode, windows):
+            for step in episode_events(episode, windows):
                 if (step["event"], step["number"]) not in sent:
                     sent.add((step["event"], step["number"]))
                     yield {**step, "at": time.monotonic() - began}
@@ -74,7 +74,7 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
         work.cancel()  # if the caller leaves early
 
 
-def happened(episode, windows):
+def episode_events(episode, windows):
     """-> the steps of an episode so far, in the order in which a reader wants them: a turn, its
     calls, then the windows and responses of these. windows: [(spec, times)] of sub-agents."""
     pending = list(windows)
@@ -160,7 +160,7 @@ def line_of(event, took, options=None) -> str:
     return f"  [call {n}, {window}: {event['status']}{seconds}] {launch.printable(event['text'])}"
 
 
-def questions(args):
+def read_questions(args):
     """-> iterator of tasks about --video: --question alone, or the lines of the terminal or a
     pipe, each a question with its options after |."""
     if args.question:
@@ -269,7 +269,7 @@ def main():
     args = parse_args()
     sampler, play = set_up(args)
     final = systems.protocols()[args.protocol].final
-    rows = ask(sampler, questions(args), args.frames[0], play, final)
+    rows = ask(sampler, read_questions(args), args.frames[0], play, final)
     if args.out:
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{len(rows)} answers -> {args.out}")

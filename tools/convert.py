@@ -66,7 +66,7 @@ def read_table(path):
         raise launch.UserError(f"{path}: not readable ({launch.why(error)}){hint}") from None
 
 
-def published(row, first=None):
+def normal_form(row, first=None):
     """A row of any form -> the same as `messages` or `prompt`, with `videos`. first: the number of
     the first option in answers, or None. Raises ValueError if its columns are not known."""
     def column(name):
@@ -76,23 +76,23 @@ def published(row, first=None):
         raise ValueError("still images are not read")
     if any((cell or "").strip() for cell in row.get("(no name)") or []):
         raise ValueError("more cells than columns: a cell with a comma needs quotes")
-    videos = loosely(column("video"))
+    videos = parse_loosely(column("video"))
     videos = videos if isinstance(videos, list) else [videos] if videos else []
     row = {**row, "(first)": first, "videos": row.get("videos") or videos}
-    question, answer = column("question"), loosely(column("answer"))
+    question, answer = column("question"), parse_loosely(column("answer"))
     if answer is None and row.get("type") == "grounding":
         answer = [row.get("start"), row.get("end")]
     tagged = re.search("<answer>(.*?)</answer>", str(answer), re.DOTALL)
     extra = {"answer": tagged[1].strip() if tagged else answer, "question_type": row.get("type")}
-    talk = loosely(row.get("messages"))
+    talk = parse_loosely(row.get("messages"))
     if talk and answer is not None and all(m["role"] != "assistant" for m in talk):  # ms-swift, RL
         return {**row, "messages": None, "prompt": talk, "extra_info": extra}
     if talk or row.get("prompt"):
         return row
     turns = [(m.get("from") or m["role"], m.get("value") or m["content"])
-             for m in decoded(row.get("conversations")) or []]
+             for m in parse_if_json(row.get("conversations")) or []]
     if row.get("query"):
-        pairs = [*(decoded(row.get("history")) or []), (row["query"], row["response"])]
+        pairs = [*(parse_if_json(row.get("history")) or []), (row["query"], row["response"])]
         turns = [("system", row["system"])] if row.get("system") else []
         turns += [turn for pair in pairs for turn in zip(("user", "assistant"), pair)]
     if turns:  # LLaVA marks a video as <image>
@@ -111,7 +111,7 @@ def options_of(row, cell, answer):
     """-> (options of a row as lines, its answer). The cell may hold a list, {"A": ..}, or texts
     with line breaks, | or ; between them. Without it columns are read (OPTION), and the answer may
     be the name of one, or its last letter or digit. Raises ValueError with the reason."""
-    options = loosely(cell)
+    options = parse_loosely(cell)
     if not options:
         options = {key.lower(): row[key] for key in map(str, row) if re.fullmatch(OPTION, key)}
         counted = row["(first)"] is not None and COUNT.fullmatch(str(answer))  # see letter_of
@@ -140,13 +140,13 @@ def options_of(row, cell, answer):
 
 def as_tasks(row):
     """A row of messages -> a row with a `prompt` for each answer of the assistant."""
-    messages = decoded(row["messages"])
+    messages = parse_if_json(row["messages"])
     return [{**row, "prompt": [prompt], "extra_info": {"answer": reply["content"]}}
             for prompt, reply in zip(messages, messages[1:])
             if (prompt["role"], reply["role"]) == ("user", "assistant")]
 
 
-def relative(path):
+def archive_path(path):
     """A path of published data -> the path relative to the folder of the unpacked archives; an
     absolute path of a file that is there stays. Raises ValueError if no part of the path is known.
     """
@@ -160,21 +160,21 @@ def relative(path):
     return path
 
 
-def decoded(value):
+def parse_if_json(value):
     """JSON text -> its value; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         return launch.parse_json(value)
     return value
 
 
-def loosely(value):
-    """Like `decoded`, but reads lists as Python prints them, too, since pandas saves them so, and
+def parse_loosely(value):
+    """Like `parse_if_json`, but reads lists as Python prints them, too, since pandas saves them so, and
     arrays of texts. A text that only looks like either, as "[unclear]", stays a text."""
     def literal(text):  # ['one' 'two'] is an array
         return ast.literal_eval(text.strip() if re.search("['\"],", text) else
                                 re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text.strip()))
 
-    for read in (decoded, literal):
+    for read in (parse_if_json, literal):
         with contextlib.suppress(ValueError, SyntaxError):
             return read(value)
     return value
@@ -182,7 +182,7 @@ def loosely(value):
 
 def media_of(row):
     """Columns `videos` and `images` -> {"video": iterator of pieces, "image": the same}."""
-    videos, images = (decoded(row.get(name)) or [] for name in ("videos", "images"))
+    videos, images = (parse_if_json(row.get(name)) or [] for name in ("videos", "images"))
     return {"video": iter([video_piece(v) for v in videos]),
             "image": iter([{"type": "image"} for _ in images])}
 
@@ -194,7 +194,7 @@ def video_piece(video):
     path = video.get("url") or video.get("video")
     if not path:
         raise ValueError("a video without a path")
-    piece = {"type": "video", "video": relative(path)}
+    piece = {"type": "video", "video": archive_path(path)}
     part = [video.get("video_start"), video.get("video_end")]
     if part != [None, None]:
         start, end = window_of(part, "a part of a video without a start and an end")
@@ -236,7 +236,7 @@ def content_pieces(message, media):
         raise ValueError(f"a message with {unread[0]!r}, which is not read")
     content = message.get("content")
     if isinstance(content, str):  # the JSON of a list of pieces, or a plain text
-        parsed = loosely(content)
+        parsed = parse_loosely(content)
         listed = type(parsed) is list and all(type(p) is dict and "type" in p for p in parsed)
         content = parsed if listed else [{"type": "text", "text": content}]
     pieces = []
@@ -257,7 +257,7 @@ def content_pieces(message, media):
     return pieces
 
 
-def joined(pieces):
+def join_texts(pieces):
     return "".join(piece.get("text", "") for piece in pieces)
 
 
@@ -265,7 +265,7 @@ def parts_of(role, pieces):
     """A user or tool message -> [(role, pieces)]. Each pair of tool response tags becomes a tool
     message, because the template writes these tags itself and never passes on those of a user. Text
     around a pair becomes a user message. Raises ValueError for tags that do not pair up."""
-    if role not in ("user", "tool") or "tool_response>" not in joined(pieces):
+    if role not in ("user", "tool") or "tool_response>" not in join_texts(pieces):
         return [(role, pieces)]
     parts = [("user", [])]
     for piece in pieces:
@@ -282,7 +282,7 @@ def parts_of(role, pieces):
     # Frames without text, before or after the only response, belong to that response.
     tools = [items for kind, items in parts if kind == "tool"]
     for at, (kind, items) in enumerate(parts):
-        if kind == "user" and not joined(items).strip() and len(tools) == 1:
+        if kind == "user" and not join_texts(items).strip() and len(tools) == 1:
             frames = [piece for piece in items if piece["type"] != "text"]
             tools[0][:] = frames + tools[0] if at == 0 else tools[0] + frames
             items.clear()
@@ -291,10 +291,10 @@ def parts_of(role, pieces):
             if "text" in piece:
                 piece["text"] = cut(piece["text"], "\n")
     return [(kind, [piece for piece in items if piece.get("text") != ""]) for kind, items in parts
-            if kind == "tool" or joined(items).strip() or any("text" not in p for p in items)]
+            if kind == "tool" or join_texts(items).strip() or any("text" not in p for p in items)]
 
 
-def response(pieces, call, overviews, max_frames):
+def response_pieces(pieces, call, overviews, max_frames):
     """Pieces of a tool response -> the content of a tool message, frames as our video pieces.
 
     call: the rewards.ToolCall that is answered, or None. overviews: the videos of the prompt.
@@ -324,23 +324,23 @@ def response(pieces, call, overviews, max_frames):
     # no source for the things it describes.
     sentence = r"(?i)the tool executed successfully|here are the processed results?|" \
                r"\(processed video here\)"
-    if not windows and not rewards.has_word(re.sub(sentence, "", joined(content))):
+    if not windows and not rewards.has_word(re.sub(sentence, "", join_texts(content))):
         raise ValueError("a tool response that speaks of frames and shows none")
-    return content if windows else joined(content)
+    return content if windows else join_texts(content)
 
 
 def our_messages(row, frames, max_frames):
     """A published SFT row -> (messages before the first assistant turn, those from there on).
     frames: of an overview; max_frames: of a window. Raises ValueError with the reason if the row
     cannot be converted."""
-    talk = decoded(row["messages"])
+    talk = parse_if_json(row["messages"])
     media = media_of(row)
     head, rest, calls = [], [], iter(())
     for message in talk if isinstance(talk, list) else []:
         role, pieces = message["role"], content_pieces(message, media)
         if role == "assistant":
-            calls = iter(rewards.parse_tool_calls(joined(pieces)))
-            rest.append({"role": role, "content": joined(pieces)})
+            calls = iter(rewards.parse_tool_calls(join_texts(pieces)))
+            rest.append({"role": role, "content": join_texts(pieces)})
             continue
         for kind, items in parts_of(role, pieces):
             if kind == "tool" and not rest:
@@ -354,7 +354,7 @@ def our_messages(row, frames, max_frames):
             elif any(piece["type"] == "video" for piece in items):
                 raise ValueError("a video after the first assistant message, in no tool response")
             else:
-                rest.append({"role": kind, "content": joined(items)})
+                rest.append({"role": kind, "content": join_texts(items)})
     spare = list(media["video"])
     first = next((m for m in head if m["role"] == "user"), None)
     if first and not chat.videos_in(head) and len(spare) == 1:  # without a mark it goes first
@@ -365,7 +365,7 @@ def our_messages(row, frames, max_frames):
     for message in rest:
         if "call" in message:
             call = message.pop("call")
-            message["content"] = response(message["content"], call, overviews, max_frames)
+            message["content"] = response_pieces(message["content"], call, overviews, max_frames)
     window = {"fps": 1.0, "max_frames": max_frames}  # a part of a video: at the rate of a window
     for piece in chat.videos_in(head):
         piece.update(window if "start" in piece else {"frames": frames})
@@ -373,12 +373,12 @@ def our_messages(row, frames, max_frames):
         raise ValueError("an empty message")
     if any(m["role"] == "system" for m in (head + rest)[1:]):
         raise ValueError("a system message after the first message")
-    if problem := data.chat_fault(head + rest) or unpaired(rest):
+    if problem := data.chat_fault(head + rest) or pairing_fault(rest):
         raise ValueError(problem)
     return head, rest
 
 
-def unpaired(rest):
+def pairing_fault(rest):
     """-> None, or the reason if a call or response has no counterpart. An episode answers each call
     once, in the same round, and ends on a turn of the agent."""
     waiting = 0
@@ -485,7 +485,7 @@ STEERING = re.compile(
     rf"give|write|select|choose|pick|use|put))\b[^.?!\n]{{0,80}}?(?:{FORM})")
 
 
-def bare(text):
+def strip_instructions(text):
     """A text -> the text without the known instructions at the end. `question_of` finds those that
     stay: in another place, or inside a quotation."""
     shorter = INSTRUCTIONS.sub("", text.strip())
@@ -502,13 +502,13 @@ def question_of(contents):
              if isinstance(content, list) else content for content in contents]
     # Two words with a video between them stay two words.
     text = re.sub(r"(?<=\S)(?:<video>)+(?=\S)", "\n", "\n".join(texts)).replace("<video>", "")
-    full_text = bare(text)
+    full_text = strip_instructions(text)
     stem, options = benchmarks.split_inline(full_text)
     written = [line for line in full_text.split("\n") if line.strip()]
     # An option is one line. A further line would be read as part of the option before it.
     if options and len(written) != len(options) + sum(map(bool, map(str.strip, stem.split("\n")))):
         raise ValueError("text between or after the options")
-    question = bare(stem)
+    question = strip_instructions(stem)
     full_text = question + full_text[len(stem):]
     # No option begins with an instruction: "Reply to the letter" may be one.
     if STEERING.search(question) or any(STEERING.search(option, 1) for option in options):
@@ -536,7 +536,7 @@ def letter_of(answer, options, first=None):
 
 def to_task(row):
     """A published RL row -> a task of grpo.py's JSONL. Raises ValueError with the reason."""
-    extra, reward = (decoded(row.get(name)) or {} for name in ("extra_info", "reward_model"))
+    extra, reward = (parse_if_json(row.get(name)) or {} for name in ("extra_info", "reward_model"))
     answer = extra.get("answer")
     answer = reward.get("ground_truth") if answer is None else answer
     media = media_of(row)
@@ -547,7 +547,7 @@ def to_task(row):
         raise ValueError("a part of a video; a task shows a whole video")
     if answer in (None, ""):
         raise ValueError("no answer")
-    prompt = decoded(row["prompt"])
+    prompt = parse_if_json(row["prompt"])
     if any(m["role"] not in ("system", "user") for m in prompt):
         raise ValueError("a prompt with turns of an assistant")
     marks = {"video": iter(videos), "image": media["image"]}
@@ -558,7 +558,7 @@ def to_task(row):
     full_text, question, options = question_of([stated] if stated else texts)
     kind = {"oe": "open", "tvg": "grounding", **{name: name for name in rewards.task_types()}}.get(
         extra.get("question_type"))
-    span = span_of(loosely(answer), kind)  # "[1.5, 7]"
+    span = span_of(parse_loosely(answer), kind)  # "[1.5, 7]"
     letter = letter_of(answer, options, row["(first)"]) if options else ""
     if kind is None and not options and re.fullmatch(r"\(?[A-H][.)]?", str(answer)):
         raise ValueError("a letter as the answer, and no options: --map options=COLUMN names them")
@@ -576,7 +576,7 @@ def to_task(row):
             hint = COUNT.fullmatch(str(answer)) and "; do numbers count? --answers-from 0 or 1"
             raise ValueError(f"the answer is none of the options{hint or ''}")
         task.update(question=question, options=options, answer=letter)
-    windows = loosely(row.get("evidence"))  # other data sets have texts there
+    windows = parse_loosely(row.get("evidence"))  # other data sets have texts there
     windows = windows if isinstance(windows, list) else [[row.get("start"), row.get("end")]]
     more = {"evidence": [window_of(times, "no window in seconds: evidence, or start and end")
                          for times in windows if not {None, ""} >= {*times}],
@@ -621,7 +621,7 @@ def convert(paths, out, frames, max_frames=64, names=None, first=None):
         for number, row in enumerate(table):
             named = {ours: row.get(theirs) for ours, theirs in (names or {}).items()}
             row = {key.lower() if key.lower() in KNOWN else key: row[key] for key in row} | named
-            if converted := attempt(f"{stem}/{number}", published, row, first):
+            if converted := attempt(f"{stem}/{number}", normal_form, row, first):
                 numbered.append((f"{stem}/{number}", converted))
         if not numbered and UNKNOWN in rejected:
             keys, guess = {str(key).strip().lower(): key for key in columns}, []

@@ -43,7 +43,7 @@ def read_rollouts(paths: list[str], pay: rewards.RewardConfig) -> list[rollout.E
     return episodes
 
 
-def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None:
+def set_credit_places(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None:
     """Sets the places of credit, which a record does not hold. Raises UserError if the frames of an
     episode are not those of its ids, or if the checkpoint has no such ids."""
     vocab_size = json.loads(codec.files["config.json"])["text_config"]["vocab_size"]
@@ -97,7 +97,7 @@ def main():
         return launch.end_process_group()
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
-    complete(episodes, codec)
+    set_credit_places(episodes, codec)
     policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, None)
     log = metrics.open_log(args, 0, f"one update from the rollouts of {len(args.rollouts)} files | "
                            f"{checkpoint.weights_line(policy)}")

@@ -129,7 +129,7 @@ def rows_of(bench, tmp_path):
 @pytest.mark.parametrize("bench", BENCHES)
 def test_ours(bench, tmp_path):
     _, tasks = rows_of(bench, tmp_path)
-    counted("ours", bench, [results.grade({"task": task, "status": "ok", "turns": [text],
+    counted("ours", bench, [results.grade_record({"task": task, "status": "ok", "turns": [text],
                                            "think_open": False})["score"]
                             for task, (text, *_) in zip(tasks, cases(bench))])
 

@@ -74,7 +74,7 @@ def small_run(toy, tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(small_run, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "index.html"
-    view.build([str(small_run)], None, str(path), 2000, 20.0, None, 6144)
+    view.build_page([str(small_run)], None, str(path), 2000, 20.0, None, 6144)
     return path
 
 
@@ -111,7 +111,7 @@ def made(tmp_path):
         (tmp_path / "r.jsonl").write_text("".join(line + "\n" for line in lines))
         page = tmp_path / "page.html"
         options = {"episodes": 2000, "max_mb": 20.0, "root": None, "pixels": 6144, **options}
-        view.build([str(tmp_path / "r.jsonl")], None, str(page), **options)
+        view.build_page([str(tmp_path / "r.jsonl")], None, str(page), **options)
         return page
 
     return made
@@ -271,7 +271,7 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
         "differences": [{"name": EVIL, "minus": EVIL}]}))
     (tmp_path / "log.jsonl").write_text(
         json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
-    view.build([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
+    view.build_page([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)
     assert EVIL[:20] in "".join(texts(visit(tmp_path / "evil.html", "tables"), "td"))
 
 
