@@ -399,7 +399,7 @@ def main():
             # Not after an outage, also of one rank, also of windows alone: the rest would teach the
             # policy to make no calls. Asked at once, before the disk may be back.
             failed = [e.status == "video_error" for e in episodes]
-            blind = launch.any_rank(any(failed) and source.cache.away())
+            blind = launch.any_rank(any(failed) and source.cache.disk_away())
             blind = blind or not launch.any_rank(not all(failed))
             asleep_gb = engine.sleep()
             # The frames that the rollouts saw: an update needs no file, which may have gone.
@@ -574,7 +574,7 @@ def evaluate(log, sampler, val_tasks, step, args):
                 "acc": e.reward.get("acc"), "judge": e.reward.get("judge"), "type": e.task["type"],
                 "ran": e.status not in runs.MACHINE_FAULTS}
     acc, unread = metrics.log_held_out(log, step, [*rows.values()])
-    return math.nan if launch.any_rank(bool(unread) and source.cache.away()) else acc, unread
+    return math.nan if launch.any_rank(bool(unread) and source.cache.disk_away()) else acc, unread
 
 
 # ------------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def batch_packs(chats, step, codec, args, rank, world):
     rank_rows = data.balance_over_ranks(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens)
     lost = chats.broken.intersection(rank_rows)
-    away = bool(lost) and chats.cache.away()
+    away = bool(lost) and chats.cache.disk_away()
     if lost and not away:  # after that look: an outage that passed before costs no chat
         packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens, retry=True)
     return packs, frames, away, sorted(chats.broken)
@@ -323,7 +323,7 @@ def held_out_loss(policy, chats, args, rank, world):
             loss, n = backward(policy, packs)
         nats, tokens = nats + loss * n, tokens + n
     lost = sorted(chats.broken)
-    away = bool(lost) and chats.cache.away()
+    away = bool(lost) and chats.cache.disk_away()
     # Chats that can be read now were left out by an outage, which may have passed after that look.
     away = launch.any_rank(any([chats.read(i, {}, True) is not None for i in lost]) or away)
     return math.nan if away or not tokens else nats / tokens

@@ -161,7 +161,7 @@ def thought_text(text, rng):
     return f"<think>\n{text}\n</think>\n"
 
 
-def visible(scenes, looks):
+def visible_scenes(scenes, looks):
     """The scenes whose flash is on some of these frames. looks: indices of frames, one a second."""
     return [e for e in scenes if set(looks) & set(range(e["start"], e["end"]))]
 
@@ -174,7 +174,7 @@ def summary_of(window, scenes):
     """The start of a window (start, end), then the colour, of every flash that its frames show: "18
     purple"."""
     looks = video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=1.0)  # of a longer video
-    return ", ".join(f"{window[0]} {e['colour']}" for e in visible(scenes, looks.tolist()))
+    return ", ".join(f"{window[0]} {e['colour']}" for e in visible_scenes(scenes, looks.tolist()))
 
 
 def window_piece(task, window):
@@ -201,19 +201,19 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
         # Prompts come from rollout.py as in RL, because another wording would be another task.
         messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
         looks = overview_looks(k, seconds)
-        visible = told_scenes(scenes, looks)
+        overview_scenes = told_scenes(scenes, looks)
         # The scenes that this sample is about.
-        meant = [e for e in visible if e["border"] == task["events"][0]["border"]]
+        meant = [e for e in overview_scenes if e["border"] == task["events"][0]["border"]]
         if not meant:  # the overview missed all scenes of the question
             continue
         if rng.random() < wrong_share:
-            others = [e for e in visible if e not in meant]
+            others = [e for e in overview_scenes if e not in meant]
             meant = rng.sample(others, min(len(meant), len(others)))
-            meant.sort(key=visible.index)
+            meant.sort(key=overview_scenes.index)
         # "0 red, 18 blue look 18 to 30, ..": starts and borders, and the windows to look at.
         evidence = "I saw " + ", ".join(
             f"{e['window'][0]} {e['border']}" + " look {} to {}".format(*e["window"]) * (e in meant)
-            for e in visible) + ". "
+            for e in overview_scenes) + ". "
         # One call per window, then the summaries as tool responses.
         turns = [[e] for e in meant] if one_call else [meant]
         for turn in turns if way == "call" else ():
@@ -227,7 +227,7 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
         # wide spoils the answer.
         flashes = ", ".join(
             (way == "call" and summary_of(e["window"], scenes)) or f"{e['window'][0]} "
-            + (e["colour"] if visible([e], looks) else "nothing") for e in meant)
+            + (e["colour"] if visible_scenes([e], looks) else "nothing") for e in meant)
         text = thought_text(f"{evidence * (way != 'call')}I saw {flashes}.", rng)
         answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
         messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})

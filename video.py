@@ -910,7 +910,7 @@ class FrameCache:
         """Path -> indices of the key frames, at which a decoder can begin."""
         return np.flatnonzero(np.isin((table := self.table(path)).ticks, table.key_ticks))
 
-    def is_disk_away(self):
+    def disk_away(self):
         """Whether a disk with videos has gone: of none of its four videos that were opened last
         does the first frame decode any more. Ask after a video could not be read."""
         def decodes(path):

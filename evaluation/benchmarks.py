@@ -159,7 +159,8 @@ def paper_table():
 
 
 # ------------------------------------------------------------------------------------------------
-# One row -> tasks. `complete_task` adds the common fields: type mcq, bare options, gold letter, paths.
+# One row -> tasks. `complete_task` adds the common fields: type mcq, bare options, gold letter,
+# paths.
 
 
 def videomme_tasks(row, path):

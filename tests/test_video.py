@@ -458,13 +458,13 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
 def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path):
     films = [write(tmp_path / name, 10) for name in ("a.mp4", "b.mp4")]
     cache = FrameCache()
-    assert cache.is_disk_away()  # nothing was ever read
+    assert cache.disk_away()  # nothing was ever read
     for film in films:
         cache.index(film)
     os.remove(films[1])  # the one that was opened last
-    assert not cache.is_disk_away()
+    assert not cache.disk_away()
     os.remove(films[0])
-    assert cache.is_disk_away()
+    assert cache.disk_away()
 
 
 def broken(folder, kind):

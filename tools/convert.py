@@ -168,8 +168,8 @@ def parse_if_json(value):
 
 
 def parse_loosely(value):
-    """Like `parse_if_json`, but reads lists as Python prints them, too, since pandas saves them so, and
-    arrays of texts. A text that only looks like either, as "[unclear]", stays a text."""
+    """Like `parse_if_json`, but reads lists as Python prints them, too, since pandas saves them so,
+    and arrays of texts. A text that only looks like either, as "[unclear]", stays a text."""
     def literal(text):  # ['one' 'two'] is an array
         return ast.literal_eval(text.strip() if re.search("['\"],", text) else
                                 re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text.strip()))

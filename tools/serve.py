@@ -560,12 +560,12 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         body = request.scope.pop("body")
         if not body:
             raise Refused(400, "the body is the video, and it is empty")
-        return {"url": "video:" + await asyncio.to_thread(store.keep, {"": body})}
+        return {"url": "video:" + await asyncio.to_thread(store.keep_upload, {"": body})}
 
     @app.get("/videos/{path:path}")
     async def video_file(path: str):
         """A video for the page's player."""
-        path = store.inside(path)
+        path = store.path_below(path)
         file = os.path.join(store.root, path)
         if not os.path.isfile(file):
             raise Refused(404, "a player needs a file, and this is a folder of frames")
@@ -594,7 +594,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         most = max(args.frames, agent.sub_frames)  # the engine has room for so many
         if (body.frames or 0) > most:
             raise Refused(400, f"at most {most} frames; more: start serve.py with --frames N")
-        root, path = await asyncio.to_thread(store.find, video_url, frames, body.fps)
+        root, path = await asyncio.to_thread(store.find_video, video_url, frames, body.fps)
         # Videos and frames are files now, and a question may wait for long.
         video_url = None if video_url and video_url.startswith("data:") else video_url
         fps = None if frames else body.fps
@@ -603,7 +603,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         guard.free(request.scope)
         head = {"id": "chatcmpl-" + secrets.token_hex(12), "created": int(time.time()),
                 "model": args.name}
-        ended = partial(store.release, root, path)
+        ended = partial(store.release_video, root, path)
         try:
             info = await asyncio.to_thread(check_video, agents.sampler.source, root, path)
             default = min(max(round(fps * info.duration), 1), most) if fps else args.frames
