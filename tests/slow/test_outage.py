@@ -123,7 +123,7 @@ def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no
             yield episode
 
     monkeypatch.setattr(rollout, "run", run)
-    monkeypatch.setattr(video.FrameCache, "away", lambda self: True)
+    monkeypatch.setattr(video.FrameCache, "disk_away", lambda self: True)
     val = toy / "val3.jsonl"
     val.write_text("\n".join((toy / "rl.jsonl").read_text().splitlines()[:3]))
     vals, best = [], []
@@ -238,7 +238,7 @@ def test_a_held_out_film_that_goes_for_good_freezes_no_best(train_sft, tmp_path,
 
 def test_a_batch_without_any_token_is_a_bad_step(train_sft, monkeypatch):
     """Whatever the reason: the videos that were opened last may be on another disk."""
-    monkeypatch.setattr(video.FrameCache, "away", lambda self: False)
+    monkeypatch.setattr(video.FrameCache, "disk_away", lambda self: False)
     code, _, err = train_sft(range(1, 6), "--steps", 6)[:3]
     assert code == 1 and "step 4: no video could be read for 3 steps" in err
 
