@@ -49,8 +49,7 @@ def test_an_answer_without_a_window_that_the_machine_lost_is_none(codec, toy, ca
 
 @pytest.mark.process
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
-    out = tmp_path / "asked.jsonl"
-    film = toy / "videos" / "rl-0000.mp4"
+    out, film = tmp_path / "asked.jsonl", toy / "videos" / "rl-0000.mp4"
     done = run_script("tools/ask.py", "--preset", "toy", "--ckpt", toy / "init", "--video", film,
                       "--question", "Which?", "--frames", 4, "--out", out, reference=True)
     assert done.returncode == 0, done.stderr

@@ -114,8 +114,7 @@ def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
     counts = padded.reshape(blocks, size, blocks, size).sum((1, 3))
     assert (model.visible_pairs(pack.layout, tokens, size) == counts).all()
 
-    mask = model.block_mask(pack, torch.device("cpu"), size)
-    shown = np.zeros_like(padded)
+    mask, shown = model.block_mask(pack, torch.device("cpu"), size), np.zeros_like(padded)
     at = torch.arange(tokens)
     asked = mask.mask_mod(0, 0, at[:, None], at[None, :]).numpy()  # [L, L]
     lists = [(mask.kv_num_blocks, mask.kv_indices, False),
@@ -181,8 +180,7 @@ def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
     items = [album.item(1), album.item(2, frames=4, width=64)]
     messages = user("Look: ", items[0], " and ", items[1], " What is new?")
     ids, _ = chat.encode_prompt(each_codec, messages, items)
-    answer = response(3, 12)
-    batch = processor_batch(each_codec, album, messages, items)
+    answer, batch = response(3, 12), processor_batch(each_codec, album, messages, items)
     assert batch["input_ids"][0].tolist() == ids
     batch["input_ids"] = torch.cat([batch["input_ids"], torch.tensor([answer])], 1)
     for name in ("attention_mask", "mm_token_type_ids"):
@@ -208,8 +206,7 @@ def test_chunked_log_probs_equal_plain_log_softmax(chunk):
     target, scale = torch.randint(4, 50, (19,)), torch.randn(19)
     logp, entropy = model.token_logprobs(hidden, weight, target, banned=(0, 3), temperature=0.6,
                                          chunk=chunk)
-    ours = torch.autograd.grad((logp * scale).sum(), (hidden, weight))
-    bias = torch.zeros(50)
+    ours, bias = torch.autograd.grad((logp * scale).sum(), (hidden, weight)), torch.zeros(50)
     bias[[0, 3]] = -100
     table = ((hidden @ weight.T + bias) / 0.6).log_softmax(-1)
     plain = table[torch.arange(19), target]
@@ -438,10 +435,8 @@ def test_a_tree_over_the_budget_is_split_by_branches_without_changing_its_loss(
 
 
 def test_features_are_computed_once_per_frame_set(policy, codec, album):
-    vision = album.features(policy, codec)
-    items = [album.item(1), album.item(2)]
-    both = vision(items)
-    again = vision([dataclasses.replace(items[0]), items[1], items[0]])
+    vision, items = album.features(policy, codec), [album.item(1), album.item(2)]
+    both, again = vision(items), vision([dataclasses.replace(items[0]), items[1], items[0]])
     assert (again == torch.cat([both, both[:3 * 6]])).all() and vision.computed == 2
     assert both.shape == (2 * 3 * 6, 2, 128) and not both.requires_grad
     late = dataclasses.replace(items[0], key="late", seconds=[t + 1 for t in items[0].seconds])
