@@ -45,7 +45,7 @@ def test_one_line_instead_of_a_traceback(start, error, code, said):
      "; tools/convert.py reads parquet"),
     (b"id,video\n1,a.mp4\n", ": a table; tools/convert.py"),
     (b"id,video\n1,a.mp4\n", ":1: not JSON (Expecting value: line 1 column 1 (char 0)); tools/con"),
-    (b"\n", ": no rows"), (b"[" * 10**6, ":1: not JSON (nested too deep)"),
+    (b"\n", ": no rows"), (b'{"id": ' * 10**6, ":1: not JSON (nested too deep)"),
     (b'\n{"id": 1}\n\n{"id": 0}\n', ":4: a zero"), (None, ": No such file")])
 def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
     path = tmp_path / ("data.csv" if ": a table" in wanted else "data.jsonl")
