@@ -79,6 +79,7 @@ def test_room_on_a_cpu_is_for_the_states_of_gated_delta_layers():
     options = cpu_options(SimpleNamespace(text_config=text), chat.bases()["qwen3_5"],
                           EngineConfig(32))
     assert options["kv_cache_memory_bytes"] >= 2 * 2 * (2 * 128 * 128 * 4)
+    assert options["max_num_batched_tokens"] >= 32  # no prompt is cut
 
 
 @pytest.fixture(scope="module")

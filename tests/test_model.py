@@ -173,6 +173,18 @@ def test_attention_in_parts_is_attention_under_the_dense_mask(layout, groups):
         assert relative(a, b) < 1e-5
 
 
+def test_value_heads_share_key_heads_as_in_transformers():
+    """In a gated-delta layer. The toy has one key head."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    torch.manual_seed(0)
+    layer = modeling.Qwen3_5GatedDeltaNet(modeling.Qwen3_5TextConfig(
+        hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8), 0)
+    states, plan = torch.randn(1, 9, 32), model.AttentionPlan("parts", [(0, 9, [])])
+    assert (model.packed_delta(layer, states, plan=plan) - layer(states)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
 def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
     """The outside oracle: ids, pixels, positions and forward are all transformers' own, called as
