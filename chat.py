@@ -304,8 +304,7 @@ def encode_chat(codec: ChatProcessor, messages: list[dict], items=(), tools=None
     The ids are built from the pieces of a rollout (prompt, turns, glue), so SFT teaches the very
     ids that RL sees later.
     """
-    ids = []
-    mask = []
+    ids, mask = [], []
     rest = iter(items)  # of the videos that are still to come, in order
     for assistant, run in itertools.groupby(messages, lambda m: m["role"] == "assistant"):
         run = list(run)
@@ -403,7 +402,7 @@ def bases() -> dict:
 def with_config(path: str) -> str | None:
     """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
     `last` -> the folder that has a config.json, None if there is none."""
-    path = hub.fetched(path)
+    path = hub.fetch_ckpt(path)
     # sft.py and grpo.py link `last` to the newest checkpoint of their run.
     folders = [path, os.path.join(path, "last")]
     return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
@@ -415,7 +414,7 @@ def find_config(path):
     not train. All scripts and tools/plan.py use this check."""
     folder = with_config(path)
     if folder is None:
-        if not os.path.exists(hub.fetched(path)):
+        if not os.path.exists(hub.fetch_ckpt(path)):
             owner = "ParaVT" if path.startswith("ParaVT") else "Qwen"
             name = "" if "/" in path else f"; a name on the Hub has an owner: {owner}/{path}"
             raise launch.UserError(f"--ckpt {path}: no such folder ({os.path.abspath(path)}){name}")
@@ -428,10 +427,12 @@ def find_config(path):
         families = ", ".join(f"{name} ({base.title})" for name, base in bases().items())
         raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
                                f"{families}; docs/recipe.md says why")
-    # Quantizers write their settings at the top of the file or into a section.
-    if re.search('"quantization_config": (?!null)', json.dumps(config)):
-        raise launch.UserError(f"checkpoint {folder}: quantization_config in config.json: "
-                               "quantized weights cannot be trained; give the BF16 checkpoint")
+    # Quantizers write their settings at the top of the file or into a section. vLLM drops a part of
+    # this bias, and reads other kinds of RoPE, or no factor, in another way than transformers.
+    if bad := re.search('"quantization_config": (?!null)|"attention_bias": true|"factor": null|'
+                        '"rope_type": "(?!axial|default|mrope|yarn)[^"]*"', json.dumps(config)):
+        raise launch.UserError(f"checkpoint {folder}: {bad[0]} in config.json: such weights "
+                               "cannot be trained; give the BF16 checkpoint as published")
     # Files that may ask for Python code of the checkpoint's own, which is never run.
     for name in sorted(name for name in os.listdir(folder) if name.endswith("config.json")):
         if asks_for_code(read_object(os.path.join(folder, name))):
@@ -484,10 +485,11 @@ def load_config(ckpt):
 
 def text_overrides(config):
     """Configuration -> of its text_config what vLLM reads there, and transformers does not: it
-    reads the tie elsewhere, has defaults for M-RoPE, and no sliding window."""
-    return {"tie_word_embeddings": config.tie_word_embeddings, "rope_parameters": {
+    reads the tie elsewhere, has defaults for M-RoPE, and no sliding window, gate nor bias."""
+    return {"tie_word_embeddings": config.tie_word_embeddings, "attn_output_gate": True,
+            "qkv_bias": False, "sliding_window": None, "rope_parameters": {
         "mrope_section": [11, 11, 10] if config.model_type == "qwen3_5" else [24, 20, 20],
-        **config.text_config.rope_parameters, "mrope_interleaved": True}, "sliding_window": None}
+        **config.text_config.rope_parameters, "mrope_interleaved": True}}
 
 
 def small_files(folder):
@@ -595,8 +597,8 @@ def token_bytes(tokenizer):
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]
     char_to_byte = {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(hidden)}
-    added = tokenizer.get_added_vocab()  # written as they are, not by the table
-    vocabulary = tokenizer.get_vocab()
+    # Added tokens are written as they are, not by the table.
+    added, vocabulary = tokenizer.get_added_vocab(), tokenizer.get_vocab()
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for token, i in vocabulary.items():
         plain = token in added or not all(c in char_to_byte for c in token)

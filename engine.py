@@ -8,7 +8,7 @@ own process.
 
 Departs from the usual server beside the trainer: no copy of the weights on disk, no network. The
 engine's log-probs are those of the distribution that was sampled from: temperature and banned ids
-applied, no top-p and no top-k (eval.py alone may set these).
+applied, no top-p and no top-k (eval.py, ask.py may set these).
 
 Reads a checkpoint folder; writes nothing. Used by rollout.py, grpo.py and evaluation/. EngineLoop
 serves any engine that has submit(request), abort(request id) and poll().
@@ -209,7 +209,7 @@ class VllmEngine:
         self.llm = LLM(
             ckpt, max_model_len=limits.context, max_num_seqs=limits.max_seqs, **options,
             trust_remote_code=False, generation_config="vllm", logprobs_mode="processed_logprobs",
-            hf_overrides={"text_config": chat.text_overrides(config)},
+            hf_overrides={"rms_norm_eps": 1e-6, "text_config": chat.text_overrides(config)},
             limit_mm_per_prompt={"image": images, "video": limits.max_videos},
             mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False)
         torch.set_num_threads(threads)  # on CPU vLLM lowers the number for the whole process
@@ -218,7 +218,7 @@ class VllmEngine:
             self.engine.engine_core._finalizer.detach()
         self.codec, self.max_seqs = codec, limits.max_seqs
         # running: request id -> Request. prompts: see engine_prompt. sampling: more SamplingParams
-        # (top_p, ..), set by eval.py alone.
+        # (top_p, ..), set by eval.py and tools/ask.py alone.
         self.running, self.prompts, self.sampling = {}, {}, {}
         # By the file: vLLM unties its own configuration if an equal head is stored as well.
         self.tied_on_cpu = not gpu and config.tie_word_embeddings

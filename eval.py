@@ -43,7 +43,7 @@ import chat
 import launch
 import rollout
 from evaluation import benchmarks, costs, endpoint, results, scores, systems
-from evaluation.protocol_loop import check_prompts, reordered, run
+from evaluation.protocol_loop import check_prompts, run, shuffle_options
 from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
 
@@ -118,7 +118,7 @@ def parse_args(protocol: str | None = None):
     args.protocol = name
     if "all" in args.bench:
         args.bench = list(benchmarks.paper_table()["ParaVT-8B"][1])
-    for invalid, reason in faults(args):
+    for invalid, reason in flag_faults(args):
         if invalid:
             raise launch.UserError(reason)
     if len(args.bench) > len(args.root):
@@ -128,7 +128,7 @@ def parse_args(protocol: str | None = None):
     return args
 
 
-def faults(args):
+def flag_faults(args):
     """-> [(whether the flags contradict each other, why)], before any file is read."""
     benches, roots = len(args.bench), len(args.root)
     if args.compare or args.table or args.rescore or args.protocols:
@@ -155,7 +155,7 @@ def faults(args):
 
 def run_faults(args):
     """Those faults of flags that tools/ask.py can meet too."""
-    return systems.faults(args) + endpoint.faults(args) + [
+    return systems.flag_faults(args) + endpoint.flag_faults(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
         (args.chat_template_kwargs and args.engine == "openai",
@@ -195,6 +195,9 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             results.print_notes(bench, notes)
             flags.video_root = args.video_root or root
             mode = args.subtitles or benchmarks.splits()[bench].default_subtitles
+            if mode != "none" and notes["no subtitles"] == len(tasks):
+                raise launch.UserError(f"{bench}: none of its subtitles lies below {root}; unpack "
+                                       "them there, or --set subtitles=none")
         else:
             tasks = data.read_tasks(args.data)
             named = any(task.get("subtitles") for task in tasks)
@@ -266,7 +269,7 @@ def evaluate(args):
     jobs = pending_tasks(suites, args)
     needed = any(todo for *_, todo in jobs)
     # shares: for each rank and job the places of the tasks that the rank asks
-    shares = costs.split(jobs, world) if rank == 0 else [None] * world
+    shares = costs.tasks_by_rank(jobs, world) if rank == 0 else [None] * world
     if world > 1:
         # Shares of one rank for all: if two ranks saw a folder differently, a task could be missed.
         shares = launch.broadcast(shares)
@@ -347,7 +350,7 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             source = replace(suite.source, show=show)
             sampler = rollout.RolloutWorker(meter, codec, source, agent, max_live=args.live or None)
             if show == "options":
-                todo = [reordered(task) for task in todo]
+                todo = [shuffle_options(task) for task in todo]
             episodes = run(sampler, todo, protocol, frames=k, group=args.samples)
             with results.append_to(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
@@ -364,7 +367,7 @@ def main():
         names = [args.protocol] if args.prompt_file or args.texts_of else systems.protocols()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
-        results.prepare(args.bench[0], args.root[0], args.prepare)
+        results.prepare_data(args.bench[0], args.root[0], args.prepare)
     elif args.table:
         results.table(args.table)
     elif args.rescore:

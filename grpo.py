@@ -28,9 +28,9 @@ and stops the run if the gap is too large, because stale weights show nowhere el
 is R_fmt by the paper's terms, a common ruler; `fmt` is the term that this run pays for.
 
 Reads:  --ckpt, --data (task JSONL), --val.
-Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last, --out/log.jsonl,
-        --out/args.json, --out/rollouts/*.jsonl (tools/replay.py trains on them again),
-        --out/judge.jsonl (--judge-url)
+Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links),
+        --out/log.jsonl, --out/args.json, --out/judge.jsonl (--judge-url),
+        --out/rollouts/*.jsonl (tools/replay.py trains on them again)
 The same command again goes on from the newest whole checkpoint: tasks, K and sampling seeds depend
 on (seed, step) alone.
 
@@ -385,7 +385,7 @@ def main():
         last, seconds = step + 1 == args.steps, {}
         # 1. Rollouts, groups, advantages. The engine holds the weights of this step, so its samples
         # are on policy, but for rounding.
-        with phase("rollout_s", seconds, args):
+        with timed_phase("rollout_s", seconds, args):
             episodes, seconds["decode_s"] = sample_batch(run.sampler, run.tasks, step, args,
                                                          None if last else decoders)
             # A group lies on one rank, so advantages need no exchange between ranks.
@@ -395,11 +395,11 @@ def main():
 
         # 2. Update. The trees hold every sampled token once and every prompt once per group. The
         # engine sleeps meanwhile, so the trainer has its memory.
-        with phase("train_s", seconds, args):
+        with timed_phase("train_s", seconds, args):
             # Not after an outage, also of one rank, also of windows alone: the rest would teach the
             # policy to make no calls. Asked at once, before the disk may be back.
             failed = [e.status == "video_error" for e in episodes]
-            blind = launch.any_rank(any(failed) and source.cache.away())
+            blind = launch.any_rank(any(failed) and source.cache.disk_away())
             blind = blind or not launch.any_rank(not all(failed))
             asleep_gb = engine.sleep()
             # The frames that the rollouts saw: an update needs no file, which may have gone.
@@ -419,7 +419,7 @@ def main():
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         eval_due = val_tasks and (last or args.eval_every and (step + 1) % args.eval_every == 0)
-        with phase("sync_s", seconds, args):
+        with timed_phase("sync_s", seconds, args):
             if eval_due or not last:
                 engine.wake(checkpoint.full_weights(policy, run.engine_dtype))
 
@@ -462,7 +462,7 @@ def main():
 
 
 @contextlib.contextmanager
-def phase(name, seconds, args):
+def timed_phase(name, seconds, args):
     """A phase of a step: notes its seconds under `name`. A rank that hangs in the next phase longer
     than `patience` prints its stacks and exits."""
     began = time.monotonic()
@@ -574,14 +574,14 @@ def evaluate(log, sampler, val_tasks, step, args):
                 "acc": e.reward.get("acc"), "judge": e.reward.get("judge"), "type": e.task["type"],
                 "ran": e.status not in runs.MACHINE_FAULTS}
     acc, unread = metrics.log_held_out(log, step, [*rows.values()])
-    return math.nan if launch.any_rank(bool(unread) and source.cache.away()) else acc, unread
+    return math.nan if launch.any_rank(bool(unread) and source.cache.disk_away()) else acc, unread
 
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
 
 
-def add_update_arguments(parser):
+def add_training_arguments(parser):
     """Flags of an update, for grpo.py and tools/replay.py."""
     add = parser.add_argument_group("what to start from and write").add_argument
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
@@ -597,7 +597,7 @@ def add_update_arguments(parser):
     parser.add_setting("window_weight", "w_win; 0 = off", 0.0)
     parser.add_setting("call_cost", "c, price of an executed call; 0 = the paper", 0.0)
     parser.add_setting("gamma", "penalty of a thought that never closes: see rewards.py", 0.3)
-    # The rates differ by stage and for adapters, so None stands for "see parse_flags".
+    # The rates differ by stage and for adapters, so None stands for "see parse_training_arguments".
     add = parser.add_argument_group("loss and optimiser").add_argument
     add("--beta", type=float, default=0.01, help="of the KL; 0 = no reference model is loaded")
     add("--lr", type=float, default=None, help="AdamW, constant; default 2e-6, of adapters 2e-5")
@@ -613,7 +613,7 @@ def add_update_arguments(parser):
 
 def build_parser():
     parser = arguments.parser(__doc__)
-    add_update_arguments(parser)
+    add_training_arguments(parser)
     add = parser.add_argument_group("tasks and batches").add_argument
     add("--data", required=True, help="task JSONL")
     add("--check", action="store_true", help="only look at the data: labels, videos, tokens")
@@ -629,7 +629,7 @@ def build_parser():
     return parser
 
 
-def parse_flags(parser):
+def parse_training_arguments(parser):
     """Parser with the flags of an update -> flags, checked."""
     # Presets change defaults, and flags override defaults. So presets must be known first.
     early = arguments.parse_early(parser)
@@ -656,7 +656,7 @@ def parse_flags(parser):
 
 
 def parse_args():
-    args = parse_flags(build_parser())
+    args = parse_training_arguments(build_parser())
     arguments.require_min(1, args, "prompts", "steps")
     arguments.require_min(2, args, "num_generations")  # one alone has no advantage
     arguments.require_min(0, args, "eval_every", "save_every", "show_every")

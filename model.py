@@ -92,7 +92,7 @@ class VisionFeatures:
         for item in {item.key: item for item in items if item.key not in self.cache}.values():
             sizes.setdefault((item.height, item.width), []).append(item)
         for group in sizes.values():
-            parts = [patchify(self.codec, self.images(item), weight.device) for item in group]
+            parts = [patchify(self.codec, self.load_images(item), weight.device) for item in group]
             patches, grids = (torch.cat(tensors) for tensors in zip(*parts))
             out = self.visual(patches.to(weight.dtype), grid_thw=to_device(grids, weight.device))
             levels = getattr(out, "deepstack_features", None) or ()  # Qwen3.5 has none: D = 0
@@ -110,7 +110,7 @@ class VisionFeatures:
             self.bytes -= self.cache.popitem(last=False)[1].nbytes
         return features
 
-    def images(self, item):
+    def load_images(self, item):
         """VisionItem -> its frames, uint8 [T, H, W, 3]."""
         frames = self.frames.get(item.key) or self.load(item.spec)
         # The ids hold times and one placeholder per token, so other frames do not fit them.

@@ -389,18 +389,14 @@ def to_seconds(value):
     return 3600.0 * hours + 60.0 * minutes + seconds
 
 
-def sanitize_name(name):
-    """A name that the model wrote: printable ASCII, <= 40 characters, no < or >, thus no tag."""
-    return re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
-
-
 def check_call(name, arguments):
     """A ToolCall from a name and an argument dict, whichever dialect they came from."""
     name = name.strip() if isinstance(name, str) else ""
     if not name:
         return ToolCall(error='the call has no tool name, expected "name": "crop_video"')
     if name != "crop_video":
-        name = sanitize_name(name)
+        # Of a name that the model wrote: printable ASCII, no < or >, thus no tag.
+        name = re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
         return ToolCall(name, error=f"unknown tool '{name}', the only tool is crop_video")
     if not isinstance(arguments, dict):
         return ToolCall(name, error="arguments must be an object with start_time and end_time")
@@ -651,7 +647,7 @@ def is_letter(text, at):
     return bool(before[1] or not STRAY.match(text, at + 1)) if before else False
 
 
-def denied(text, start, end):
+def is_denied(text, start, end):
     """Whether a letter or a range at text[start:end] is said not to be the answer."""
     # Short windows of the text, so that each look around a match has a constant cost.
     before, after = text[max(0, start - 40) : start], text[end : end + 30]
@@ -682,7 +678,7 @@ def named_letters(pattern, text, letters):
         # "labels A and C" names neither.
         valid = is_letter(text, at) and (valid or not JOINT.fullmatch(text, end, at))
         end = match.end()
-        if valid and not denied(text, *match.span()):
+        if valid and not is_denied(text, *match.span()):
             named.pop(text[at].upper(), None)
             named[text[at].upper()] = end
     # "Answer: A. cat B. dog C. hot dog" repeats the question.
@@ -696,7 +692,7 @@ def stated_letter(pattern, text, letters):
     for letter, end in reversed(named_letters(pattern, text, letters).items()):
         alternative = ALTERNATIVE.match(text, end)
         two = alternative and (alternative[1] or is_letter(text, alternative.start(2)))
-        two = two and not denied(text, *alternative.span(2))
+        two = two and not is_denied(text, *alternative.span(2))
         return {letter, alternative[2].upper()} if two else {letter}
     return set()
 
@@ -801,7 +797,7 @@ def extract_span(response):
         if not listed and (unit or not COUNTED.search(around)):
             spans.append((match.span(), start, end))
     # The last range counts, because an echoed example or a first guess stands before the answer.
-    stated = [(position, *times) for position, *times in spans if not denied(text, *position)]
+    stated = [(position, *times) for position, *times in spans if not is_denied(text, *position)]
     start, end = (to_seconds(time) for time in max(stated, default=(0, None, None))[1:])
     return (start, end) if start is not None and end is not None and start < end else None
 

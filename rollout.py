@@ -815,7 +815,7 @@ def parse_args():
     return args
 
 
-def write(rows: list[dict], out: str) -> None:
+def write_rollouts(rows: list[dict], out: str) -> None:
     """Writes records to --out in place of its .part, and ends the run there."""
     # Episodes finish in any order; the file does not depend on that order.
     rows.sort(key=lambda row: (row["group"], row["sample"]))
@@ -863,7 +863,7 @@ def main():
             os.remove(leftover)
     done = {(row["group"], row["sample"]) for row in rows}
     if len(done) == wanted:
-        write(rows, args.out)  # perhaps a kill came first
+        write_rollouts(rows, args.out)  # perhaps a kill came first
         return launch.print0(f"nothing to do: {args.out} has all {wanted} rollouts")
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
@@ -886,7 +886,7 @@ def main():
                 print(show(episode, codec), flush=True)
             if stop_event.is_set():
                 break
-    write(rows, args.out)
+    write_rollouts(rows, args.out)
     seconds = time.monotonic() - began
     print(f"{summary_line(rows, len(rows) - len(done), seconds)} -> {args.out}")
     if len(rows) < wanted:

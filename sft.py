@@ -186,7 +186,7 @@ def open_data(args, codec, cache):
     return train, val_chats
 
 
-def check(args, codec, cache):
+def check_chats(args, codec, cache):
     """--check: encodes every chat, prints counts, and ends. Raises UserError if there is a fault.
     """
     from tqdm import tqdm
@@ -223,7 +223,7 @@ def batch_packs(chats, step, codec, args, rank, world):
     rank_rows = data.balance_over_ranks(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens)
     lost = chats.broken.intersection(rank_rows)
-    away = bool(lost) and chats.cache.away()
+    away = bool(lost) and chats.cache.disk_away()
     if lost and not away:  # after that look: an outage that passed before costs no chat
         packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens, retry=True)
     return packs, frames, away, sorted(chats.broken)
@@ -323,7 +323,7 @@ def held_out_loss(policy, chats, args, rank, world):
             loss, n = backward(policy, packs)
         nats, tokens = nats + loss * n, tokens + n
     lost = sorted(chats.broken)
-    away = bool(lost) and chats.cache.away()
+    away = bool(lost) and chats.cache.disk_away()
     # Chats that can be read now were left out by an outage, which may have passed after that look.
     away = launch.any_rank(any([chats.read(i, {}, True) is not None for i in lost]) or away)
     return math.nan if away or not tokens else nats / tokens
@@ -338,14 +338,14 @@ def main():
     args = parse_args()
     cache = video.frame_cache(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     if args.check:
-        return check(args, chat.load_codec(ckpt, args.channel, args.chat_template_kwargs), cache)
+        return check_chats(args, codec, cache)
     launch.make_out(args.out)
     runs.claim_run(args.out, [args.data, args.val])
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     train, val_chats = open_data(args, codec, cache)
     inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.

@@ -25,10 +25,11 @@ without tools. All are in the protocol's style, so base and cold start are one t
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
 `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
-video; questions, answers and cuts recur). --calls and --crop-response change the chats alone.
+video; questions, answers and cuts recur). --calls changes the chats alone,
+--crop-response `init/` too.
 
 The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens,
-and each sentence of the fixed prompts as one token, so that the short context is spent on frames.
+and each line of the fixed prompts as one token, so that the short context is spent on frames.
 `<answer>` is several tokens, as in Qwen3.
 
 Run:  python toy.py --out toy
@@ -151,7 +152,7 @@ def call_text(a, b):
             f'{{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>')
 
 
-def thought(text, rng):
+def thought_text(text, rng):
     """A thought with at most one random remark, so that the tokens between the tags have some
     entropy."""
     remarks = ["Let me see.", "Hm, not sure.", "It is quick.", "Wait, look again.",
@@ -160,7 +161,7 @@ def thought(text, rng):
     return f"<think>\n{text}\n</think>\n"
 
 
-def shown(scenes, looks):
+def visible_scenes(scenes, looks):
     """The scenes whose flash is on some of these frames. looks: indices of frames, one a second."""
     return [e for e in scenes if set(looks) & set(range(e["start"], e["end"]))]
 
@@ -169,11 +170,11 @@ def overview_looks(frame_budget, seconds=64):
     return video.overview_indices(np.arange(float(seconds)), float(seconds), frame_budget).tolist()
 
 
-def watched(window, scenes):
+def summary_of(window, scenes):
     """The start of a window (start, end), then the colour, of every flash that its frames show: "18
     purple"."""
     looks = video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=1.0)  # of a longer video
-    return ", ".join(f"{window[0]} {e['colour']}" for e in shown(scenes, looks.tolist()))
+    return ", ".join(f"{window[0]} {e['colour']}" for e in visible_scenes(scenes, looks.tolist()))
 
 
 def window_piece(task, window):
@@ -182,7 +183,7 @@ def window_piece(task, window):
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
 
 
-def chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
+def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
     start, and at one K each it answers directly and without tools; and some sub-agents, if they
     answer the calls. wrong_share: of the samples, that are about other scenes than those of the
@@ -200,34 +201,34 @@ def chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
         # Prompts come from rollout.py as in RL, because another wording would be another task.
         messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
         looks = overview_looks(k, seconds)
-        visible = told_scenes(scenes, looks)
+        overview_scenes = told_scenes(scenes, looks)
         # The scenes that this sample is about.
-        meant = [e for e in visible if e["border"] == task["events"][0]["border"]]
+        meant = [e for e in overview_scenes if e["border"] == task["events"][0]["border"]]
         if not meant:  # the overview missed all scenes of the question
             continue
         if rng.random() < wrong_share:
-            others = [e for e in visible if e not in meant]
+            others = [e for e in overview_scenes if e not in meant]
             meant = rng.sample(others, min(len(meant), len(others)))
-            meant.sort(key=visible.index)
+            meant.sort(key=overview_scenes.index)
         # "0 red, 18 blue look 18 to 30, ..": starts and borders, and the windows to look at.
         evidence = "I saw " + ", ".join(
             f"{e['window'][0]} {e['border']}" + " look {} to {}".format(*e["window"]) * (e in meant)
-            for e in visible) + ". "
+            for e in overview_scenes) + ". "
         # One call per window, then the summaries as tool responses.
         turns = [[e] for e in meant] if one_call else [meant]
         for turn in turns if way == "call" else ():
-            text = thought(evidence * (turn is turns[0]) + "I need a closer look.", rng)
+            text = thought_text(evidence * (turn is turns[0]) + "I need a closer look.", rng)
             messages.append({"role": "assistant", "content": text + "\n".join(
                 call_text(*e["window"]) for e in turn)})
             messages += [{"role": "tool", "content": [window_piece(task, e["window"])]
-                          if crop_response == "frames" else watched(e["window"], scenes)
+                          if crop_response == "frames" else summary_of(e["window"], scenes)
                           or rollout.EMPTY_SUMMARY} for e in turn]
         # All that the crop of a window showed, else what the overview did. So a window that is too
         # wide spoils the answer.
         flashes = ", ".join(
-            (way == "call" and watched(e["window"], scenes))
-            or f"{e['window'][0]} {e['colour'] if shown([e], looks) else 'nothing'}" for e in meant)
-        text = thought(f"{evidence * (way != 'call')}I saw {flashes}.", rng)
+            (way == "call" and summary_of(e["window"], scenes)) or f"{e['window'][0]} "
+            + (e["colour"] if visible_scenes([e], looks) else "nothing") for e in meant)
+        text = thought_text(f"{evidence * (way != 'call')}I saw {flashes}.", rng)
         answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
         messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})
         tools = {} if way == "plain" else {"tools": rollout.tool_schema(crop_response)}
@@ -246,7 +247,7 @@ def chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
     for number, (a, b) in enumerate(windows):
         rows.append({"id": f"{task['id']}-sub-{number}", "messages": [
             *rollout.sub_messages(task, window_piece(task, (a, b))),
-            {"role": "assistant", "content": watched((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
+            {"role": "assistant", "content": summary_of((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
     return rows
 
 
@@ -309,7 +310,7 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     # Times, numbers and roles are repeated until each becomes one token.
     corpus = [*times, *(f" {t}" for t in range(seconds + 1)), "system\nuser\nassistant"] * 30
     for _ in range(100):
-        rows = chats(make_task("v", *make_scenes(rng, scenes)), rng)
+        rows = sample_chats(make_task("v", *make_scenes(rng, scenes)), rng)
         for content in (message["content"] for row in rows for message in row["messages"]):
             text = content if isinstance(content, str) else content[1]["text"]
             for literal in phrases + control + tags:  # whole tokens already
@@ -427,7 +428,7 @@ def main():
 
     launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    # The style has a generator of its own, so that the flags of the chats change nothing else.
+    # The style has a generator of its own, so that --calls changes nothing else.
     style = random.Random(f"style/{args.seed}")
     counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
               "eval": args.eval_videos}
@@ -442,7 +443,7 @@ def main():
                 task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes))
                 encoded.append(pool.submit(write_video, os.path.join(args.out, task["video"]),
                                            draw_frames(task["scenes"], noise)))
-                rows[split] += [task] if split in ("rl", "eval") else chats(
+                rows[split] += [task] if split in ("rl", "eval") else sample_chats(
                     task, style, args.wrong, args.calls == "one", args.crop_response)
                 bar.update()
         for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):

@@ -23,7 +23,6 @@ is a decoder process, see ChildDecoder.
 
 import contextlib
 import functools
-import glob
 import math
 import mmap
 import os
@@ -48,7 +47,7 @@ from plumbing import arguments, disk_cache
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-CACHE_VERSION = 10  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 11  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -206,7 +205,7 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
-def at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
+def frames_at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
     """Path, times in seconds -> Frames on display at these times. ValueError: all lie outside."""
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
@@ -227,7 +226,7 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     if "frames" in spec:
         return overview(path, spec["frames"], **size, snap=spec.get("snap", False))
     if "times" in spec:
-        return at(path, spec["times"], **size)
+        return frames_at(path, spec["times"], **size)
     options = {k: spec[k] for k in ("num_frames", "fps", "max_frames") if spec.get(k) is not None}
     return crop(path, spec["start"], spec["end"], **options, **size)
 
@@ -357,7 +356,7 @@ def _duration(starts, end):
 
 def _pictures(folder):
     """Folder of frames -> numbers [N] of its images, ascending, and their names. VideoError."""
-    names = glob.glob("*", root_dir=folder)  # no hidden files
+    names = [name for name in os.listdir(folder) if name[0] != "."]  # glob would hide errors
     parts = [re.fullmatch(r"(?i)(.*?)([0-9]*)[.](?:jpe?g|png|webp)", name) for name in names]
     numbered = sorted((part[1], int(part[2] or -1), part[0]) for part in parts if part)
     prefixes, numbers, names = zip(*numbered) if numbered else ((), (), ())
@@ -713,15 +712,16 @@ def _read(path, ticks, key_ticks, height, width):
     from PIL import Image
 
     images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
-    av.logging.set_level(av.logging.INFO)
+    av.logging.set_level(av.logging.DEBUG)
     av.logging.set_skip_repeated(False)
     with av.logging.Capture() as logs, contextlib.ExitStack() as stack:
         stack.callback(av.logging.set_level, None)
         for drop in (True, False) if len(key_ticks) else (True,):  # in a row nothing is dropped
             # In place of a lost frame a decoder shows the one before. It must not lack others, too.
             # It mends a damaged key frame from the frame before, too: after a seek there is none.
+            # The frame that would miss a lost one loudly may be one that is left out.
             damaged = any("errors in I frame" in text for _, _, text in logs)
-            if not drop and not any(level <= av.logging.ERROR for level, _, _ in logs):
+            if not drop and not any(n <= av.logging.ERROR or "num gap" in s for n, _, s in logs):
                 break
             # One by one, because 4K frames fill gigabytes.
             for tick, image in _images(path, ticks, key_ticks, None if damaged else drop):
@@ -910,7 +910,7 @@ class FrameCache:
         """Path -> indices of the key frames, at which a decoder can begin."""
         return np.flatnonzero(np.isin((table := self.table(path)).ticks, table.key_ticks))
 
-    def away(self):
+    def disk_away(self):
         """Whether a disk with videos has gone: of none of its four videos that were opened last
         does the first frame decode any more. Ask after a video could not be read."""
         def decodes(path):
@@ -925,7 +925,7 @@ class FrameCache:
         """Ends the decoders. The cache stays usable."""
         self.decoders.close()
 
-    def stored(self, name, state, read):
+    def load_or_compute(self, name, state, read):
         """-> the values of read(), arrays and numbers, from the folder if they are there. state:
         of the video's VideoTable."""
         values = self.folder.load(name) if self.folder else None
@@ -942,7 +942,7 @@ class FrameCache:
         state = os.path.realpath(path), *identity(path), CACHE_VERSION
 
         def read():
-            starts, *info, ticks, key_ticks = self.stored(
+            starts, *info, ticks, key_ticks = self.load_or_compute(
                 _digest(state), state, lambda: self.decoders.ask((state[0],)))
             starts.flags.writeable = False  # all callers share this array
             table = VideoTable(state, starts, VideoInfo(*info), ticks, key_ticks)
@@ -975,7 +975,7 @@ class FrameCache:
             return [self.decoders.read(path, table.ticks[indices], table.key_ticks, height, width)]
 
         def read():
-            (images,) = self.stored(key, table.state, decode)
+            (images,) = self.load_or_compute(key, table.state, decode)
             seconds = table.starts[indices]  # [T]
             images.flags.writeable = seconds.flags.writeable = False  # all callers share them
             frames = Frames(images, seconds, key, names)

@@ -60,7 +60,7 @@ def same_form(text, gold):
     return tokens != [] and (acronym or tokens == normalise(gold))
 
 
-def explains(text):
+def is_explanation(text):
     """Whether the text after a blank line explains the line above: a sentence, longer than an
     answer would be, which neither takes that line back nor gives another answer."""
     words = normalise(text[:5000])
@@ -85,7 +85,7 @@ def statements(text):
     head, _, reason = text.strip().partition("\n\n")
     text = re.sub("\n+", "\n", text).strip()
     candidates = [text]
-    if "\n" not in head and explains(reason.strip()):
+    if "\n" not in head and is_explanation(reason.strip()):
         candidates.append(head)
     for pattern in (LAST_SENTENCE, BECAUSE):
         parts = pattern.fullmatch(text)

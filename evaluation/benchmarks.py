@@ -118,7 +118,7 @@ def splits():
     }
 
 
-def headline(name):
+def headline_metric(name):
     """Name of a benchmark (None: no benchmark) -> (name of the headline, Split.part)."""
     split = splits()[name] if name else Split
     return split.metric, split.part
@@ -159,7 +159,8 @@ def paper_table():
 
 
 # ------------------------------------------------------------------------------------------------
-# One row -> tasks. `complete` adds the common fields: type mcq, bare options, gold letter, paths.
+# One row -> tasks. `complete_task` adds the common fields: type mcq, bare options, gold letter,
+# paths.
 
 
 def videomme_tasks(row, path):
@@ -456,7 +457,7 @@ def row_tasks(split, row, location, path, root, notes):
     because a half-read task would be asked and graded like any other."""
     try:
         # MLVU's first release has a row in which only the video is filled in.
-        tasks = [complete(task, split, root, notes) for task in split.read(row, path)
+        tasks = [complete_task(task, split, root, notes) for task in split.read(row, path)
                  if not left_empty(task, notes)]
     except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
         raise launch.UserError(f"{location}: not as expected ({error!r})") from None
@@ -477,7 +478,7 @@ def left_empty(task, notes):
     return empty
 
 
-def complete(task, split, root, notes):
+def complete_task(task, split, root, notes):
     """A reader's task -> with bare options, gold letter and paths; counts in `notes`."""
     # This order of keys is the tasks', and so part of the digest that records carry.
     task = {"id": None, "video": None, "type": "mcq", "subtitles": None, **task}
@@ -500,11 +501,11 @@ def complete(task, split, root, notes):
         task.update(question=question, options=options, answer=answer)
     notes["no usable answer"] += task["answer"] == ""
     # A missing video keeps the expected path, and the episode ends in a counted error.
-    path = locate(root, split.videos, task["video"])
+    path = locate_video(root, split.videos, task["video"])
     notes["no video"] += path is None
     task["video"] = path or os.path.join(split.videos[0], task["video"])
     if task["subtitles"]:
-        task["subtitles"] = locate(root, split.subtitles, task["subtitles"])
+        task["subtitles"] = locate_video(root, split.subtitles, task["subtitles"])
     notes["no subtitles"] += task["subtitles"] is None and bool(split.subtitles)
     task["tags"] = {name: label for name, label in task["tags"].items() if label is not None}
     if "evidence" in task:
@@ -547,7 +548,7 @@ def whole_shards(files):
     return files
 
 
-def locate(root, folders, name):
+def locate_video(root, folders, name):
     """Path below the root of a video or a subtitle file, None if there is none."""
     stem, ending = os.path.splitext(name)
     endings, exists = [ending], os.path.isfile

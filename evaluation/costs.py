@@ -76,20 +76,20 @@ def episode_cost(episode, taken):
         "frames": sum(len(f.seconds) for f in episode.context.frames) if episode.context else 0,
         # A call with `seconds_seen` showed frames to the main agent, which are counted above.
         "sub_frames": sum(call["frames_seen"] for call in calls if "seconds_seen" not in call),
-        "prompt_tokens": total(main, 0), "sampled_tokens": total(main, 1),
-        "sub_prompt_tokens": total(sub, 0), "sub_sampled_tokens": total(sub, 1),
+        "prompt_tokens": sum_or_none(main, 0), "sampled_tokens": sum_or_none(main, 1),
+        "sub_prompt_tokens": sum_or_none(sub, 0), "sub_sampled_tokens": sum_or_none(sub, 1),
         "rounds": len(episode.turns),
         "seconds": episode.timing.get("total_s", 0.0),
     }
 
 
-def total(counts, index):
+def sum_or_none(counts, index):
     """Sum over requests, None if one is unknown."""
     values = [count[index] for count in counts]
     return None if None in values else sum(values)
 
 
-def mean(records):
+def mean_costs(records):
     """Records -> mean of every cost but seconds, and "tokens", the sum of all tokens. A cost that
     any record lacks is None. None if a record was written before costs existed."""
     costs = [record["cost"] for record in records if "cost" in record]
@@ -98,7 +98,7 @@ def mean(records):
     out = {name: mean_or_none([cost[name] for cost in costs])
            for name in costs[0] if name != "seconds"}  # the summary has them already
     parts = [[value] for name, value in out.items() if name.endswith("_tokens")]
-    return {"tokens": total(parts, 0), **out}
+    return {"tokens": sum_or_none(parts, 0), **out}
 
 
 def mean_or_none(values):
@@ -109,15 +109,15 @@ def mean_or_none(values):
 # Dealing out tasks
 
 
-def split(jobs, ranks):
+def tasks_by_rank(jobs, ranks):
     """Jobs -> [ranks][jobs]: the indices of the tasks that a rank asks, in order."""
     work = [(n, i) for n, (*_, todo) in enumerate(jobs) for i in range(len(todo))]
-    dealt = deal([(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work], ranks)
+    dealt = balance_tasks([(jobs[n][0].source.root, jobs[n][3][i]) for n, i in work], ranks)
     return [[[work[index][1] for index in indices if work[index][0] == n] for n in range(len(jobs))]
             for indices in dealt]
 
 
-def deal(tasks, parts):
+def balance_tasks(tasks, parts):
     """
     [(root, task)] -> the indices of each of `parts`, the longest work first.
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.endpoint import PROBE, Client, Reply, address, is_retryable, refusal
+from plumbing.endpoint import PROBE, Client, Reply, base_url, is_retryable, refusal
 from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
@@ -35,7 +35,7 @@ NO_TEXT = "the answer was cut off before its first word: give more --max-new-tok
 def add_arguments(parser):
     """Flags of endpoints and of sampling."""
     add = parser.add_argument_group("endpoint: --engine openai").add_argument
-    add("--base-url", nargs="+", metavar="URL", type=address,
+    add("--base-url", nargs="+", metavar="URL", type=base_url,
         help="for example http://127.0.0.1:8000/v1; several: the least busy is asked")
     add("--model", help="name of the model")
     add("--api-key-env", help="environment variable that holds the key")
@@ -68,7 +68,7 @@ def sampling_settings(args):
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-def faults(args):
+def flag_faults(args):
     """-> [(whether the flags of an endpoint or of sampling contradict each other, why)]."""
     return [
         # Chained comparisons, because they refuse NaN too.

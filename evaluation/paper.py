@@ -159,15 +159,11 @@ def parse_calls(text, think_open=False):
     return read_calls(text) or []
 
 
-def driver_fails(turns) -> bool:
-    """Whether the driver fails on the last turn. It does not look for calls in the answer that it
-    asks for at the end."""
-    return bool(turns) and len(turns) <= TURNS and read_calls(turns[-1]) is None
-
-
 def final(turns, think_open=False):
-    """System.final."""
-    return None if driver_fails(turns) else rewards.answer_or_tail(turns, think_open)
+    """System.final. The driver fails on calls of the last turn that it cannot read. It does not
+    look for calls in the answer that it asks for at the end."""
+    fails = turns and len(turns) <= TURNS and read_calls(turns[-1]) is None
+    return None if fails else rewards.answer_or_tail(turns, think_open)
 
 
 async def answer(records, calls, episode, sampler, turn, texts):

@@ -196,7 +196,7 @@ def without_video(message):
     return {**message, "content": [item for item in message["content"] if item["type"] != "video"]}
 
 
-def reordered(task):
+def shuffle_options(task):
     """A task with its options in an order drawn from its id, and the letter of the answer after
     them. "order": the places in the publisher's order. A task of another type, or with an option
     that speaks of other options ("all of the above"), stays as it is."""

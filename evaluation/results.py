@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import pathlib
 import time
 
 import launch
@@ -42,6 +43,9 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
                 "gpu_memory_utilization patience quiet cpu judge_url judge_model judge_key_env "
                 "allow_errors")
     covered = {k: v for k, v in sorted(vars(args).items()) if k not in ignored.split()}
+    # Where a benchmark's files lie, and whether all are there yet, is no setting.
+    tasks = [{**task, "video": pathlib.Path(task["video"]).stem, "subtitles": None}
+             if task.get("split") else task for task in tasks]
     settings = json.dumps([covered, prompts, subtitles, weights, tasks, *filter(None, [texts])])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
@@ -118,10 +122,10 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     record.update(calls=calls, digest=digest, budget=str(k), tools=tools, show=show,
                   frame_times=times, prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
                   cost=costs.episode_cost(episode, taken or {}))
-    return {**record, **grade(record, args.protocol)}
+    return {**record, **grade_record(record, args.protocol)}
 
 
-def grade(record, protocol="paravt"):
+def grade_record(record, protocol="paravt"):
     """One record -> {"final_answer", "extracted", "score"}, the score in [0, 1]."""
     if record["status"] != "ok":  # text from before the failure is no answer
         return {"final_answer": None, "extracted": None, "score": 0.0}
@@ -147,7 +151,7 @@ def grade_folder(folder, judge):
     records = read_records(folder)
     # An older version of the grader may have written the scores, so all records are graded again.
     for record in records.values():
-        record.update(grade(record, flags["protocol"]))
+        record.update(grade_record(record, flags["protocol"]))
     if judge.judge_model:
         endpoint.judge(records.values(), os.path.join(folder, "judge.jsonl"), judge)
     return benchmarks.apply_group_scores(records)
@@ -240,7 +244,7 @@ def load_evaluations(words):
             raise launch.UserError(f"{name}=: name the folders of its runs after it")
         if len({os.path.realpath(folder) for folder in folders}) < len(folders):
             raise launch.UserError(f"{name}=: a folder stands twice among its runs")
-        evaluations.append(scores.pool(name, [*map(load_finished, folders)]))
+        evaluations.append(scores.pool_seeds(name, [*map(load_finished, folders)]))
     return evaluations
 
 
@@ -347,7 +351,7 @@ def table(words):
     print(launch.printable(text))
 
 
-def prepare(bench, root, path):
+def prepare_data(bench, root, path):
     """--prepare: the tasks of a benchmark as task JSONL. Raises UserError if `path` exists."""
     if os.path.exists(path):  # it may be a file of the publisher
         raise launch.UserError(f"--prepare {path}: there is such a file already")

@@ -30,7 +30,7 @@ FEW = 10  # videos: intervals over fewer are marked
 def by_video(records, bench):
     """-> (sums of scores, counts of items), both [videos, parts of the headline]. Every video has a
     line, also one without an item of the headline. Without any part, no column."""
-    _, part_of = benchmarks.headline(bench)
+    _, part_of = benchmarks.headline_metric(bench)
     parts = [part_of(record) for record in records]  # None: in no part
     names = sorted({part for part in parts if part is not None})
     videos, lines = np.unique([r["task"]["video"] for r in records], return_inverse=True)
@@ -137,7 +137,7 @@ def summarise(records, bench=None, judged=False):
     causes = sorted({r["status"] for r in records} - {"ok"})
     out = {
         "n": n,
-        "metric": benchmarks.headline(bench)[0],
+        "metric": benchmarks.headline_metric(bench)[0],
         **{name: graded[name] for name in ("headline", "interval", "videos", "acc")},
         "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
         "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
@@ -146,7 +146,7 @@ def summarise(records, bench=None, judged=False):
         "truncated": sum(r["finish"][-1:] == ["length"] for r in completed),  # in the last turn
         "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n,
     }
-    cost = costs.mean(records)
+    cost = costs.mean_costs(records)
     if cost:
         out["cost"] = cost  # per answer
     if stats := windows.window_stats(records, mean_of):
@@ -196,7 +196,7 @@ def refuse_headlines(results, silent=False):
 # Differences
 
 
-def paired(baseline, candidate):
+def paired_differences(baseline, candidate):
     """
     {item: record} of two systems -> records of the items that both have, with the score candidate -
     baseline. A headline is a mean of means, so the headline of these records is the difference of
@@ -210,7 +210,7 @@ def paired(baseline, candidate):
 
 def sign_flip_p(records, bench, draws=20000):
     """
-    Two-sided p-value of the headline of `paired` records, None below two videos.
+    Two-sided p-value of the headline of `paired_differences` records, None below two videos.
 
     If the systems do not differ, their names could as well be exchanged in any video, which turns
     the sign of that video's share of the difference. Up to 20 videos with a share are exact: all
@@ -274,7 +274,7 @@ def cell_of(row):
     return row.get("bench"), str(row["K"]), mode_of(row)
 
 
-def pool(name, runs):
+def pool_seeds(name, runs):
     """
     Runs of one system under several seeds, each as `compare` takes it -> one such triple. The score
     of an item is its mean over the runs, and only items that all runs have count. All other numbers
@@ -320,7 +320,7 @@ def pool(name, runs):
 def grade_columns(records, bench):
     """Records of one (benchmark, K, mode) -> the part of a row that depends on grades: headline,
     interval, n, items (tasks of the benchmark), items_headline, videos (of the headline), acc."""
-    part_of = benchmarks.headline(bench)[1]
+    part_of = benchmarks.headline_metric(bench)[1]
     value, draws = bootstrap(list(records), bench)
     within = [r["task"] for r in records if part_of(r) is not None]
     return {"n": len(records), "headline": value, "interval": interval(draws),
@@ -443,7 +443,7 @@ def compare(evaluations):
     for cell, baseline in first.items():
         bench, k, mode = cell
         for name, summary, cells in others:
-            records = paired(baseline, cells.get(cell, {}))
+            records = paired_differences(baseline, cells.get(cell, {}))
             difference, draws = bootstrap(records, bench)
             if difference is None:  # no item in common
                 continue
@@ -608,20 +608,19 @@ def paper_cell(row):
     items that the benchmark has, and a text: "66.7 [60.1, 72.3] n 30 of 2700"."""
     if row["headline"] is None:
         return None, False, "refused"
-    n, items, published = (row["items_headline"], row["items"],
-                           benchmarks.splits()[row["bench"]].items)
+    n, items, total = row["items_headline"], row["items"], benchmarks.splits()[row["bench"]].items
     low_high = "[-]"
     if row["interval"]:
         low_high = "[{:.1f}, {:.1f}]".format(*(100 * x for x in row["interval"])) + few_mark(row)
     text = f"{100 * row['headline']:.1f} {low_high} n {n}"
-    if items < published:  # MMVU's headline leaves items out, which a whole run has, too
-        text += f" of {published}" if n == items else f" ({items} of {published} items)"
+    if items < total:  # MMVU's headline leaves items out, which a whole run has, too
+        text += f" of {total}" if n == items else f" ({items} of {total} items)"
     # The mean over items of a benchmark that has another headline.
-    if benchmarks.headline(row["bench"])[0] not in ("accuracy", "mIoU"):
+    if benchmarks.headline_metric(row["bench"])[0] not in ("accuracy", "mIoU"):
         text += f", over items {100 * row['acc']:.1f}"
     if seeds := [100 * value for value in row.get("seeds", [])]:
         text += f", sd {spread(seeds, 1)} of {len(seeds)} runs"
-    return 100 * row["headline"], items >= published, text
+    return 100 * row["headline"], items >= total, text
 
 
 def is_control(k, mode):
@@ -657,7 +656,7 @@ def control_tests(results, cells):
                "interval": None, "p": None,
                "chance": sum(1 / n for n in choices) / len(choices) if all(choices) else None}
         refused = {cell_of(r) for r in results if r["headline"] is None}
-        records = [] if real is control else paired(real, control)
+        records = [] if real is control else paired_differences(real, control)
         if records and not refused & {(bench, k, mode), (bench, against, tools)}:
             out["difference"], draws = bootstrap(records, bench)
             out.update(interval=interval(draws), p=sign_flip_p(records, bench))

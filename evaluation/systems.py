@@ -217,10 +217,10 @@ def describe_all(flags):
     places = " ".join(f"{{{name}}}" for name in PLACES)
     head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
             "places are listed with its texts.")
-    return "\n\n".join([head, *map(describe, flags)])
+    return "\n\n".join([head, *map(prompt_texts, flags)])
 
 
-def describe(args):
+def prompt_texts(args):
     """Flags -> text: the prompts of their protocol."""
     system, (protocol, _) = protocols()[args.protocol], make_protocol(args)
     texts = read_texts(args)
@@ -243,7 +243,7 @@ def describe(args):
     return "\n".join(lines)
 
 
-def faults(args):
+def flag_faults(args):
     """-> [(whether the flags of a protocol contradict each other, why)]."""
     return [
         (not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
@@ -623,8 +623,7 @@ def conan_texts():
 
 
 def conan_protocol(texts, args):
-    first = partial(opening, user=lambda task: conan_rounds(texts, task)[0], stamp="clock",
-                    between=", ")
+    first = partial(opening, user=lambda t: conan_rounds(texts, t)[0], stamp="clock", between=", ")
     answer = partial(conan_answer, texts=texts)
     return Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
 

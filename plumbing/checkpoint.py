@@ -164,13 +164,12 @@ def check_weights(ckpt: str, weights: dict, stored: dict) -> None:
 
 
 def load_sharded(ckpt, codec, device, gradient_checkpointing=False, replicas=1, frozen=False,
-                 lora=0, tower=False):
+                 lora=0):
     """Checkpoint folder -> sharded Policy. Collective; no rank holds more than its shard.
 
     The model is built on the meta device, then every rank reads its own rows from the safetensors
     files. Trained weights are fp32 whatever the files hold. replicas: see shard. frozen: a
-    reference without gradients, in its compute dtype; tower: with its tower, else it receives
-    features.
+    reference without gradients, in its compute dtype; it has no tower and receives features.
     lora: rank of the adapters, all else is frozen; 0: all weights are trained. For a checkpoint of
     adapters pass their own rank, see adapter_rank.
     """
@@ -195,7 +194,7 @@ def load_sharded(ckpt, codec, device, gradient_checkpointing=False, replicas=1, 
         add_adapters(hf, lora)
     policy = shard(model.wrap_policy(hf, codec, device, gradient_checkpointing), device, replicas)
     if frozen:
-        hf.model.visual = hf.model.visual if tower else None
+        hf.model.visual = None
         if hasattr(policy, "set_reshard_after_forward"):
             # FSDP keeps the root whole after a forward, for a backward that never comes here.
             policy.set_reshard_after_forward(True, recurse=False)
@@ -350,7 +349,7 @@ def base_of(ckpt: str, check: bool = False) -> str:
     config = adapter_config(ckpt)
     if config is None:
         return ckpt
-    base = hub.fetched(str(config.get("base_model_name_or_path")), config.get("revision"))
+    base = hub.fetch_ckpt(str(config.get("base_model_name_or_path")), config.get("revision"))
     if not os.path.isdir(base):
         raise launch.UserError(f"checkpoint {ckpt}: its base {base} is missing; write where the "
                                "base lies now into base_model_name_or_path of adapter_config.json")
@@ -507,7 +506,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
 
     out = os.path.dirname(os.path.abspath(path))
 
-    def begin():
+    def write_model():
         # The log reaches the disk before a checkpoint that is newer than its last line.
         for name in ("log.jsonl", "rollouts"):
             with contextlib.suppress(FileNotFoundError):
@@ -519,7 +518,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
 
     try:
         with opened:
-            folder = on_rank_0(begin)
+            folder = on_rank_0(write_model)
             if optimizer is not None:
                 moments = get_optimizer_state_dict(policy, optimizer)
                 # With one rank, save without collectives: gloo would start its own thread pool,

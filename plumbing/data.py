@@ -89,8 +89,12 @@ def subtitle_files(args, *read: tuple[str, list]) -> list:
     return [(root, row["subtitles"]) for root, rows in read for row in rows if row.get("subtitles")]
 
 
-def label_fault(task: dict, duration: float) -> str | None:
-    """-> None, or why the video cannot show the answer. duration: seconds of the video."""
+def label_fault(task: dict, duration: float, evidence=()) -> str | None:
+    """-> None, or why the video cannot show the answer, or one of the windows `evidence`, whose end
+    may lie beyond. duration: seconds of the video."""
+    for window in evidence:
+        if not rewards.span_text(window) or window[0] >= duration:
+            return f"evidence {window} begins at no second of the video, which has {duration:g} s"
     within = rewards.task_types()[task["type"]].within
     if task["answer"] is None or within(task["answer"], duration):
         return None
@@ -123,9 +127,11 @@ def balance_over_ranks(items, cost, rank, world):
 
 def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
               prompt_tokens) -> list:
-    """Opens every video and counts the tokens of every first prompt with `num_frames`; prints the
-    counts. prompt_tokens: (task, spec, Frames, times, subtitles) -> tokens. -> faults, a line each.
-    read_tasks has checked labels, but not against the video's end. Builds no model."""
+    """Opens every video, reads subtitles, and counts the tokens of every first prompt with
+    `num_frames`; prints the counts. prompt_tokens: (task, spec, Frames, times, subtitles) ->
+    tokens. -> faults, a line each. Builds no model.
+
+    read_tasks has checked labels, but not against the video's end, and no evidence."""
     from concurrent.futures import ThreadPoolExecutor
 
     from tqdm import tqdm
@@ -134,9 +140,14 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
         """-> (fault or None, tokens of the prompt with `num_frames`)."""
         spec = source.overview_spec(task, min(4, num_frames))  # few, but from all over the video
         try:
-            frames, times = look_at_video(task, source, spec, num_frames)
+            frames = source.load(spec)
+            starts, info = source.cache.index(video.resolve(spec["video"], source.root))
+            if fault := label_fault(task, info.duration, task.get("evidence") or ()):
+                raise launch.UserError(fault)
+            check_subtitles([task] if source.subtitles else [], source.root)
         except launch.UserError as error:
             return f"task {task['id']}: {error}", 0
+        times = starts[video.overview_indices(starts, info.duration, num_frames)]
         subtitles = source.subtitles(task, times, source.root) if source.subtitles else ""
         tokens = prompt_tokens(task, spec, frames, times, subtitles)
         fault = (f"task {task['id']}: {tokens} tokens with {num_frames} frames do not fit into "
@@ -150,19 +161,6 @@ def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
     print(f"{len(tasks)} tasks, {len(videos)} videos; the largest prompt has {largest} tokens with "
           f"{num_frames} frames, of --max-model-len {context}")
     return [fault for fault, _ in looked if fault]
-
-
-def look_at_video(task: dict, source: video.Source, spec: dict, num_frames: int) -> tuple:
-    """Reads the video and the subtitles of a task, for --check. spec: of an overview of few frames,
-    which is decoded -> (its Frames, times of an overview of at most `num_frames`, which is not).
-    Raises UserError if one of them is broken, or if the label lies beyond the end."""
-    frames = source.load(spec)
-    if fault := label_fault(task, source.duration(spec)):
-        raise launch.UserError(fault)
-    if source.subtitles:
-        check_subtitles([task], source.root)
-    starts, info = source.cache.index(video.resolve(spec["video"], source.root))
-    return frames, starts[video.overview_indices(starts, info.duration, num_frames)]
 
 
 def give_back_memory():

@@ -83,7 +83,7 @@ class Client:
         except TimeoutError:
             return Reply(0, error=f"no whole answer within {seconds:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, cut off halfway, no address
-            return Reply(0, error=masked(f"{type(error).__name__}: {error}", self.key()))
+            return Reply(0, error=mask_key(f"{type(error).__name__}: {error}", self.key()))
         status = reply.status_code
         if len(content) > MAX_REPLY:
             return Reply(status, error=f"bad answer: more than {MAX_REPLY >> 20} MiB")
@@ -93,7 +93,7 @@ class Client:
             message = f"HTTP {status}: {message_of(content, self.key())}"
             return Reply(status, error=message.rstrip(": "), wait=wait)
         try:
-            return Reply(status, masked(launch.parse_json(content), self.key()))
+            return Reply(status, mask_key(launch.parse_json(content), self.key()))
         except ValueError as error:
             return Reply(status, error=f"bad answer: {type(error).__name__}")
 
@@ -123,7 +123,7 @@ def is_retryable(status):
     return status in (0, 429) or status >= 500
 
 
-def masked(text, key):
+def mask_key(text, key):
     """Text or JSON of a server -> the same without the key, which some servers repeat."""
     # In JSON no escape hides the key. A word of a few letters (EMPTY, for a server that needs no
     # key) is no secret, and answers may hold it.
@@ -143,10 +143,10 @@ def message_of(content, key):
         text = parsed if isinstance(parsed, str) else json.dumps(parsed)
     if text.lstrip().startswith("<"):  # the page of a proxy
         text = re.sub(r"<[^>]*>", " ", text)
-    return launch.printable(" ".join(masked(text, key).split()))[:200]
+    return launch.printable(" ".join(mask_key(text, key).split()))[:200]
 
 
-def address(text):
+def base_url(text):
     """A URL as a flag's value. Raises ArgumentTypeError if it holds a user, a password or a query
     (?key=..): settings are written to files and sent to trackers."""
     if "@" in text or "?" in text:

@@ -1,7 +1,7 @@
 """
 plumbing/hub.py (tests/test_checkpoint.py): names of checkpoints on the Hugging Face Hub.
 
-  OWNER/NAME     stands for a checkpoint folder, unless a folder of this name exists: `fetched`
+  OWNER/NAME     stands for a checkpoint folder, unless a folder of this name exists: `fetch_ckpt`
   a commit       is a part of the path of what was fetched, and so of args.json and state.json
   adapters       on a base from the Hub name that base and its commit: `name_of`
   a model card   of every checkpoint says how it was made: `write_card`
@@ -20,14 +20,14 @@ import subprocess
 import launch
 
 
-def fetched(path: str, revision: str | None = None) -> str:
+def fetch_ckpt(path: str, revision: str | None = None) -> str:
     """A name on the Hub, OWNER/NAME -> the folder of its files in the Hub's cache, whose path names
     the commit. Any other path, and one that exists here, is returned as it is. Raises UserError if
     the name cannot be fetched."""
     # A misspelt path below a folder that exists is no name.
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or os.path.isdir(path.partition("/")[0]):
         return path
-    if path not in fetched.folders:
+    if path not in fetch_ckpt.folders:
         import huggingface_hub
         from huggingface_hub.constants import HF_HUB_CACHE
         from huggingface_hub.utils import WeakFileLock
@@ -37,17 +37,17 @@ def fetched(path: str, revision: str | None = None) -> str:
             os.makedirs(HF_HUB_CACHE, exist_ok=True)
             # One rank of a machine downloads. The others wait, then find the files in the cache.
             with WeakFileLock(os.path.join(HF_HUB_CACHE, ".fetched.lock")):
-                fetched.folders[path] = huggingface_hub.snapshot_download(
+                fetch_ckpt.folders[path] = huggingface_hub.snapshot_download(
                     path, revision=revision, ignore_patterns=["*/*"],
                     allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt"])
         except Exception as e:  # of the network, the disk and the Hub: of many classes
             reason = " ".join(f"{type(e).__name__}: {e}".split())[:250]
             raise launch.UserError(f"--ckpt {path}: no such folder ({os.path.abspath(path)}), and "
                                    f"nothing from the Hub ({reason})") from None
-    return fetched.folders[path]
+    return fetch_ckpt.folders[path]
 
 
-fetched.folders = {}  # {name: folder} of this process; args.json holds them
+fetch_ckpt.folders = {}  # {name: folder} of this process; args.json holds them
 
 
 def name_of(folder: str) -> dict:
@@ -60,7 +60,7 @@ def name_of(folder: str) -> dict:
 
 
 @functools.cache
-def commit() -> str:
+def our_commit() -> str:
     """The commit of this code at the first save, "" if unknown. Read once: a later `git pull` would
     name code that does not run."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -75,15 +75,16 @@ def write_card(folder: str, out: str, state: dict) -> None:
     last numbers of the log. It claims nothing. state: of state.json."""
     # Of a local path the base name alone, because cards are published.
     args = {name: os.path.basename(value.rstrip("/"))
-            if isinstance(value, str) and value not in fetched.folders else value
+            if isinstance(value, str) and value not in fetch_ckpt.folders else value
             for name, value in state.get("args", {"ckpt": "?"}).items()}
-    base, row = args["ckpt"], ""
+    base, made = args["ckpt"], {"step": state.get("step"), "commit": our_commit(), "settings": args}
     # Of a path like out/sft the Hub would make a link to the model of somebody else.
-    head = f"base_model: {base}\n" * (base in fetched.folders)
+    head = f"base_model: {base}\n" * (base in fetch_ckpt.folders)
+    blocks = [json.dumps(made, indent=1)]
     with contextlib.suppress(OSError), open(os.path.join(out, "log.jsonl")) as file:
-        row = file.readlines()[-1:]
-    made = json.dumps({"step": state.get("step"), "commit": commit(), "settings": args}, indent=1)
-    text = f"Trained from {base} with ParaVT in flat scripts, and the last line of its log:"
+        blocks += file.readlines()[-1:]
+    log = ", and the last line of its log" * (len(blocks) - 1)
     launch.write_atomic(
-        os.path.join(folder, "README.md"), f"---\nlibrary_name: transformers\n{head}---\n\n{text}\n"
-        f"```json\n{made}\n```\n```json\n{''.join(row)}```\n")
+        os.path.join(folder, "README.md"), f"---\nlibrary_name: transformers\n{head}---\n\n"
+        f"Trained from {base} with ParaVT in flat scripts{log}:\n"
+        + "".join(f"```json\n{block.rstrip()}\n```\n" for block in blocks))

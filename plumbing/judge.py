@@ -17,13 +17,13 @@ import sys
 from concurrent.futures import Future
 
 import launch
-from plumbing.endpoint import PROBE, Client, Reply, address, is_retryable, refusal
+from plumbing.endpoint import PROBE, Client, Reply, base_url, is_retryable, refusal
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
     """Flags of the judge. when: about what, or when, it is asked. name: help of --judge-model."""
     add = parser.add_argument_group("judge of open answers").add_argument
-    add("--judge-url", type=address, help=f"chat endpoint, asked {when}; default: none")
+    add("--judge-url", type=base_url, help=f"chat endpoint, asked {when}; default: none")
     add("--judge-model", help=name)
     parser.add_setting("judge_key_env", "environment variable that holds the judge's key", type=str)
 
@@ -71,7 +71,7 @@ class Judge(Client):
         self.waiting = self.failed = 0  # answers that wait; tries in a row that no server answered
         self.told = False  # of a failure
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
-            reply = self.run(self.tries(PROBE)).result()
+            reply = self.run(self.post_with_retries(PROBE)).result()
             if reply.error:
                 raise launch.UserError(refusal(self.url, self.model, reply, "judge-"))
         self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
@@ -91,10 +91,10 @@ class Judge(Client):
         before = self.known.get(texts)
         if before is not None and not (before.done() and before.result() is None):
             return before, True
-        self.known[texts] = self.run(self.decide(texts))
+        self.known[texts] = self.run(self.judge_answer(texts))
         return self.known[texts], False
 
-    async def tries(self, messages):
+    async def post_with_retries(self, messages):
         """Posts up to five times, within about 15 s -> Reply."""
         body = json.dumps({"model": self.model, "messages": messages, "max_tokens": 16,
                            "temperature": 0.0, "seed": 0}).encode()
@@ -109,12 +109,12 @@ class Judge(Client):
                 return reply
             await self.pause(max(2.0**attempt, min(reply.wait, 60.0)))
 
-    async def decide(self, texts):
+    async def judge_answer(self, texts):
         """-> verdict, see ask."""
         self.failed *= self.waiting > 0
         self.waiting += 1
         async with self.room:
-            reply = await self.tries(judge_messages(*texts))
+            reply = await self.post_with_retries(judge_messages(*texts))
         self.waiting -= 1
         verdict, text = None, ""
         with contextlib.suppress(LookupError, TypeError, AttributeError):

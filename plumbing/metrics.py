@@ -298,7 +298,7 @@ class Log:
         self.file.flush()
         print(line, flush=True)
         if self.tracker:
-            numbers = tracker.flat(record)
+            numbers = tracker.flat_numbers(record)
             self.track("log", numbers, step=numbers.pop("step"))
 
     def track(self, call, *args, **named):
@@ -331,11 +331,11 @@ class Log:
 def whole_rows(path):
     """Rows of a log, without a line that a crash cut off."""
     rows = []
-    if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # no row with a step
-                    row = launch.parse_json(line)
-                    if line.endswith("\n") and row["step"] >= 0:
-                        rows.append(row)
+    with (contextlib.suppress(FileNotFoundError),
+          open(path, encoding="utf-8", errors="replace") as f):
+        for line in f:
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # no row with a step
+                row = launch.parse_json(line)
+                if line.endswith("\n") and row["step"] >= 0:
+                    rows.append(row)
     return rows

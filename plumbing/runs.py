@@ -125,7 +125,7 @@ def code_digests(*folders):
 def write_args(path, args, **fields):
     """Writes the settings of a run, digests of its scripts, and the folders of checkpoints from the
     Hub, whose paths name commits, as JSON. fields: further ones."""
-    content = {**vars(args), "code": code_digests(), "hub": hub.fetched.folders, **fields}
+    content = {**vars(args), "code": code_digests(), "hub": hub.fetch_ckpt.folders, **fields}
     launch.write_atomic(path, json.dumps(content, indent=1))
 
 
@@ -188,7 +188,8 @@ def claim_file(out, args, inputs, names, required):
     folder, name = os.path.split(os.path.abspath(out))
     launch.make_out(folder)
     launch.lock(folder, f".{name}.lock")
-    paths = [path for path in (out, f"{out}.part") if os.path.exists(path)]
+    # Not os.path.exists, which would take a fault of the disk for no file.
+    paths = [os.path.join(folder, n) for n in (name, f"{name}.part") if n in os.listdir(folder)]
     old = chat.read_object(args_path(out)) if paths and os.path.isfile(args_path(out)) else {}
     old_run = {"args": old, "inputs": old.get("inputs")}
     differ = (settings_diff(args, inputs, old_run) if old.get("inputs")
@@ -279,7 +280,7 @@ def prune_checkpoints(newest, keep=2):
 
 def step_folders(out):
     """The folders of a run's checkpoints, whole or not, the newest first."""
-    names = os.listdir(out) if os.path.isdir(out) else []
+    names = os.listdir(out)
     # Not step_000010_keep: a copy that a user made would count as newer, or be deleted.
     steps = sorted((int(n[5:]) for n in names if re.fullmatch(r"step_\d{6,}", n)), reverse=True)
     return [os.path.join(out, f"step_{step:06d}") for step in steps]
@@ -297,6 +298,8 @@ def undamaged_checkpoint(out):
         state = chat.read_object(os.path.join(folder, "state.json"))
         saved = state.get("crc32", {})  # older versions wrote no sums
         sums = checksums(folder, sorted(saved))
+        if None in sums.values():
+            raise launch.RunError(f"{folder} cannot be read now; the same command tries again")
         damaged = [name for name in saved if sums[name] != saved[name]]
         damaged += ["state.json"] * (state.get("own_crc32") not in (None, state_crc32(state)))
         if not damaged:
@@ -307,11 +310,12 @@ def undamaged_checkpoint(out):
 
 
 def is_complete(folder):
-    """Whether a checkpoint is whole: all files are as long as its state.json says."""
+    """Whether a checkpoint is whole: all files are as long as its state.json says. Raises OSError
+    if the disk cannot say: the run must not go on from an older checkpoint then."""
     try:
-        files = chat.read_object(os.path.join(folder, "state.json"))["files"].items()
+        files = launch.parse_json(pathlib.Path(folder, "state.json").read_bytes())["files"].items()
         return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
-    except (launch.UserError, OSError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -335,7 +339,7 @@ def checksums(folder, names):
     its share."""
     rank, world = launch.rank_and_world()
 
-    def crc32(name):
+    def file_crc32(name):
         number, buffer = 0, memoryview(bytearray(2**20))
         try:
             with open(os.path.join(folder, name), "rb", buffering=0) as f:
@@ -347,7 +351,7 @@ def checksums(folder, names):
 
     rank_names = names[rank::world]
     with ThreadPoolExecutor(4) as pool:  # zlib lets other threads run meanwhile
-        return dict(launch.gather_rows(list(zip(rank_names, pool.map(crc32, rank_names)))))
+        return dict(launch.gather_rows(list(zip(rank_names, pool.map(file_crc32, rank_names)))))
 
 
 def files_in(folder):

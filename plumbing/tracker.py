@@ -49,9 +49,9 @@ def start_tracker(out, start, args):
     return tracker
 
 
-def flat(value, name=""):
+def flat_numbers(value, name=""):
     """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
     if isinstance(value, dict):
-        parts = [flat(part, f"{name}/{key}") for key, part in value.items()]
+        parts = [flat_numbers(part, f"{name}/{key}") for key, part in value.items()]
         return {key: number for part in parts for key, number in part.items()}
     return {name[1:]: value} if isinstance(value, (int, float)) else {}

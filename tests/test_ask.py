@@ -47,6 +47,12 @@ def test_an_answer_without_a_window_that_the_machine_lost_is_none(codec, toy, ca
     assert re.search("answer: none .*video_error", capsys.readouterr().out)
 
 
+def test_a_folder_of_videos_and_a_url_are_one_line(toy, start):
+    for path, says in ((toy / "videos", "give one of them: --video "), ("http://x/v", "download")):
+        code, out, err = start(ask, "--ckpt", toy / "init", "--video", path)
+        assert code == 2 and says in err and not out
+
+
 @pytest.mark.process
 def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     out, film = tmp_path / "asked.jsonl", toy / "videos" / "rl-0000.mp4"

@@ -41,21 +41,23 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
     (tmp_path / "broken.mp4").write_bytes(b"no video")
     (tmp_path / "a.mp4").write_bytes((toy / "videos" / "rl-0000.mp4").read_bytes())
     rows = [{**row, "video": str(tmp_path / "a.mp4")} for row in rows_of(toy / "rl.jsonl")]
-    good, other, third, fourth, fifth = rows[:5]
+    (good, other, third, fourth, fifth), windows = rows[:5], ([63.9, 90], 7, [64, 65])
     file = write_rows(tmp_path / "tasks.jsonl", [
         {**other, "answer": ""}, good, {**third, "type": "quiz"},
         {**third, "video": str(tmp_path / "gone.mp4")}, {"id": "x"}, good,
         {**fourth, "video": str(tmp_path / "broken.mp4")},
-        {**fifth, "type": "grounding", "answer": [900, 990]}])
+        {**fifth, "type": "grounding", "answer": [900, 990]},
+        *({**good, "id": f"e{n}", "evidence": [[9, 20], w]} for n, w in enumerate(windows))])
     with open(file, "a") as f:
         f.write("{not json\n")
     code, out, err = check(grpo, file, "--video-root", tmp_path)
-    assert code == 2 and "--check: 8 faults in" in err, err
+    assert code == 2 and "--check: 10 faults in" in err, err
     where = [line for line in out.splitlines() if line.startswith((str(file), "task "))]
-    marks = [f"{file}:1: ", f"{file}:3: ", f"{file}:5: ", f"{file}:6: ", f"{file}:9: ",
-             *(f"task {row['id']}: " for row in (third, fourth, fifth))]
+    marks = [f"{file}:1: ", f"{file}:3: ", f"{file}:5: ", f"{file}:6: ", f"{file}:12: ",
+             *(f"task {row['id']}: " for row in (third, fourth, fifth)),
+             *(f"task e{n}: evidence {w} begins at no " for n, w in ((1, 7), (2, [64, 65])))]
     assert [line[:len(mark)] for line, mark in zip(where, marks, strict=True)] == marks
-    assert "beyond the video" in where[-1]
+    assert "beyond the video" in where[-3] and where[-1].endswith("video, which has 64 s")
 
 
 def test_a_run_stops_at_the_first_fault(start, toy, tmp_path):

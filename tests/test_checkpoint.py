@@ -103,7 +103,7 @@ def cache(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.fetched, "folders", {})
+    monkeypatch.setattr(hub.fetch_ckpt, "folders", {})
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "hub"
@@ -122,13 +122,14 @@ def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys, monkeypatch):
     assert hub.name_of(str(folder)) == {"base_model_name_or_path": "me/toy", "revision": COMMIT}
     commits = map(lambda text: argparse.Namespace(stdout=text), ["c0ffee\n"])  # read once
     monkeypatch.setattr(hub.subprocess, "run", lambda *_, **__: next(commits))
-    monkeypatch.setattr(hub, "commit", functools.cache(hub.commit.__wrapped__))
+    monkeypatch.setattr(hub, "our_commit", functools.cache(hub.our_commit.__wrapped__))
     for ckpt in ("me/toy", "out/sft"):  # a model card names no model of somebody else
         args = {"ckpt": ckpt, "data": "/data/mine/a.jsonl", "out": "my/run/", "lr": 1.0}
         hub.write_card(".", ".", {"step": 3, "args": args})
         text = Path("README.md").read_text()
         assert ('"step": 3' in text, "base_model: me/toy\n" in text) == (True, ckpt == "me/toy")
         assert text.count("base_model") == (ckpt == "me/toy")
+        assert text.count("```json") == 1 and "log" not in text  # of a run without a log
         written = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
         assert written["settings"] == {  # of local paths the base names
             "ckpt": ckpt.removeprefix("out/"), "data": "a.jsonl", "out": "run", "lr": 1.0}

@@ -48,8 +48,8 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
 
 
 def convert(tmp_path, rows, name="paravt_sft_x.jsonl", frames=64, most=64):
-    read = str(write_rows(tmp_path / name, rows))
-    conversion.convert([read], str(tmp_path / "out.jsonl"), frames, most)
+    path = str(write_rows(tmp_path / name, rows))
+    conversion.convert([path], str(tmp_path / "out.jsonl"), frames, most)
     return rows_of(tmp_path / "out.jsonl")
 
 
@@ -59,13 +59,11 @@ def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec,
     film = piece("video_url", url=tasks[0]["video"])
     talk = paravt({"role": "tool", "content": [film]}, system=None, video=tasks[0]["video"])
     (row,) = convert(tmp_path, [{"id": "x-1", "messages": json.dumps(talk)}], frames=8, most=16)
-    specs = chat.videos_in(row["messages"])
-    shown = [frames_of.load(spec) for spec in specs]
-    sequence = chat.encode_chat(codec, row["messages"], [*map(chat.vision_item, specs, shown)],
-                                row["tools"])
-    said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    items = [chat.vision_item(s, frames_of.load(s)) for s in chat.videos_in(row["messages"])]
+    sequence = chat.encode_chat(codec, row["messages"], items, row["tools"])
+    turns = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     task = {**tasks[0], "question": "What?", "type": "open"}
-    engine = Scripted(codec, [text.removeprefix("<think>") for text in said])
+    engine = Scripted(codec, [text.removeprefix("<think>") for text in turns])
     episode = play_one(engine, [task], frames_of, replace(AGENT, crop_response="frames"), frames=8)
     assert episode.context.ids == sequence.ids and len(episode.context.items) == 2
     assert [i.seconds for i in episode.context.items] == [i.seconds for i in sequence.items]
@@ -81,8 +79,8 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):
     system, user, first, *tools, last = row["messages"]
     task = {"video": "longvt_source/a/b.mp4", "question": "What?", "type": "open"}
     assert [system, user] == rollout.main_messages(task, 8)
-    said = CALL + CALL.split("</think>")[1]
-    assert (first["content"], last["content"]) == (said, ANSWER)  # byte for byte
+    # Byte for byte.
+    assert (first["content"], last["content"]) == (CALL + CALL.split("</think>")[1], ANSWER)
     assert tools == [{"role": "tool", "content": text} for text in ("a red square", "nothing")]
 
 
@@ -91,6 +89,7 @@ def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     bad = [({"messages": user, "videos": []}, "more <video> marks than videos"),
            ({"messages": user, "videos": ["a.mp4", "b.mp4"]}, "more videos than"),
            ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path outside"),
+           ({"query": "<video>a?", "response": "B", "videos": ["a.mp4"]}, "such rows are tasks"),
            ({"messages": "[not json"}, "malformed (JSONDecodeError)"),
            ({"messages": [{"role": "user", "content": [piece("image_url", url="a.png")]}]},
             "still images are not read"),
@@ -102,8 +101,7 @@ def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     rows = convert(tmp_path, [row for row, _ in bad] + [{"messages": paravt()}])
     printed = capsys.readouterr().out
     assert len(rows) == 1 and f"1 chats, {len(bad)} left out" in printed
-    for _, why in bad:
-        assert why in printed
+    assert all(why in printed for _, why in bad)
     assert "/" not in rows[0]["messages"][1]["content"][0]["video"][:1]  # no absolute path
 
 
@@ -154,6 +152,9 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
         {"A": "one", "B": "two", "C": "", "answer": "B"}, {"a0": "one", "a1": "two", "answer": 1},
         {"option_b": "two", "Option_A": "one", "answer": "b"},
         {"choice 1": "one", "choice 2": "two", "answer": "choice 2"})],
+    *[({"video": "a.mp4", "question": "Which?", "answer": first + 1, **more},
+       ("--answers-from", first)) for first in (0, 1) for more in (
+        ASKED | {"answer": first + 1.0}, {"question": LINES}, {"a1": "one", "a2": "two"})],
     ({"messages": [{"role": "user", "content": "<video>" + LINES}], "videos": ["a.mp4"],
       "solution": "<answer>B</answer>"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
@@ -181,8 +182,7 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, ki
 
 
 def test_turns_types_and_absolute_paths(tmp_path, start):
-    film = tmp_path / "a.mp4"
-    film.touch()
+    (film := tmp_path / "a.mp4").touch()
     talk = [("human", "<video>What?"), ("gpt", "A dog."), ("human", "When?"), ("gpt", "Later.")]
     rows = [{"video": str(film), "conversations": [{"from": k, "value": v} for k, v in talk]},
             {"VIDEO": "b.mp4", "Question": "When?", "Start": 1, "End": "2,5", "type": "grounding"},
@@ -207,9 +207,9 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
     assert tasks[-2].items() >= {"options": ["0", "1"], "evidence": [[2, 70]],
                                  "subtitles": "b", "subtitle_start": 7}.items()
     assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and "subtitles" not in tasks[-1]
-    for why in ("an absolute path outside", "the answer is none", "still images", "no video, no",
+    for why in ("an absolute path outside", "the answer is none of the options; do numbers count?",
                 "an answer that names two options", "no window", "a letter", "no question, or an "
-                "option", "options that"):
+                "option", "options that", "still images", "no video, no"):
         assert f" rows, {why}" in out
 
 
@@ -217,7 +217,9 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
     ("a.json", b'[{"video_id": 1, "answers": "y"}]', (), "video_id, answers; say which they are: "
      "--map video=video_id question=COLUMN answer=answers"),
     ("a.json", b"[{}]", ("--map", "quest=x"), "OURS one of video, question, options, answer"),
-    ("a.json", b'[{"video": "a", "question": "b", "a1": "c", "a2": "d", "answer":0}]', (), "count"),
+    ("a.json", b'[{"video": "a", "question": "b", "a1": "c", "a2": "d", "answer":0}]', (), "0 or"),
+    ("a.json", b'[{"video": "a", "question": "b", "options": "1|2", "answer": 2}]',
+     ("--answers-from", 0), "otherwise than the options: --answers-from 0 or 1; as in a/0"),
     ("a.json", b'[{"clip": 1}]', ("--map", "video=film"), "no column film, but clip"),
     ("a.csv", "video;question".encode("utf-16"), (), "save it as CSV in UTF-8"),
     ("a.json", "video;question".encode("utf-16"), (), "JSON in UTF-8")])

@@ -62,9 +62,8 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
     (data.read_chats, labelled("open", "red"), "a task, for grpo.py and eval.py"),
     (data.read_tasks, {"id": "t", "messages": []}, "a chat, which sft.py trains on")])
 def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(launch.UserError, match=hint):
-        read(str(tmp_path / "rows.jsonl"))
+        read(str(write_rows(tmp_path / "rows.jsonl", [row])))
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])  # transformers 4, 5

@@ -30,10 +30,10 @@ REASONS = [None, None, "right without the video", "wrong with the window", *["na
 
 
 class Model:
-    """The script as a server's reply. asked: (kind, number of the window or None) so far."""
+    """The script as a server's reply about a video of 64 s. asked: (kind, number of the window)."""
 
-    def __init__(self, seconds, fails=()):
-        self.seconds, self.fails, self.asked = seconds, fails, []
+    def __init__(self, fails=()):
+        self.fails, self.asked = fails, []
 
     def __call__(self, body):
         (message,) = body["messages"]
@@ -41,7 +41,7 @@ class Model:
         text = parts if isinstance(parts, str) else parts[-1]["text"]
         if "Write one question" in text:
             first = float(re.fullmatch("<(.*) seconds>", parts[0]["text"])[1])
-            number = int((first + 0.6) // (self.seconds / len(SCRIPT)))  # a frame on display then
+            number = int((first + 0.6) // 8)  # a frame on display then; a window in each 8 s
             self.asked.append(("write", number))
             if number in self.fails:
                 return 400
@@ -78,27 +78,22 @@ def run(films, start):
 
 
 def test_only_drafts_that_need_their_window_are_kept(films, run):
-    seconds = draft.video.FrameCache(0).index(films / "deep" / "a.mp4")[1].duration
-    model = Model(seconds)
-    with Server(model) as server:
+    with Server(model := Model()) as server:
         code, out = run(server.url)
         rows = rows_of(films / "tasks.drafts.jsonl")
-        assert code == 0 and sorted(model.asked) == sorted(
+        assert (films / ".tasks.jsonl.lock").exists()  # two processes would write each draft twice
+        # After that nothing is left.
+        assert code == run(server.url)[0] == 0 and rows_of(films / "tasks.drafts.jsonl") == rows
+        assert sorted(model.asked) == sorted(
             [("write", n) for n in range(8)] + [("blind", n) for n in range(4)]
             + [("seen", n) for n in (0, 1, 3)])
-        asked = len(model.asked)
-        assert (films / ".tasks.jsonl.lock").exists()  # two processes would write each draft twice
-        assert run(server.url)[0] == 0
-        # nothing is left
-        assert rows_of(films / "tasks.drafts.jsonl") == rows and len(model.asked) == asked
     rows.sort(key=lambda row: row["id"])
     assert [row["left_out"] for row in rows] == REASONS
     tasks = read_tasks(str(films / "tasks.jsonl"))
     assert sorted(task["id"] for task in tasks) == ["deep/a.mp4/0", "deep/a.mp4/1"]
     for n, row in enumerate(rows):
         ((start, end),) = row["task"]["evidence"]
-        assert n * seconds / 8 <= start + 0.01 < end <= (n + 1) * seconds / 8 + 0.01
-        assert end - start <= 3.01
+        assert 8 * n <= start + 0.01 < end <= 8 * n + 8.01 and end - start <= 3.01
     for task, answer in zip(sorted(tasks, key=lambda task: task["id"]), ("blue", "green")):
         assert task["video"] == "deep/a.mp4" and sorted(task["options"]) == sorted(OPTIONS)
         assert task["options"]["ABCD".index(task["answer"])] == answer
@@ -108,21 +103,18 @@ def test_only_drafts_that_need_their_window_are_kept(films, run):
 
 
 def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
-    seconds = draft.video.FrameCache(0).index(films / "deep" / "a.mp4")[1].duration
-    with Server(Model(seconds, fails=(0, 7))) as server:
+    with Server(Model(fails=(0, 7))) as server:
         code, said = run(server.url)
     assert code == 1 and "2 drafts could not be made" in said
     (task,) = read_tasks(str(films / "tasks.jsonl"))
     (films / "tasks.jsonl").write_text(json.dumps({**task, "question": "Mine?"}) + "\n")
-    model = Model(seconds)
-    with Server(model) as server:
-        assert run(server.url)[0] == 0
-        assert len(rows_of(films / "tasks.drafts.jsonl")) == 8
+    with Server(model := Model()) as server:
+        assert run(server.url)[0] == 0 and len(rows_of(films / "tasks.drafts.jsonl")) == 8
         assert sorted(n for kind, n in model.asked if kind == "write") == [0, 7]
         assert [t["question"] for t in read_tasks(str(films / "tasks.jsonl"))] == [
             "Mine?", "Which colour is the hat?"]
         code, said = run(server.url, "--seed", 1)
-    assert code == 2 and "other settings" in said
+    assert code == 2 and "drafts.jsonl is of seed 0 (now 1); choose" in said
 
 
 @pytest.mark.parametrize("flags, says", [

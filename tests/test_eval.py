@@ -209,14 +209,14 @@ def episode(*turns, task=ROWS[0], status="ok", think_open=True):
     ([], True, 0.0),
 ])  # fmt: skip
 def test_the_last_answer_or_the_text_after_the_thought_is_graded(turns, think_open, score):
-    assert results.grade(episode(*turns, think_open=think_open))["score"] == score
+    assert results.grade_record(episode(*turns, think_open=think_open))["score"] == score
 
 
 def test_open_answers_are_matched_and_not_scored_by_overlap():
     """Token F1 is a training reward; a benchmark asks for the answer."""
     task = row("x", answer="red, blue")
-    assert results.grade(episode(answer("red, blue"), task=task))["score"] == 1.0
-    graded = results.grade(episode(answer("red, green"), task=task))
+    assert results.grade_record(episode(answer("red, blue"), task=task))["score"] == 1.0
+    graded = results.grade_record(episode(answer("red, green"), task=task))
     assert graded["score"] == 0.0 < rewards.accuracy("red, green", "open", "red, blue")
 
 
@@ -281,8 +281,8 @@ def videomme(toy, tmp_path):
 def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     """Two benchmarks in one run, folders by name; every row counts, the missing video as an error;
     one table, a summary each."""
-    done = world("--bench", "videomme", "videomme_wsub", "--root", tmp_path / "root",
-                 drop=("--data",), say=lambda r: answer("B"))
+    names = "--bench", "videomme", "videomme_wsub", "--root", tmp_path / "root"
+    done = world(*names, drop=("--data",), say=lambda r: answer("B"))
     assert done.code == 0, done.err
     assert [(r["bench"], r["n"], r["acc"], r["errors"]) for r in done.results] == [
         (b, 4, 0.5, {"video_error": 1}) for b in ("videomme", "videomme_wsub")]
@@ -293,6 +293,12 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     # aligned, in the split with subtitles
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)
+    # The missing video comes, with another ending: only its questions are asked.
+    shutil.copy(videomme / "data" / "ab.mp4", videomme / "data" / "gone.mkv")
+    done = world(*names, drop=("--data",), say=lambda r: answer("B"))
+    assert done.code == 0 and len(done.engine.requests) == 2, done.err
+    shutil.rmtree(videomme / "subtitle")
+    assert "none of its subtitles lies below" in world(*names, drop=("--data",)).err
     assert all("A. red" in text and "A. A." not in text for text in texts)
     alone = world("--bench", "videomme", "--root", videomme, drop=("--data",), out=tmp_path / "one")
     assert alone.code == 0 and alone.results[0]["n"] == 4

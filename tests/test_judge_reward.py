@@ -142,7 +142,7 @@ def test_a_judge_that_is_away_is_asked_a_few_times_in_all(judge, no_pause):
 @pytest.fixture
 def open_tasks(toy, tmp_path):
     same = {"type": "open", "question": "Which colour?", "answer": "deep red"}
-    return write_rows(tmp_path / "open.jsonl", [r | same for r in rows_of(toy / "rl.jsonl")[:2]])
+    return write_rows(tmp_path / "o.jsonl", [row | same for row in rows_of(toy / "rl.jsonl")[:2]])
 
 
 def say(request):

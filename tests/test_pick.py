@@ -36,10 +36,10 @@ def recorded(codec, toy, tmp_path_factory):
 def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
     """sft.py's own reader encodes each chat; the main agent's and the sub-agents' ids, masks and
     frames are those of the rollout."""
-    (group, *_) = pick.groups([recorded])
-    episode = pick.best(group)
+    (group, *_) = pick.read_groups([recorded])
+    episode = pick.best_of(group)
     assert episode.sample == 1 and len(episode.calls) == 3
-    rows = pick.chats(episode)
+    rows = pick.chats_of(episode)
     path = write_rows(tmp_path / "chats.jsonl", rows)
     args = SimpleNamespace(video_root=str(toy), min_pixels=1024, max_pixels=50176, max_len=4096)
     chats = sft.Chats(str(path), codec, args, video.FrameCache())
@@ -55,16 +55,16 @@ def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
 
 
 def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
-    a, b, c = pick.groups([recorded])
-    assert pick.best(b) is None and pick.best(b, min_acc=0.0) is not None and not pick.best(c).calls
+    a, b, c = pick.read_groups([recorded])
+    assert pick.best_of(b) is None and pick.best_of(b, min_acc=0.0) and not pick.best_of(c).calls
     c[0].finish, c[0].reward["total"] = ["length"], 9.0
-    assert pick.best(c) is not c[0]
+    assert pick.best_of(c) is not c[0]
     c[1].status, c[1].reward["total"] = "context", 9.0
-    assert pick.best(c) not in c[:2]
+    assert pick.best_of(c) not in c[:2]
     tokens = [sum(e.context.mask) for e in c[2:]]
     assert tokens[0] == tokens[1]
     c[3].context.mask = c[3].context.mask[:-1]
-    assert pick.best(c) is c[3]
+    assert pick.best_of(c) is c[3]
 
 
 @pytest.mark.process

@@ -32,7 +32,7 @@ def test_public_sizes_have_the_parameters_of_their_model_cards(name, billions):
 def test_the_largest_pack_is_the_largest_that_fits():
     config, options = plan.read_config("8B"), {"gpus": 8}
     tokens = plan.largest_pack(config, 70.0, **options)
-    total = [plan.peak(plan.ledger(config, pack_tokens=tokens + n, **options)) for n in (0, 1)]
+    total = [plan.peak(plan.memory_use(config, pack_tokens=tokens + n, **options)) for n in (0, 1)]
     assert total[0] <= 70.0e9 < total[1] and tokens > 1000
 
 

@@ -146,8 +146,7 @@ def test_a_damaged_rollout_file_is_one_line(start, toy, recorded, tmp_path, dama
     rows = rows_of(recorded)
     damage(rows[2])
     path = write_rows(tmp_path / "damaged.jsonl", rows)
-    code, _, err = start(replay, "--ckpt", toy / "init", "--rollouts", path, "--out",
-                         tmp_path / "o")
+    code, _, err = start(replay, "--ckpt", toy / "init", "--rollouts", path, "--out", tmp_path)
     assert code == 2 and err == f"replay.py: {path}:3: missing '{word}'\n"
 
 

@@ -553,8 +553,7 @@ def test_command_line_writes_records_that_train(toy, tmp_path, codec):
     assert "kappa" in done.stdout and "Traceback" not in done.stderr
 
 
-GOOD = {"id": "a", "video": "videos/rl-0000.mp4", "question": "Which?", "answer": "red",
-        "type": "open"}
+GOOD = {"id": "a", "video": "videos/rl-0000.mp4", "question": "Q?", "answer": "red", "type": "open"}
 
 
 @pytest.fixture

@@ -90,6 +90,15 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
     assert runs.newest_checkpoint(str(tmp_path)) is None
 
 
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+def test_a_fault_of_the_disk_does_not_go_on_from_an_older_checkpoint(tmp_path, name):
+    _, second = saved_at(tmp_path, "step_000001"), saved_at(tmp_path, "step_000002")
+    (second / name).unlink()
+    (second / name).symlink_to(name)  # reading it fails, and not because there is no such file
+    with pytest.raises(OSError):
+        runs.undamaged_checkpoint(str(tmp_path))
+
+
 def test_what_killed_runs_left_half_written_is_dropped(tmp_path):
     saved_at(tmp_path, "step_000003")
     (tmp_path / ".step_000004.abc").mkdir()

@@ -104,9 +104,8 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     for group in adamw.param_groups:
         assert group["lr"] == 3e-4 and group["betas"] == (0.9, 0.9)
         assert all((p.ndim > 1) == (group["weight_decay"] == 0.01) for p in group["params"])
-    adamw, muon = sft.build_optimizers(policy,
-                                       SimpleNamespace(**{**vars(args), "optimizer": "muon"}),
-                                       torch.device("cpu"))
+    args.optimizer = "muon"
+    adamw, muon = sft.build_optimizers(policy, args, torch.device("cpu"))
     in_muon = {id(p) for g in muon.param_groups for p in g["params"]}
     assert muon.param_groups[0]["lr"] == 7e-3
     assert in_muon == {id(p) for p in policy.hf.model.language_model.layers.parameters()
@@ -286,7 +285,7 @@ def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, c
                                                                 capsys):
     away, back = shutil.copytree(toy / "videos", tmp_path / "elsewhere"), tmp_path / "videos"
     chats = chats_of(write_rows(tmp_path / "d.jsonl", small_rows(toy, count=4)), codec)
-    monkeypatch.setattr(chats.cache, "away", lambda: bool(os.rename(away, back)))
+    monkeypatch.setattr(chats.cache, "disk_away", lambda: bool(os.rename(away, back)))
     args = SimpleNamespace(batch_size=4, seed=0, pack_tokens=2048)
     packs, _, missed, broken = sft.batch_packs(chats, 0, codec, args, 0, 1)
     assert sum(len(pack.layout) for pack in packs) == 4 and not missed and not broken

@@ -123,7 +123,7 @@ def test_a_wrong_chat_looks_at_other_scenes_than_those_asked_about():
     draw = random.Random(0)
     task = toy_world.make_task("v", *toy_world.make_scenes(draw))
     for share in (0.0, 1.0):
-        looks = re.findall(r"look (\d+) to (\d+)", str(toy_world.chats(task, draw, share)))
+        looks = re.findall(r"look (\d+) to (\d+)", str(toy_world.sample_chats(task, draw, share)))
         asked = [[int(a), int(b)] in task["evidence"] for a, b in looks]
         assert (not share) == any(asked) and asked
 

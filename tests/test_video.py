@@ -457,13 +457,13 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
 
 def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path):
     films, cache = [write(tmp_path / name, 10) for name in ("a.mp4", "b.mp4")], FrameCache()
-    assert cache.away()  # nothing was ever read
+    assert cache.disk_away()  # nothing was ever read
     for film in films:
         cache.index(film)
     os.remove(films[1])  # the one that was opened last
-    assert not cache.away()
+    assert not cache.disk_away()
     os.remove(films[0])
-    assert cache.away()
+    assert cache.disk_away()
 
 
 def broken(folder, kind):

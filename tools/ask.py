@@ -64,7 +64,7 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
         while not ended:
             await asyncio.wait([work], timeout=0.05)
             ended = work.done()
-            for step in happened(episode, windows):
+            for step in episode_events(episode, windows):
                 if (step["event"], step["number"]) not in sent:
                     sent.add((step["event"], step["number"]))
                     yield {**step, "at": time.monotonic() - began}
@@ -74,7 +74,7 @@ async def events(episode, sampler, play=rollout.run_episode, final=rewards.answe
         work.cancel()  # if the caller leaves early
 
 
-def happened(episode, windows):
+def episode_events(episode, windows):
     """-> the steps of an episode so far, in the order in which a reader wants them: a turn, its
     calls, then the windows and responses of these. windows: [(spec, times)] of sub-agents."""
     pending = list(windows)
@@ -138,11 +138,11 @@ def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_o
 
 def line_of(event, took, options=None) -> str:
     """An event -> text for the terminal. took: seconds since the event before."""
-    kind, number = event["event"], event.get("number")
+    kind, n = event["event"], event.get("number")
     if kind == "overview":
         return f"[{len(event['times'])} frames of {event['duration']:.1f} s, {took:.1f} s]"
     if kind == "turn":
-        return f"[turn {number}, {took:.1f} s] {launch.printable(event['text'].strip())}"
+        return f"[turn {n}, {took:.1f} s] {launch.printable(event['text'].strip())}"
     if kind == "answer":
         text = event["text"] or "none"
         if event["status"] != "ok":
@@ -153,15 +153,14 @@ def line_of(event, took, options=None) -> str:
         return (f"answer: {launch.printable(text)}   ({event['frames']} frames, "
                 f"{event['windows']} windows, {event['at']:.1f} s)")
     if kind == "window":
-        return (f"  [call {number} looks at {len(event['times'])} frames, "
+        return (f"  [call {n} looks at {len(event['times'])} frames, "
                 f"{event['start']} to {event['end']} s]")
     window = f"{event['start']} to {event['end']} s" if event["parseable"] else "no window"
     seconds = "" if event["seconds"] is None else f", {event['seconds']:.1f} s"
-    return (f"  [call {number}, {window}: {event['status']}{seconds}] "
-            f"{launch.printable(event['text'])}")
+    return f"  [call {n}, {window}: {event['status']}{seconds}] {launch.printable(event['text'])}"
 
 
-def questions(args):
+def read_questions(args):
     """-> iterator of tasks about --video: --question alone, or the lines of the terminal or a
     pipe, each a question with its options after |."""
     if args.question:
@@ -185,7 +184,8 @@ def videos_below(path):
     """A path -> iterator of the videos there: a file, or in a folder and below it files of videos
     and folders of frames. Raises UserError if there is nothing at the path."""
     if not os.path.exists(path):
-        raise launch.UserError(f"{path}: no such file or folder")
+        how = "; download the video first" * (":/" in path)  # as realpath leaves a URL
+        raise launch.UserError(f"{path}: no such file or folder{how}")
     if os.path.isfile(path):
         yield path
     for folder, below, files in os.walk(path):
@@ -235,15 +235,12 @@ def parse_args():
         if invalid:
             raise launch.UserError(reason)
     args.subtitles = "aligned"
-    args.video = os.path.realpath(args.video)  # a link may lead out of its folder
-    paths = [args.video]
-    if args.subtitle_file:
-        args.subtitle_file = os.path.realpath(args.subtitle_file)
-        paths.append(args.subtitle_file)
+    # A link may lead out of its folder.
+    paths = [os.path.realpath(path) for path in (args.video, args.subtitle_file) if path]
+    args.video, args.subtitle_file = [*paths, None][:2]
     for path in paths:
-        if not os.path.exists(path):
-            how = "download the video first" if "://" in path else "no such file"
-            raise launch.UserError(f"{path}: {how}")
+        if (first := next(videos_below(path), path)) != path:
+            raise launch.UserError(f"{path}: a folder of videos; give one of them: --video {first}")
     args.video_root = args.video_root or os.path.commonpath([os.path.dirname(p) for p in paths])
     if args.out:
         rollout.check_rollout_file(args.out, args.video)
@@ -272,7 +269,7 @@ def main():
     args = parse_args()
     sampler, play = set_up(args)
     final = systems.protocols()[args.protocol].final
-    rows = ask(sampler, questions(args), args.frames[0], play, final)
+    rows = ask(sampler, read_questions(args), args.frames[0], play, final)
     if args.out:
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{len(rows)} answers -> {args.out}")

@@ -45,7 +45,8 @@ COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("que
 MORE = ("start", "end", "evidence", "type", "subtitles")  # columns of a task that may be there
 KNOWN = {*MORE, *(name for names in COLUMNS.values() for name in names)}
 OPTION = r"[A-H]|[Aa]\d|(?i:option|choice)[ _]?(?i:[a-h]|\d)"  # a column of one option
-SHIFTED = "numbers as answers that count otherwise than the columns of options: write letters"
+COUNT = re.compile(r"(\d\d?)(?:\.0)?")  # an answer that may be the place of an option
+SHIFTED = "numbers as answers count otherwise than the options: --answers-from 0 or 1"
 UNKNOWN = "no video, no question or no answer"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
 
@@ -65,9 +66,9 @@ def read_table(path):
         raise launch.UserError(f"{path}: not readable ({launch.why(error)}){hint}") from None
 
 
-def published(row):
-    """A row of any form -> the same as `messages` or `prompt`, with `videos`. Raises ValueError if
-    its columns are not known."""
+def normal_form(row, first=None):
+    """A row of any form -> the same as `messages` or `prompt`, with `videos`. first: the number of
+    the first option in answers, or None. Raises ValueError if its columns are not known."""
     def column(name):
         return next((row[key] for key in COLUMNS[name] if row.get(key) not in (None, "")), None)
 
@@ -75,23 +76,23 @@ def published(row):
         raise ValueError("still images are not read")
     if any((cell or "").strip() for cell in row.get("(no name)") or []):
         raise ValueError("more cells than columns: a cell with a comma needs quotes")
-    videos = loosely(column("video"))
+    videos = parse_loosely(column("video"))
     videos = videos if isinstance(videos, list) else [videos] if videos else []
-    row = {**row, "videos": row.get("videos") or videos}
-    question, answer = column("question"), loosely(column("answer"))
+    row = {**row, "(first)": first, "videos": row.get("videos") or videos}
+    question, answer = column("question"), parse_loosely(column("answer"))
     if answer is None and row.get("type") == "grounding":
         answer = [row.get("start"), row.get("end")]
     tagged = re.search("<answer>(.*?)</answer>", str(answer), re.DOTALL)
     extra = {"answer": tagged[1].strip() if tagged else answer, "question_type": row.get("type")}
-    talk = loosely(row.get("messages"))
+    talk = parse_loosely(row.get("messages"))
     if talk and answer is not None and all(m["role"] != "assistant" for m in talk):  # ms-swift, RL
         return {**row, "messages": None, "prompt": talk, "extra_info": extra}
     if talk or row.get("prompt"):
         return row
     turns = [(m.get("from") or m["role"], m.get("value") or m["content"])
-             for m in decoded(row.get("conversations")) or []]
+             for m in parse_if_json(row.get("conversations")) or []]
     if row.get("query"):
-        pairs = [*(decoded(row.get("history")) or []), (row["query"], row["response"])]
+        pairs = [*(parse_if_json(row.get("history")) or []), (row["query"], row["response"])]
         turns = [("system", row["system"])] if row.get("system") else []
         turns += [turn for pair in pairs for turn in zip(("user", "assistant"), pair)]
     if turns:  # LLaVA marks a video as <image>
@@ -110,12 +111,13 @@ def options_of(row, cell, answer):
     """-> (options of a row as lines, its answer). The cell may hold a list, {"A": ..}, or texts
     with line breaks, | or ; between them. Without it columns are read (OPTION), and the answer may
     be the name of one, or its last letter or digit. Raises ValueError with the reason."""
-    options = loosely(cell)
+    options = parse_loosely(cell)
     if not options:
         options = {key.lower(): row[key] for key in map(str, row) if re.fullmatch(OPTION, key)}
-        named = {number for number, (key, text) in enumerate(sorted(options.items()))
-                 if str(answer).lower() in (key, key[-1]) or str(text) == str(answer)}
-        numbers = {int(key[-1]) for key in options if key[-1].isdigit()}
+        counted = row["(first)"] is not None and COUNT.fullmatch(str(answer))  # see letter_of
+        named = {number for number, (key, text) in enumerate(sorted(options.items())) if not counted
+                 and (str(answer).lower() in (key, key[-1]) or str(text) == str(answer))}
+        numbers = {int(key[-1]) for key in options if key[-1].isdigit() and not counted}
         # Then the other rows have wrong labels: 0 with columns from 1, or the other way round.
         if not named and numbers and str(answer) in (str(min(numbers) - 1), str(max(numbers) + 1)):
             raise ValueError(SHIFTED)
@@ -138,13 +140,13 @@ def options_of(row, cell, answer):
 
 def as_tasks(row):
     """A row of messages -> a row with a `prompt` for each answer of the assistant."""
-    messages = decoded(row["messages"])
+    messages = parse_if_json(row["messages"])
     return [{**row, "prompt": [prompt], "extra_info": {"answer": reply["content"]}}
             for prompt, reply in zip(messages, messages[1:])
             if (prompt["role"], reply["role"]) == ("user", "assistant")]
 
 
-def relative(path):
+def archive_path(path):
     """A path of published data -> the path relative to the folder of the unpacked archives; an
     absolute path of a file that is there stays. Raises ValueError if no part of the path is known.
     """
@@ -158,21 +160,21 @@ def relative(path):
     return path
 
 
-def decoded(value):
+def parse_if_json(value):
     """JSON text -> its value; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         return launch.parse_json(value)
     return value
 
 
-def loosely(value):
-    """Like `decoded`, but reads lists as Python prints them, too, since pandas saves them so, and
-    arrays of texts. A text that only looks like either, as "[unclear]", stays a text."""
+def parse_loosely(value):
+    """Like `parse_if_json`, but reads lists as Python prints them, too, since pandas saves them so,
+    and arrays of texts. A text that only looks like either, as "[unclear]", stays a text."""
     def literal(text):  # ['one' 'two'] is an array
         return ast.literal_eval(text.strip() if re.search("['\"],", text) else
                                 re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text.strip()))
 
-    for read in (decoded, literal):
+    for read in (parse_if_json, literal):
         with contextlib.suppress(ValueError, SyntaxError):
             return read(value)
     return value
@@ -180,7 +182,7 @@ def loosely(value):
 
 def media_of(row):
     """Columns `videos` and `images` -> {"video": iterator of pieces, "image": the same}."""
-    videos, images = (decoded(row.get(name)) or [] for name in ("videos", "images"))
+    videos, images = (parse_if_json(row.get(name)) or [] for name in ("videos", "images"))
     return {"video": iter([video_piece(v) for v in videos]),
             "image": iter([{"type": "image"} for _ in images])}
 
@@ -192,7 +194,7 @@ def video_piece(video):
     path = video.get("url") or video.get("video")
     if not path:
         raise ValueError("a video without a path")
-    piece = {"type": "video", "video": relative(path)}
+    piece = {"type": "video", "video": archive_path(path)}
     part = [video.get("video_start"), video.get("video_end")]
     if part != [None, None]:
         start, end = window_of(part, "a part of a video without a start and an end")
@@ -234,7 +236,7 @@ def content_pieces(message, media):
         raise ValueError(f"a message with {unread[0]!r}, which is not read")
     content = message.get("content")
     if isinstance(content, str):  # the JSON of a list of pieces, or a plain text
-        parsed = loosely(content)
+        parsed = parse_loosely(content)
         listed = type(parsed) is list and all(type(p) is dict and "type" in p for p in parsed)
         content = parsed if listed else [{"type": "text", "text": content}]
     pieces = []
@@ -255,7 +257,7 @@ def content_pieces(message, media):
     return pieces
 
 
-def joined(pieces):
+def join_texts(pieces):
     return "".join(piece.get("text", "") for piece in pieces)
 
 
@@ -263,7 +265,7 @@ def parts_of(role, pieces):
     """A user or tool message -> [(role, pieces)]. Each pair of tool response tags becomes a tool
     message, because the template writes these tags itself and never passes on those of a user. Text
     around a pair becomes a user message. Raises ValueError for tags that do not pair up."""
-    if role not in ("user", "tool") or "tool_response>" not in joined(pieces):
+    if role not in ("user", "tool") or "tool_response>" not in join_texts(pieces):
         return [(role, pieces)]
     parts = [("user", [])]
     for piece in pieces:
@@ -280,20 +282,19 @@ def parts_of(role, pieces):
     # Frames without text, before or after the only response, belong to that response.
     tools = [items for kind, items in parts if kind == "tool"]
     for at, (kind, items) in enumerate(parts):
-        if kind == "user" and not joined(items).strip() and len(tools) == 1:
+        if kind == "user" and not join_texts(items).strip() and len(tools) == 1:
             frames = [piece for piece in items if piece["type"] != "text"]
             tools[0][:] = frames + tools[0] if at == 0 else tools[0] + frames
             items.clear()
     for items in tools:  # the template writes the line breaks inside the tags
-        if items and "text" in items[0]:
-            items[0]["text"] = items[0]["text"].removeprefix("\n")
-        if items and "text" in items[-1]:
-            items[-1]["text"] = items[-1]["text"].removesuffix("\n")
+        for piece, cut in zip(items[:1] + items[-1:], (str.removeprefix, str.removesuffix)):
+            if "text" in piece:
+                piece["text"] = cut(piece["text"], "\n")
     return [(kind, [piece for piece in items if piece.get("text") != ""]) for kind, items in parts
-            if kind == "tool" or joined(items).strip() or any("text" not in p for p in items)]
+            if kind == "tool" or join_texts(items).strip() or any("text" not in p for p in items)]
 
 
-def response(pieces, call, overviews, max_frames):
+def response_pieces(pieces, call, overviews, max_frames):
     """Pieces of a tool response -> the content of a tool message, frames as our video pieces.
 
     call: the rewards.ToolCall that is answered, or None. overviews: the videos of the prompt.
@@ -323,23 +324,23 @@ def response(pieces, call, overviews, max_frames):
     # no source for the things it describes.
     sentence = r"(?i)the tool executed successfully|here are the processed results?|" \
                r"\(processed video here\)"
-    if not windows and not rewards.has_word(re.sub(sentence, "", joined(content))):
+    if not windows and not rewards.has_word(re.sub(sentence, "", join_texts(content))):
         raise ValueError("a tool response that speaks of frames and shows none")
-    return content if windows else joined(content)
+    return content if windows else join_texts(content)
 
 
 def our_messages(row, frames, max_frames):
     """A published SFT row -> (messages before the first assistant turn, those from there on).
     frames: of an overview; max_frames: of a window. Raises ValueError with the reason if the row
     cannot be converted."""
-    talk = decoded(row["messages"])
+    talk = parse_if_json(row["messages"])
     media = media_of(row)
     head, rest, calls = [], [], iter(())
     for message in talk if isinstance(talk, list) else []:
         role, pieces = message["role"], content_pieces(message, media)
         if role == "assistant":
-            calls = iter(rewards.parse_tool_calls(joined(pieces)))
-            rest.append({"role": role, "content": joined(pieces)})
+            calls = iter(rewards.parse_tool_calls(join_texts(pieces)))
+            rest.append({"role": role, "content": join_texts(pieces)})
             continue
         for kind, items in parts_of(role, pieces):
             if kind == "tool" and not rest:
@@ -353,7 +354,7 @@ def our_messages(row, frames, max_frames):
             elif any(piece["type"] == "video" for piece in items):
                 raise ValueError("a video after the first assistant message, in no tool response")
             else:
-                rest.append({"role": kind, "content": joined(items)})
+                rest.append({"role": kind, "content": join_texts(items)})
     spare = list(media["video"])
     first = next((m for m in head if m["role"] == "user"), None)
     if first and not chat.videos_in(head) and len(spare) == 1:  # without a mark it goes first
@@ -364,7 +365,7 @@ def our_messages(row, frames, max_frames):
     for message in rest:
         if "call" in message:
             call = message.pop("call")
-            message["content"] = response(message["content"], call, overviews, max_frames)
+            message["content"] = response_pieces(message["content"], call, overviews, max_frames)
     window = {"fps": 1.0, "max_frames": max_frames}  # a part of a video: at the rate of a window
     for piece in chat.videos_in(head):
         piece.update(window if "start" in piece else {"frames": frames})
@@ -372,12 +373,12 @@ def our_messages(row, frames, max_frames):
         raise ValueError("an empty message")
     if any(m["role"] == "system" for m in (head + rest)[1:]):
         raise ValueError("a system message after the first message")
-    if problem := data.chat_fault(head + rest) or unpaired(rest):
+    if problem := data.chat_fault(head + rest) or pairing_fault(rest):
         raise ValueError(problem)
     return head, rest
 
 
-def unpaired(rest):
+def pairing_fault(rest):
     """-> None, or the reason if a call or response has no counterpart. An episode answers each call
     once, in the same round, and ends on a turn of the agent."""
     waiting = 0
@@ -411,7 +412,7 @@ def our_prompt(head, rest, frames, crop_response):
         raise ValueError(f"{len(videos)} videos before the first turn; our prompt shows one, whole")
     answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"])
     if answer is None:
-        raise ValueError("no <answer> in the last turn, which our prompt asks for")
+        raise ValueError("no <answer> in the last turn, as others have; apart, such rows are tasks")
     prompt, question, options = question_of([m["content"] for m in head if m["role"] == "user"])
     task = {"video": videos[0]["video"], "question": prompt, "type": "open"}
     # The answer shows the type: a letter, a span without other words, or else an open text.
@@ -484,7 +485,7 @@ STEERING = re.compile(
     rf"give|write|select|choose|pick|use|put))\b[^.?!\n]{{0,80}}?(?:{FORM})")
 
 
-def bare(text):
+def strip_instructions(text):
     """A text -> the text without the known instructions at the end. `question_of` finds those that
     stay: in another place, or inside a quotation."""
     shorter = INSTRUCTIONS.sub("", text.strip())
@@ -501,13 +502,13 @@ def question_of(contents):
              if isinstance(content, list) else content for content in contents]
     # Two words with a video between them stay two words.
     text = re.sub(r"(?<=\S)(?:<video>)+(?=\S)", "\n", "\n".join(texts)).replace("<video>", "")
-    full_text = bare(text)
+    full_text = strip_instructions(text)
     stem, options = benchmarks.split_inline(full_text)
     written = [line for line in full_text.split("\n") if line.strip()]
     # An option is one line. A further line would be read as part of the option before it.
     if options and len(written) != len(options) + sum(map(bool, map(str.strip, stem.split("\n")))):
         raise ValueError("text between or after the options")
-    question = bare(stem)
+    question = strip_instructions(stem)
     full_text = question + full_text[len(stem):]
     # No option begins with an instruction: "Reply to the letter" may be one.
     if STEERING.search(question) or any(STEERING.search(option, 1) for option in options):
@@ -520,8 +521,14 @@ def question_of(contents):
     return full_text, question, options
 
 
-def letter_of(answer, options):
-    """The letter of a published answer, "" for none: "B", "(B)", "B. two" or the option's text."""
+def letter_of(answer, options, first=None):
+    """The letter of a published answer, "" for none: "B", "(B)", "B. two" or the option's text.
+    first: the number of the first option, if numbers count them; raises ValueError if one does not.
+    """
+    if first is not None and (count := COUNT.fullmatch(str(answer))):
+        if int(count[1]) in (first - 1, first + len(options)):
+            raise ValueError(SHIFTED)
+        return dict(enumerate(string.ascii_uppercase[:len(options)], first)).get(int(count[1]), "")
     label = re.match(r"\(?[A-Z][).:]\s", str(answer))
     letter = benchmarks.answer_letter(answer, options)
     return letter or (label and rewards.extract_letter(answer, options)) or ""
@@ -529,8 +536,7 @@ def letter_of(answer, options):
 
 def to_task(row):
     """A published RL row -> a task of grpo.py's JSONL. Raises ValueError with the reason."""
-    extra = decoded(row.get("extra_info")) or {}
-    reward = decoded(row.get("reward_model")) or {}
+    extra, reward = (parse_if_json(row.get(name)) or {} for name in ("extra_info", "reward_model"))
     answer = extra.get("answer")
     answer = reward.get("ground_truth") if answer is None else answer
     media = media_of(row)
@@ -541,7 +547,7 @@ def to_task(row):
         raise ValueError("a part of a video; a task shows a whole video")
     if answer in (None, ""):
         raise ValueError("no answer")
-    prompt = decoded(row["prompt"])
+    prompt = parse_if_json(row["prompt"])
     if any(m["role"] not in ("system", "user") for m in prompt):
         raise ValueError("a prompt with turns of an assistant")
     marks = {"video": iter(videos), "image": media["image"]}
@@ -552,8 +558,8 @@ def to_task(row):
     full_text, question, options = question_of([stated] if stated else texts)
     kind = {"oe": "open", "tvg": "grounding", **{name: name for name in rewards.task_types()}}.get(
         extra.get("question_type"))
-    span = span_of(loosely(answer), kind)  # "[1.5, 7]"
-    letter = letter_of(answer, options) if options else ""
+    span = span_of(parse_loosely(answer), kind)  # "[1.5, 7]"
+    letter = letter_of(answer, options, row["(first)"]) if options else ""
     if kind is None and not options and re.fullmatch(r"\(?[A-H][.)]?", str(answer)):
         raise ValueError("a letter as the answer, and no options: --map options=COLUMN names them")
     kind = kind or ("grounding" if span is not None else "mcq" if options else "open")
@@ -567,9 +573,10 @@ def to_task(row):
         if not options:
             raise ValueError("a choice whose options cannot be read")
         if not letter:
-            raise ValueError("the answer is none of the options")
+            hint = COUNT.fullmatch(str(answer)) and "; do numbers count? --answers-from 0 or 1"
+            raise ValueError(f"the answer is none of the options{hint or ''}")
         task.update(question=question, options=options, answer=letter)
-    windows = loosely(row.get("evidence"))  # other data sets have texts there
+    windows = parse_loosely(row.get("evidence"))  # other data sets have texts there
     windows = windows if isinstance(windows, list) else [[row.get("start"), row.get("end")]]
     more = {"evidence": [window_of(times, "no window in seconds: evidence, or start and end")
                          for times in windows if not {None, ""} >= {*times}],
@@ -591,9 +598,10 @@ def span_of(answer, kind):
     return answer[0] if len(answer) == 1 and isinstance(answer[0], list) else answer
 
 
-def convert(paths, out, frames, max_frames=64, names=None):
+def convert(paths, out, frames, max_frames=64, names=None, first=None):
     """Published files -> one JSONL. Prints how many rows were left out, and why. frames: of an
-    overview; max_frames: of a window in a tool response; names: {our column: theirs}."""
+    overview; max_frames: of a window in a tool response; names: {our column: theirs}; first: the
+    number of the first option in answers, or None."""
     numbered, rejected = [], {}  # (id, row); reason -> ids of rows
 
     def attempt(name, make, *given):
@@ -613,10 +621,8 @@ def convert(paths, out, frames, max_frames=64, names=None):
         for number, row in enumerate(table):
             named = {ours: row.get(theirs) for ours, theirs in (names or {}).items()}
             row = {key.lower() if key.lower() in KNOWN else key: row[key] for key in row} | named
-            if converted := attempt(f"{stem}/{number}", published, row):
+            if converted := attempt(f"{stem}/{number}", normal_form, row, first):
                 numbered.append((f"{stem}/{number}", converted))
-        if SHIFTED in rejected:
-            raise launch.UserError(f"{path}: {SHIFTED}; as in {rejected[SHIFTED][0]}")
         if not numbered and UNKNOWN in rejected:
             keys, guess = {str(key).strip().lower(): key for key in columns}, []
             for name, known in COLUMNS.items():
@@ -642,6 +648,8 @@ def convert(paths, out, frames, max_frames=64, names=None):
         source = row.get("id") or row.get("data_source") or name.partition("/")[0]
         rows += [{"id": f"{name}/{n}" if n else name, "source": source, **one}
                  for n, one in enumerate(attempt(name, make_rows, row) or ())]
+    if SHIFTED in rejected:
+        raise launch.UserError(f"{SHIFTED}; as in {rejected[SHIFTED][0]}")
     for reason, ids in sorted(rejected.items(), key=lambda item: -len(item[1])):
         print(f"left out: {len(ids)} rows, {reason}; the first is {ids[0]}")
     if not rows:
@@ -657,18 +665,19 @@ def convert(paths, out, frames, max_frames=64, names=None):
 
 def main():
     parser = arguments.parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL, CSV or TSV")
-    parser.add_argument("--out", required=True, help="JSONL to write")
-    parser.add_argument("--frames", type=int, default=64, help="overview frames K of chats")
-    parser.add_argument("--map", nargs="+", default=[], metavar="OURS=THEIRS",
-                        help="columns by other names, for example question=problem")
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="parquet, JSON, JSONL, CSV or TSV")
+    add("--out", required=True, help="JSONL to write")
+    add("--frames", type=int, default=64, help="overview frames K of chats")
+    add("--map", nargs="+", default=[], metavar="OURS=THEIRS", help="columns: question=text, say")
+    add("--answers-from", type=int, choices=[0, 1], help="number of the first option, in answers")
     args = parser.parse_args()
     names = dict(pair.split("=", 1) for pair in args.map if "=" in pair)
     if len(names) < len(args.map) or not {*(ours := [*COLUMNS, *MORE])} >= names.keys():
         raise launch.UserError(f"--map: give OURS=THEIRS, OURS one of {', '.join(ours)}")
     launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     arguments.require_min(1, args, "frames")
-    convert(args.files, args.out, args.frames, names=names)
+    convert(args.files, args.out, args.frames, names=names, first=args.answers_from)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import rewards
 import rollout
 import video
 from evaluation.endpoint import ChatRequest, OpenAIEngine
-from plumbing import arguments, data, endpoint
+from plumbing import arguments, data, endpoint, runs
 from tools import ask
 
 WRITE = """These frames are one part of a longer video, each after its time. Write one question
@@ -86,7 +86,7 @@ def read_draft(reply, task):
     return "names a time or a part" if PLACE.search(question) else None
 
 
-def draft(engine, source, args, name, number):
+def draft_task(engine, source, args, name, number):
     """Writes and checks one task -> the row of OUT.drafts.jsonl. Raises VideoError, Unanswered."""
     window = draw_window(name, number, args, source.duration({"video": name}))
     frames = source.load({"video": name, "start": window[0], "end": window[1], "fps": 1.0,
@@ -118,7 +118,7 @@ def draft(engine, source, args, name, number):
     return {"id": task["id"], "task": task, "left_out": left_out, "blind": blind, "seen": in_window}
 
 
-def append(path, row):
+def append_row(path, row):
     with open(path, "ab", buffering=0) as f:  # one write, so a kill leaves no half line
         f.write(json.dumps(row).encode() + b"\n")
 
@@ -138,7 +138,7 @@ def main():
     parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("videos", nargs="+", metavar="VIDEOS", help="files, or folders that hold them")
-    add("--base-url", required=True, type=endpoint.address, help="http://127.0.0.1:8000/v1, say")
+    add("--base-url", required=True, type=endpoint.base_url, help="http://127.0.0.1:8000/v1, say")
     add("--model", required=True, help="name of the model at the endpoint; it has to see images")
     add("--api-key-env", help="environment variable that holds the key")
     add("--out", required=True, help="task JSONL to write")
@@ -169,8 +169,8 @@ def main():
         raise launch.UserError(f"--out {args.out} exists and is not of this tool; choose another")
     settings = {name: value for name, value in vars(args).items() if name in (
         "model", "questions", "types", "seconds", "frames", "max_pixels", "seed")}
-    if any(row["settings"] != settings for row in rows):
-        raise launch.UserError(f"{drafts} holds drafts of other settings; choose another --out")
+    if rows and (changed := runs.settings_diff(args, {}, {"args": rows[0]["settings"]})):
+        raise launch.UserError(f"{drafts} is of {', '.join(changed)}; choose another --out")
     engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, workers=args.workers)
     engine.check_servers()
     source = video.Source(root, video.FrameCache(2**28, 60.0, args.workers), 1024, args.max_pixels)
@@ -180,14 +180,14 @@ def main():
 
     def work(number):
         try:
-            row = draft(engine, source, args, *number)
+            row = draft_task(engine, source, args, *number)
         except (video.VideoError, Unanswered) as error:
             failed.append(str(error))
             return
         if not row["left_out"] and json.dumps(row["id"]) not in kept:
-            append(args.out, row["task"])
+            append_row(args.out, row["task"])
         rows.append({**row, "settings": settings})
-        append(drafts, {**row, "settings": settings})
+        append_row(drafts, {**row, "settings": settings})
 
     todo = [(name, n) for name in dict.fromkeys(names) for n in range(args.questions)
             if f"{name}/{n}" not in done]

@@ -119,7 +119,7 @@ class Table:
             print(f"{what:58s} {text:>10s} {limit:>10s} {verdict:8s}{note}", flush=True)
 
 
-def merged(rows):
+def merge_ranks(rows):
     """Rows of all ranks -> those of rank 0, each with [least, most] and the worst verdict of all,
     and the rows that rank 0 lacks."""
     combined = {}
@@ -169,17 +169,17 @@ def check_engine(table, device, args):
                                    rollout.tool_schema())
     table.add(f"{name}: chunk / tokens of the prompt", CHUNK / len(context.ids), 0.9,
               f"{len(context.ids)} tokens, chunks of {CHUNK}")
-    first = ask(engine, context, "first")
+    first = sample_greedy(engine, context, "first")
     stays = (engine.sleep() or 0.0) - (total - free_bytes) / 1e9
     table.add(f"{name}: GB that stay while it sleeps", stays, plan.ENGINE_ASLEEP / 1e9,
               "tools/plan.py counts the bound",
               "tools/plan.py is too hopeful by the difference: smaller --pack-tokens")
     policy, answered = load_policy(ckpt, codec, source, device), deepcopy(context)
     answered.sampled(first.ids, first.logps)
-    table.add(f"{name}: log-prob gap of a video in chunks", gap(policy, [answered]),
+    table.add(f"{name}: log-prob gap of a video in chunks", mean_logprob_gap(policy, [answered]),
               gap_bound(device), "nats, mean")
     engine.wake(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
-    second = ask(engine, context, "again")
+    second = sample_greedy(engine, context, "again")
     table.add(f"{name}: answers that sleep and wake changed", float(first.ids != second.ids), 0)
     return engine
 
@@ -188,7 +188,7 @@ def gap_bound(device):
     return 0.05 if device.type == "cuda" else 1e-3
 
 
-def ask(engine, context, name):
+def sample_greedy(engine, context, name):
     """-> the greedy Completion of a context."""
     engine.submit(context.request(name, max_tokens=32, temperature=0.0, seed=0))
     done = []
@@ -227,7 +227,7 @@ def check_rollouts(table, device, args, cycles=3):
         # Sample as another step, with other seeds. Stale weights or caches would show in the gap.
         episodes = list(rollout.run(sampler, tasks, 16 if gpu else 8, group=2, step=n))
         failed += sum(e.status != "ok" for e in episodes)
-        gaps.append(gap(policy, [e.context for e in episodes]))
+        gaps.append(mean_logprob_gap(policy, [e.context for e in episodes]))
     largest = torch.tensor(gaps).max().item()  # Python's max may pass over a NaN
     table.add(f"{name}: failed episodes", failed, 0)
     table.add(f"{name}: largest gap, {cycles} sleeps and wakes", largest, bound, "nats, mean")
@@ -237,7 +237,7 @@ def check_rollouts(table, device, args, cycles=3):
 
 
 @torch.no_grad()
-def gap(policy, contexts):
+def mean_logprob_gap(policy, contexts):
     """Mean |log-prob of the engine - of the trainer| over the sampled ids, in nats."""
     pack = model.pack_trees(policy.codec, [
         model.Tree(model.TokenSpan(c.ids, c.mask, {"sampler": c.logps}), c.items)
@@ -275,7 +275,7 @@ def group_world(args):
     return ckpt, codec, trees, source
 
 
-def alone(trees):
+def unshared(trees):
     """The same sequences without shared prompts: one tree per sequence, in branch order."""
     out = []
     for tree in trees:
@@ -288,7 +288,7 @@ def alone(trees):
     return out
 
 
-def measure(policy, packs, chunk=1024):
+def logps_and_grad(policy, packs, chunk=1024):
     """Packs -> (log-probs of all trained tokens [N], gradient of their advantage-weighted sum [P]),
     fp64 in host memory."""
     logps = []
@@ -297,12 +297,12 @@ def measure(policy, packs, chunk=1024):
         advantage = model.to_device(pack.values["advantage"], logp.device)  # [n]
         (-(logp * advantage).sum()).backward()
         logps.append(logp.detach().double().cpu())
-    gradient = flat([p.grad for p in model.trained_parameters(policy)])
+    gradient = flatten([p.grad for p in model.trained_parameters(policy)])
     policy.zero_grad()
     return torch.cat(logps), gradient
 
 
-def flat(shards):
+def flatten(shards):
     """Shards of this one rank -> one fp64 vector in host memory."""
     return torch.cat([checkpoint.whole_tensor(x.detach()).double().cpu().flatten() for x in shards])
 
@@ -316,11 +316,11 @@ def compare(table, what, measured, wanted, bounds):
 
 def check_forms(table, name, policy, trees, wanted, bounds):
     """Packed, shared-prefix and chunked forms of the same sequences."""
-    plain = model.pack_trees(policy.codec, alone(trees))
+    plain = model.pack_trees(policy.codec, unshared(trees))
     shared = model.pack_trees(policy.codec, trees)
-    compare(table, f"{name} packed", measure(policy, [plain]), wanted, bounds)
-    compare(table, f"{name} shared prefix", measure(policy, [shared]), wanted, bounds)
-    chunked = measure(policy, [shared], chunk=7)  # the last chunk is ragged
+    compare(table, f"{name} packed", logps_and_grad(policy, [plain]), wanted, bounds)
+    compare(table, f"{name} shared prefix", logps_and_grad(policy, [shared]), wanted, bounds)
+    chunked = logps_and_grad(policy, [shared], chunk=7)  # the last chunk is ragged
     compare(table, f"{name} vocabulary in chunks of 7", chunked, wanted, bounds)
 
 
@@ -336,7 +336,7 @@ def check_forwards(table, device, args):
     gradient = 0
     for number in range(world):  # other trees on every rank: a gradient must be averaged
         theirs = trees[number::world] or [trees[number % len(trees)]]
-        results = measure(oracle, [model.pack_trees(codec, [tree]) for tree in alone(theirs)])
+        results = logps_and_grad(oracle, [model.pack_trees(codec, [t]) for t in unshared(theirs)])
         gradient = gradient + results[1] / world
         if number == rank:
             rank_trees, logp = theirs, results[0]
@@ -420,13 +420,13 @@ def check_steps(table, device, args):
     check_adapters(table, device, ckpt, codec, trees, source)
     policy = load_policy(ckpt, codec, source, device, gradient_checkpointing=True)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
-    losses = learn(policy, optimizer, model.pack_trees(codec, alone(trees)), 3)
+    losses = overfit(policy, optimizer, model.pack_trees(codec, unshared(trees)), 3)
     table.add(f"{place(device)} SFT: loss after two steps / before", losses[-1] / losses[0], 0.999,
               f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
 
     # Read the weights before the forward: after a forward without backward FSDP leaves the root
     # whole.
-    before = flat(model.trained_parameters(policy))  # [P]
+    before = flatten(model.trained_parameters(policy))  # [P]
     # The trainer's own log-probs serve as the sampler's: the importance weight is 1, the gap 0.
     with torch.no_grad():
         logp, _ = policy(model.pack_trees(codec, trees))
@@ -438,14 +438,14 @@ def check_steps(table, device, args):
     settings = grpo.build_parser().parse_args(
         "--ckpt none --data none --temperature 1 --beta 0 --pack-tokens 32768".split())
     stats = grpo.update(policy, None, optimizer, trees, tokens, settings)
-    after = flat(model.trained_parameters(policy))
+    after = flatten(model.trained_parameters(policy))
     table.add(f"{place(device)} GRPO: log-prob gap of a trainer with itself", stats["gap"],
               0.01 if device.type == "cuda" else 1e-5, "nats, mean")
     moved = bool(after.isfinite().all()) and not torch.equal(before, after)
     table.add(f"{place(device)} GRPO: weights finite and moved", float(not moved), 0)
 
 
-def learn(policy, optimizer, pack, steps):
+def overfit(policy, optimizer, pack, steps):
     """SFT steps on the same batch, whose loss must fall -> the losses."""
     losses = []
     for _ in range(steps):
@@ -461,7 +461,7 @@ def check_adapters(table, device, ckpt, codec, trees, source):
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
 
     # One step more than of whole weights, because B is zero and moves first.
-    losses = learn(policy, optimizer, model.pack_trees(codec, alone(trees)), 4)
+    losses = overfit(policy, optimizer, model.pack_trees(codec, unshared(trees)), 4)
     table.add(f"{place(device)} adapters: loss after three steps / before", losses[-1] / losses[0],
               0.999, f"{losses[0]:.3f} -> {losses[-1]:.3f} nats")
 
@@ -580,7 +580,7 @@ def main():
                         *"--base-videos 2 --sft-videos 2 --eval-videos 2".split(),
                         "--rl-videos", "16"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         for name in [args.stage] if args.stage else stages():
-            report["rows"] += merged(start_stage(name, args))
+            report["rows"] += merge_ranks(start_stage(name, args))
             report.update(failed=names_with(report["rows"], "FAIL"),
                           skipped=names_with(report["rows"], "skipped"))
             launch.write_atomic(f"{args.out}.json", json.dumps(report, indent=1) + "\n")

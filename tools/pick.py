@@ -99,8 +99,7 @@ def context_fault(row: dict) -> str | None:
             and row["mask"] == marks and ends == sorted(ends) and 0 not in ends[1:2]
             and all(len(span) == 2 for span in row["spans"])
             and len(row["spans"]) <= len(row["turns"]) == len(row["finish"]))
-    return None if fits else ("'ids', 'mask', 'logps', 'spans', 'turns' and 'finish' do not fit "
-                              "each other")
+    return None if fits else "'ids', 'mask', 'logps', 'spans', 'turns' and 'finish' do not fit"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ def read_evaluation(path: str) -> list[dict]:
             if row.get("show") == "real" and row["K"]]  # without frames nothing can be learned
 
 
-def groups(paths: list[str]) -> list[list]:
+def read_groups(paths: list[str]) -> list[list]:
     """Rollout JSONL files, or records of eval.py -> Episodes, those of one task together, in the
     order of their tasks. Raises UserError naming file and line, and for a task without an answer.
     """
@@ -150,7 +149,7 @@ def groups(paths: list[str]) -> list[list]:
     return list(by_task.values())
 
 
-def fault(e, min_acc: float = 0.5, recall: float = 0.0) -> str | None:
+def rollout_fault(e, min_acc: float = 0.5, recall: float = 0.0) -> str | None:
     """-> None, or why a rollout is nothing to learn from. recall: see --recall."""
     share = (e.reward.get("windows") or {}).get("recall")  # None: no evidence to compare with
     return ("not ok" if e.status != "ok" else "cut off" if "length" in e.finish
@@ -158,16 +157,16 @@ def fault(e, min_acc: float = 0.5, recall: float = 0.0) -> str | None:
             else "looked elsewhere" if share is not None and e.calls and share < recall else None)
 
 
-def best(group: list, min_acc: float = 0.5, recall: float = 0.0):
+def best_of(group: list, min_acc: float = 0.5, recall: float = 0.0):
     """Rollouts of one task -> the one to learn from, or None."""
     def worth(e):
         length = sum(e.context.mask) if e.context else len("".join(e.turns))
         return e.reward["total"], -len(e.calls), -length
 
-    return max((e for e in group if not fault(e, min_acc, recall)), default=None, key=worth)
+    return max((e for e in group if not rollout_fault(e, min_acc, recall)), default=None, key=worth)
 
 
-def chats(episode, tools: bool = True, sub_question: bool = True,
+def chats_of(episode, tools: bool = True, sub_question: bool = True,
           crop_response: str = "summary") -> list[dict]:
     """An Episode -> SFT chats: one of the main agent, one of each sub-agent that was run. tools,
     sub_question, crop_response: as in the rollouts, because a record of rollout.py does not hold
@@ -212,7 +211,7 @@ def mean_accuracy(group: list) -> float:
     return sum(accs) / len(accs) if accs else float("nan")
 
 
-def write(path: str, rows: list[dict]) -> None:
+def write_rows(path: str, rows: list[dict]) -> None:
     launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -247,28 +246,28 @@ def main():
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
     launch.keep_inputs(outputs, args.rollouts)
-    grouped = groups(args.rollouts)
+    grouped = read_groups(args.rollouts)
     if args.best:
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes
         for episode in (e for group in grouped for e in group):
             prompts[episode.task["id"], episode.num_frames].append(episode)
         picked, taken = [], collections.Counter()  # taken: prompts of each video
         for group in prompts.values():
-            one = best(group, args.least, args.recall)
+            one = best_of(group, args.least, args.recall)
             if one and not (args.per_video and taken[one.task["video"]] == args.per_video):
                 picked.append(one)
                 taken[one.task["video"]] += 1
-        counts = collections.Counter(fault(e, args.least, args.recall) or "good"
+        counts = collections.Counter(rollout_fault(e, args.least, args.recall) or "good"
                                      for group in prompts.values() for e in group)
         rows = [row for episode in picked
-                for row in chats(episode, args.tools, args.sub_question, args.crop_response)]
-        write(args.best, rows)
+                for row in chats_of(episode, args.tools, args.sub_question, args.crop_response)]
+        write_rows(args.best, rows)
         print(f"{len(picked)} of {len(prompts)} prompts have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")
         print("rollouts: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items())))
     if args.band:
         tasks = [group[0].task for group in grouped if low <= mean_accuracy(group) <= high]
-        write(args.band[2], tasks)
+        write_rows(args.band[2], tasks)
         print(f"{len(tasks)} of {len(grouped)} tasks have a mean R_acc of {low:g} to {high:g} "
               f"-> {args.band[2]}")
 

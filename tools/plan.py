@@ -148,9 +148,9 @@ def layer_activation_bytes(text, width, repeated=False, kind="full_attention"):
     return norms + rotated + attention + mlp + statistics
 
 
-def ledger(config, gpus, pack_tokens, recompute=True, replicas=1, reference=True, engine_gb=None,
-           width=2, chunk=1024, repeated=False, feature_cache_gb=1.0, counts=None,
-           lora=0):  # fmt: skip
+def memory_use(config, gpus, pack_tokens, recompute=True, replicas=1, reference=True,
+               engine_gb=None, width=2, chunk=1024, repeated=False, feature_cache_gb=1.0,
+               counts=None, lora=0):  # fmt: skip
     """Bytes per GPU -> {phase: {item: bytes}}: "rollout" and "sync" (only with an engine), then
     three moments of a backward. In "top layer" all activations are still there. In "low layer" they
     are gone, and the gradients of the other layers are there. In "embeddings" no layer is whole,
@@ -211,7 +211,7 @@ def largest_pack(config, gpu_gb, **options):
     options.setdefault("counts", parameter_counts(config))
 
     def too_large(tokens):
-        return peak(ledger(config, pack_tokens=tokens, **options)) > gpu_gb * 1e9
+        return peak(memory_use(config, pack_tokens=tokens, **options)) > gpu_gb * 1e9
 
     return max(0, bisect.bisect(range(2**24), False, key=too_large) - 1)
 
@@ -261,7 +261,7 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
     n = options["counts"] = parameter_counts(config)
     text = config.text_config
     engine_gb = engine_share * gpu_gb if engine_share else None
-    phases = ledger(config, gpus, pack_tokens, engine_gb=engine_gb, **options)
+    phases = memory_use(config, gpus, pack_tokens, engine_gb=engine_gb, **options)
     limit = 0.94 * gpu_gb  # CUDA, NCCL and fragments take the rest
     trained = options.get("lora", 0) * n["sides"] or n["trained"]
     lines = [f"{trained / 1e9:.2f} B trained parameters, {n['tower'] / 1e9:.2f} B in the "

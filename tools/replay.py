@@ -43,7 +43,7 @@ def read_rollouts(paths: list[str], pay: rewards.RewardConfig) -> list[rollout.E
     return episodes
 
 
-def complete(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None:
+def set_credit_places(episodes: list[rollout.Episode], codec: chat.ChatProcessor) -> None:
     """Sets the places of credit, which a record does not hold. Raises UserError if the frames of an
     episode are not those of its ids, or if the checkpoint has no such ids."""
     vocab_size = json.loads(codec.files["config.json"])["text_config"]["vocab_size"]
@@ -79,8 +79,8 @@ def read_fault(group: list[rollout.Episode], features: model.VisionFeatures) -> 
 def main():
     parser = arguments.parser(__doc__)
     parser.add_argument("--rollouts", nargs="+", required=True, help="rollout JSONL files")
-    grpo.add_update_arguments(parser)
-    args = grpo.parse_flags(parser)
+    grpo.add_training_arguments(parser)
+    args = grpo.parse_training_arguments(parser)
     pay = grpo.reward_config(args)
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     episodes = read_rollouts(args.rollouts, pay)
@@ -97,7 +97,7 @@ def main():
         return launch.end_process_group()
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
-    complete(episodes, codec)
+    set_credit_places(episodes, codec)
     policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, None)
     log = metrics.open_log(args, 0, f"one update from the rollouts of {len(args.rollouts)} files | "
                            f"{checkpoint.weights_line(policy)}")
@@ -108,7 +108,7 @@ def main():
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
     faults = [read_fault(group, policy.features) for group in groups]
-    away = any(faults) and source.cache.away()  # one video has gone, or the disk with all of them
+    away = any(faults) and source.cache.disk_away()  # one video, or the disk with all of them
     if any(faults) and not away:  # the disk may have been away for a moment
         faults = [f and read_fault(group, policy.features) for group, f in zip(groups, faults)]
     if launch.any_rank(away) or not launch.any_rank(not all(faults)):

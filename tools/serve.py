@@ -159,18 +159,18 @@ class VideoStore:
         self.lock = threading.Lock()  # uploads come from several threads
         self.used = collections.Counter()  # name -> questions that look at the video now
 
-    def find(self, url: str | None, frames: list, fps: float | None) -> tuple[str, str]:
+    def find_video(self, url: str | None, frames: list, fps: float | None) -> tuple[str, str]:
         """-> (folder, path in it) of a request's video. A video of a client counts as used until
-        `release`."""
+        `release_video`."""
         if url and url.startswith("data:"):
-            return self.sent, self.keep({"": data_of(url)}, True)
+            return self.sent, self.keep_upload({"": data_of(url)}, True)
         if url and (sent := re.fullmatch("video:([0-9a-f]{64})", url)):
-            return self.again(sent[1])
+            return self.earlier_upload(sent[1])
         if url:
             with contextlib.suppress(ValueError):  # "http://[" is no address at all
                 parts = urlsplit(url)
                 if parts.scheme in ("", "file") and parts.netloc in ("", "localhost"):
-                    return self.root, self.inside(unquote(parts.path) if parts.scheme else url)
+                    return self.root, self.path_below(unquote(parts.path) if parts.scheme else url)
             raise Refused(400, "a video is a path or a file: URL below --video-root, or a data: "
                           "URL; nothing is fetched from a network: download the video first")
         if not frames:
@@ -183,9 +183,9 @@ class VideoStore:
             times = [n / fps for n in range(len(frames))]
         files = {f"{n:06d}.jpg": data_of(url) for n, (_, url) in enumerate(frames, 1)}
         files["seconds.txt"] = "\n".join(map(str, times)).encode()
-        return self.sent, self.keep(files, True)
+        return self.sent, self.keep_upload(files, True)
 
-    def inside(self, path: str) -> str:
+    def path_below(self, path: str) -> str:
         """A path as a client writes it -> the path below --video-root."""
         with contextlib.suppress(video.VideoError, ValueError):
             if os.path.exists(video.resolve(path, self.root)):
@@ -193,7 +193,7 @@ class VideoStore:
         # One line for both, so that no client learns which files lie elsewhere.
         raise Refused(404, "no such video below --video-root")
 
-    def again(self, name: str) -> tuple[str, str]:
+    def earlier_upload(self, name: str) -> tuple[str, str]:
         """The video that PUT /videos has taken earlier."""
         with self.lock:
             if not os.path.exists(os.path.join(self.sent, name)):
@@ -201,7 +201,7 @@ class VideoStore:
             self.used[name] += 1
         return self.sent, name
 
-    def keep(self, files: dict[str, bytes], used: bool = False) -> str:
+    def keep_upload(self, files: dict[str, bytes], used: bool = False) -> str:
         """{name: bytes} of a folder of frames, or {"": bytes} of a video -> its name in `sent`."""
         digest = hashlib.sha256()
         for file, data in files.items():
@@ -238,7 +238,7 @@ class VideoStore:
                 total -= size(entry.path)
                 shutil.rmtree(entry.path) if entry.is_dir() else os.remove(entry.path)
 
-    def release(self, root: str, name: str) -> None:
+    def release_video(self, root: str, name: str) -> None:
         """A question about this video has ended."""
         if root == self.sent:
             with self.lock:
@@ -375,7 +375,7 @@ def reasoning_line(event: dict) -> str:
     return ""
 
 
-def bounded(codec, event: dict, limit: int | None) -> tuple[str, str]:
+def bounded_answer(codec, event: dict, limit: int | None) -> tuple[str, str]:
     """The answer event -> (content, finish_reason). limit: tokens of the content. Raises Refused if
     the episode failed."""
     if event["status"] != "ok":
@@ -394,7 +394,7 @@ def error_body(status, line) -> dict:
     return {"error": {"message": str(line), "type": kind, "param": None, "code": status}}
 
 
-def failed(status, line, **headers):
+def error_response(status, line, **headers):
     """-> the answer to a request that is refused."""
     from fastapi.responses import JSONResponse
 
@@ -420,7 +420,7 @@ class Guard:
         try:
             if problem := self.fault(scope, headers) or await self.read(scope, receive):
                 # The rest of a body may still come: the connection cannot be used again.
-                return await failed(*problem, Connection="close")(scope, receive, send)
+                return await error_response(*problem, Connection="close")(scope, receive, send)
             await self.app(scope, receive, send)
         finally:
             self.free(scope)
@@ -508,28 +508,28 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
             None, min_length=2, max_length=26)
         answer_type: Literal["open", "list", "grounding"] | None = None
         fps: float | None = Field(None, ge=0.001, le=1000)
-        frames: int | None = Field(None, ge=1, le=1024)
+        frames: int | None = Field(None, ge=1)
 
     app = FastAPI(title="ParaVT", openapi_url=None)
     episodes = collections.OrderedDict()  # id -> what the page shows again, the latest 100
 
     @app.exception_handler(Refused)
-    async def refused(request, error):
-        return failed(error.status, error)
+    async def answer_refusal(request, error):
+        return error_response(error.status, error)
 
     @app.exception_handler(launch.UserError)  # the disk with the videos is away
-    async def unavailable(request, error):
-        return failed(503, "the videos cannot be read now")
+    async def answer_unavailable(request, error):
+        return error_response(503, "the videos cannot be read now")
 
     @app.exception_handler(HTTPException)
-    async def wrong(request, error):
-        return failed(error.status_code, error.detail)
+    async def answer_http_error(request, error):
+        return error_response(error.status_code, error.detail)
 
     @app.exception_handler(ValidationError)
-    async def invalid(request, error):
+    async def answer_invalid(request, error):
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        return failed(400, launch.printable(f"{field}: {first['msg']}".lstrip(": ")))
+        return error_response(400, launch.printable(f"{field}: {first['msg']}".lstrip(": ")))
 
     text, policy = page_text()
 
@@ -548,7 +548,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
                 "data": [{"id": args.name, "object": "model", "created": 0, "owned_by": "local"}]}
 
     @app.get("/videos")
-    def listed():  # in a thread, because a large folder takes seconds
+    def list_videos():  # in a thread, because a large folder takes seconds
         """Videos below --video-root for the page."""
         paths = itertools.islice(ask.videos_below(store.root), 1000)
         names = sorted(os.path.relpath(path, store.root) for path in paths)
@@ -556,16 +556,16 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         return [name for name in names if not re.search("[\ud800-\udfff]", name)]
 
     @app.put("/videos")
-    async def dropped(request: Request):
+    async def upload_video(request: Request):
         body = request.scope.pop("body")
         if not body:
             raise Refused(400, "the body is the video, and it is empty")
-        return {"url": "video:" + await asyncio.to_thread(store.keep, {"": body})}
+        return {"url": "video:" + await asyncio.to_thread(store.keep_upload, {"": body})}
 
     @app.get("/videos/{path:path}")
-    async def played(path: str):
+    async def video_file(path: str):
         """A video for the page's player."""
-        path = store.inside(path)
+        path = store.path_below(path)
         file = os.path.join(store.root, path)
         if not os.path.isfile(file):
             raise Refused(404, "a player needs a file, and this is a folder of frames")
@@ -578,7 +578,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
                                      "Content-Security-Policy": "sandbox"})
 
     @app.get("/episodes/{name}")
-    async def shown(name: str):
+    async def frame_image(name: str):
         if name not in episodes:
             raise Refused(404, "this episode is no longer kept here")
         return episodes[name]
@@ -594,7 +594,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         most = max(args.frames, agent.sub_frames)  # the engine has room for so many
         if (body.frames or 0) > most:
             raise Refused(400, f"at most {most} frames; more: start serve.py with --frames N")
-        root, path = await asyncio.to_thread(store.find, video_url, frames, body.fps)
+        root, path = await asyncio.to_thread(store.find_video, video_url, frames, body.fps)
         # Videos and frames are files now, and a question may wait for long.
         video_url = None if video_url and video_url.startswith("data:") else video_url
         fps = None if frames else body.fps
@@ -603,7 +603,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         guard.free(request.scope)
         head = {"id": "chatcmpl-" + secrets.token_hex(12), "created": int(time.time()),
                 "model": args.name}
-        ended = partial(store.release, root, path)
+        ended = partial(store.release_video, root, path)
         try:
             info = await asyncio.to_thread(check_video, agents.sampler.source, root, path)
             default = min(max(round(fps * info.duration), 1), most) if fps else args.frames
@@ -628,9 +628,9 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
 
         limit = body.max_completion_tokens or body.max_tokens
         if body.stream:
-            return Stream(streamed(head, told(), agents.sampler.codec, limit), under_way.close)
-        answer = asyncio.create_task(completed(head, told(), agents.sampler.codec, limit))
-        watcher = asyncio.create_task(gone(request))
+            return Stream(stream_lines(head, told(), agents.sampler.codec, limit), under_way.close)
+        answer = asyncio.create_task(completion_body(head, told(), agents.sampler.codec, limit))
+        watcher = asyncio.create_task(wait_for_disconnect(request))
         try:
             await asyncio.wait([answer, watcher], return_when=asyncio.FIRST_COMPLETED)
             return answer.result() if answer.done() else Response(status_code=499)
@@ -668,7 +668,7 @@ def check_video(source, root, path):
         raise Refused(400, f"the video cannot be read: {reason}") from None
 
 
-def http_server(app, agents, **config):
+def http_server(app, agents, log_level="warning", **config):
     """-> a uvicorn server that ends all questions before it waits for its connections to end."""
     import uvicorn
 
@@ -677,18 +677,18 @@ def http_server(app, agents, **config):
             agents.end()
             super().handle_exit(*signal)
 
-    return Server(uvicorn.Config(app, timeout_graceful_shutdown=2, **config))
+    return Server(uvicorn.Config(app, timeout_graceful_shutdown=2, log_level=log_level, **config))
 
 
-async def gone(request):
+async def wait_for_disconnect(request):
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def completed(head, events, codec, limit) -> dict:
+async def completion_body(head, events, codec, limit) -> dict:
     """All events -> one answer."""
     trace = [event async for event in events]
-    content, finish = bounded(codec, trace[-1], limit)
+    content, finish = bounded_answer(codec, trace[-1], limit)
     message = {"role": "assistant", "content": content,
                "reasoning_content": "".join(map(reasoning_line, trace))}
     choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
@@ -696,7 +696,7 @@ async def completed(head, events, codec, limit) -> dict:
             "usage": trace[-1]["usage"], "trace": trace}
 
 
-async def streamed(head, events, codec, limit):
+async def stream_lines(head, events, codec, limit):
     """Events -> lines of a stream."""
     def line(delta, finish=None, **fields):
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
@@ -707,7 +707,7 @@ async def streamed(head, events, codec, limit):
         yield line({"role": "assistant", "content": ""})
         async for event in events:
             yield line({"reasoning_content": reasoning_line(event)}, trace=[event])
-        content, finish = bounded(codec, event, limit)
+        content, finish = bounded_answer(codec, event, limit)
         yield line({"content": content}, finish, usage=event["usage"])
     except Refused as error:  # the status has gone out, so the error is a line of its own
         yield f"data: {json.dumps(error_body(error.status, error))}\n\n"
@@ -723,7 +723,7 @@ def parse_args():
     add = parser.add_argument_group("server").add_argument
     add("--ckpt", required=True, help="checkpoint folder")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
-    add("--frames", type=int, default=64, help="overview frames K")
+    add("--frames", type=int, default=64, help="overview frames K; the most a request may ask for")
     add("--host", default="127.0.0.1", help="another address lets other machines in: with a key")
     add("--port", type=int, default=8000, help="of HTTP")
     add("--name", help="of the model, as clients ask for it; default: the folder's name")
@@ -778,8 +778,7 @@ def main():
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        http_server(make_app(agents, store, args, key), agents,
-                    log_level="warning").run([args.socket])
+        http_server(make_app(agents, store, args, key), agents).run([args.socket])
     finally:
         with store.lock:  # not in the middle of an upload
             shutil.rmtree(store.sent, ignore_errors=True)

@@ -55,7 +55,7 @@ def read_objects(path, troubles):
     return objects
 
 
-def find(path):
+def find_runs(path):
     """Path -> list of the folders, at it and below it, that hold something to show; top down."""
     paths = []
     for folder, below, files in os.walk(path):  # follows no links: they may lead in a circle
@@ -103,7 +103,7 @@ def load_sources(paths, names, troubles):
     for n, path in enumerate(paths):
         if not os.path.exists(path):
             raise launch.UserError(f"{path}: no such file or folder")
-        members = [path] if os.path.isfile(path) else find(path)
+        members = [path] if os.path.isfile(path) else find_runs(path)
         if not members:
             raise launch.UserError(
                 f"{path}: neither log.jsonl nor records nor summary.json is in it or below it")
@@ -117,7 +117,7 @@ def load_sources(paths, names, troubles):
     return sorted(sources, key=lambda source: (not source["log"], bool(source["rows"])))
 
 
-def centres(count):
+def bin_centres(count):
     """Centres of `count` equal shares of a whole -> list of fractions in (0, 1)."""
     return [(n + 0.5) / count for n in range(count)]
 
@@ -129,7 +129,7 @@ def mode_of(row):
     return row.get("tools") if show == "real" else f"{row.get('tools')} {show}"
 
 
-def thinned(rows, limit):
+def subsample(rows, limit):
     """At most `limit` episodes: whole groups, evenly spread over the steps. If a run grows, groups
     leave one by one: the choice is by the place's bits read backwards (van der Corput)."""
     by_prompt = defaultdict(list)
@@ -152,7 +152,7 @@ def number(value, digits=4):
     return round(value, digits) if numeric and abs(value) < 1e300 else None  # NaN < x is False
 
 
-def segments(pieces, ended, format_credit, advantage):
+def credit_segments(pieces, ended, format_credit, advantage):
     """The sampled tokens of a turn, as texts -> [[kind, text, credit]], neighbours joined."""
     structural = rewards.structural_mask([piece.encode("utf-8", "replace") for piece in pieces])
     task = number(advantage.get("task"))  # None if no advantage was recorded
@@ -181,7 +181,7 @@ def shown_turns(row, calls, format_credit):
         tokens = row["pieces"][n] if row["pieces"] else [*str(text), *[""] * ended]
         pieces = [str(piece) for piece in tokens[:20_000]]  # a page must stay a page
         parts = [["i", "<think>\n", None]] if row["think_open"] else []
-        parts += segments(pieces, ended, format_credit, row.get("advantage") or {})
+        parts += credit_segments(pieces, ended, format_credit, row.get("advantage") or {})
         for call in calls:  # after the last turn nothing was inserted
             answered = call["status"] != "not_run" or call["summary"]
             if answered and call["turn"] == n < len(row["turns"]) - 1:
@@ -246,7 +246,7 @@ def episodes_of(sources, limit, troubles):
     share = limit // max(1, sum(bool(source["rows"]) for source in sources))
     episodes = []
     for index, source in enumerate(sources):
-        for row in thinned(source["rows"], max(1, share)):
+        for row in subsample(source["rows"], max(1, share)):
             try:
                 episodes.append(shown_episode(row, source, index))
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
@@ -265,13 +265,13 @@ def wanted_frames(episode, limit=8):
     """-> [(second, list it goes into)]: `limit` of the overview, half as many of every window that
     was read."""
     times = episode["times"]
-    shares = centres(min(limit, len(times)))
+    shares = bin_centres(min(limit, len(times)))
     wants = [(times[int(share * len(times))], episode["thumbs"]) for share in shares]
     for call in episode["calls"]:
         start, end = call["start"], call["end"]
         if call["status"] == "ok" and start is not None and end is not None:
             # No more than it saw.
-            for share in centres(min(max(1, limit // 2), int(call["frames"] or 4))):
+            for share in bin_centres(min(max(1, limit // 2), int(call["frames"] or 4))):
                 wants.append((start + share * (end - start), call["thumbs"]))
     return wants
 
@@ -309,7 +309,7 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
         try:
             if missing and budget > 0:  # a page that is full opens no more videos
                 path = video.resolve(name, folder)  # raises if the name leads out of the folder
-                frames = video.at(path, missing, 1024, pixels, cache)
+                frames = video.frames_at(path, missing, 1024, pixels, cache)
                 for second in missing:
                     # The frame on display then; 0.02 s forgive the rounding of seconds.
                     at = max(0, bisect.bisect(frames.seconds, second + 0.02) - 1)
@@ -391,7 +391,7 @@ def cell(value, sign=""):
     return "-" if value is None else str(value)
 
 
-def lines_of(rows):
+def cost_curves(rows):
     """Rows of a table -> [{"name", "mode", "points": [[tokens per answer, headline, K]]}]: a line
     for each folder, benchmark and mode whose answers' tokens are known."""
     lines = defaultdict(list)
@@ -420,7 +420,7 @@ def tables_of(sources, tables):
             if rows:
                 title = source["name"] + words
                 listed.append({"key": key, "title": title, "head": list(columns), "rows": rows,
-                              "lines": lines_of(results)})
+                              "lines": cost_curves(results)})
     return listed
 
 
@@ -435,12 +435,12 @@ def page_template():
     return before, after, json.loads(contents[1])
 
 
-def embedded(value):
+def script_json(value):
     """A value as JSON that may stand inside <script>: no "<" is left that could end the element."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def build(paths, names, out, episodes, max_mb, root, pixels):
+def build_page(paths, names, out, episodes, max_mb, root, pixels):
     """Writes the page `out` -> its data, of which page.html says more."""
     before, after, contents = page_template()  # first: decoding frames may take minutes
     troubles = Counter()  # reason why something could not be read -> how often
@@ -455,11 +455,11 @@ def build(paths, names, out, episodes, max_mb, root, pixels):
         "found": sum(len(source["rows"]) for source in sources),  # before groups were left out
     }
     # Thumbnails get the bytes that are left. The places of an episode's thumbnails take some 200.
-    budget = int(max_mb * 2**20) - len(before + embedded(data) + after) - 200 * len(chosen)
+    budget = int(max_mb * 2**20) - len(before + script_json(data) + after) - 200 * len(chosen)
     # This also fills the thumbs of the episodes that are in `data` already.
     data["pictures"] = add_thumbnails(chosen, sources, root, pixels, budget, troubles)
     data["troubles"] = troubles.most_common(50)  # [[why, how often]]
-    launch.write_atomic(out, before + embedded(data) + after)
+    launch.write_atomic(out, before + script_json(data) + after)
     return data
 
 
@@ -494,7 +494,7 @@ def main():
                 raise launch.UserError(f"--out {options['out']} is no page; give another name")
     # Before the frames are decoded.
     launch.make_out(os.path.dirname(os.path.abspath(options["out"])))
-    print(line_of(options["out"], build(**options)))
+    print(line_of(options["out"], build_page(**options)))
 
 
 if __name__ == "__main__":

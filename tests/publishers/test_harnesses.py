@@ -82,7 +82,7 @@ def test_the_headline_of_video_mme_v2_and_its_levels_are_lmms_evals(functions):
             tags = {"group_type": kind, "group_structure": structure, "level": draw.choice("123")}
             name, score = f"{film:03d}-{place}", draw.randrange(2)
             task = {"id": name, "video": f"{film}.mp4", "type": "mcq", "split": "videomme_v2",
-                    "place": place, "tags": tags}
+                    "position": place, "tags": tags}
             records[name, "64", "on", 0] = {**looked(name, []), "task": task, "score": score}
             rows.append({**tags, "second_head": "s", "third_head": "t", "video_id": film,
                          "question_id": name, "score": score})

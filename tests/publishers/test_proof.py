@@ -85,7 +85,7 @@ DRIVER, UTILS = "paravt/eval/driver.py", "paravt/eval/utils.py"
 # file, a piece of it, what stands there instead
 EDITS = [
     (UTILS, "quality=85", "quality=80"), (UTILS, "max_frames: int = 16", "max_frames: int = 12"),
-    (UTILS, '"fps": 1,', '"fps": 2,'), (UTILS, '"max_pixels": 50176,', '"max_pixels": 12544,'),
+    (UTILS, '"fps": 1,', '"fps": 2,'), (UTILS, '"max_pixels": 50176,', '"max_pixels": 6272,'),
     (UTILS, "client, model_name, s, nframes, max_turns)", "client, model_name, s, nframes, 1)"),
     (UTILS, "client, model_name, s, nframes, max_turns)", "client, model_name, s, 32, max_turns)"),
     (UTILS, "args.main_nframes,\n                args.max_", "32,\n                args.max_"),

@@ -41,8 +41,7 @@ def gpu_precisions():
 
     launch.import_shim()
     real_policy, real_dtype = model.wrap_policy, model.compute_dtype
-    real_save = checkpoint.save_checkpoint
-    policies = []
+    real_save, policies = checkpoint.save_checkpoint, []
 
     def wrapped(*args):
         policies.append(real_policy(*args))

@@ -78,7 +78,7 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     assert modes == [(0, "real"), (0, "options")] + [
         (k, show) for k in (2, 4) for show in ("real", "blank", "shuffled", "options")]
     tasks = [json.loads(line) for line in data.read_text().splitlines()]
-    still = sum(protocol_loop.reordered(task)["answer"] == "B" for task in tasks) / 12
+    still = sum(protocol_loop.shuffle_options(task)["answer"] == "B" for task in tasks) / 12
     assert 0 < still < 1
     found = {(row["K"], row["show"]): row for row in summary["controls"]}
     assert {place: row["headline"] for place, row in found.items()} == {

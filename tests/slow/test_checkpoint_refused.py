@@ -137,6 +137,8 @@ CONFIGS = {
     "odd value": (lambda f: change(f, "config.json", "text_config", hidden_size="big"),
                   "config.json cannot be used"),
     "fp8": (quantized(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "rope": (quantized(rope_parameters={"rope_type": "linear"}), "linear"),
+    "bias": (lambda f: change(f, "config.json", "text_config", attention_bias=True), "bias"),
     "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
     "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
                                     auto_map={"AutoImageProcessor": "evil.Evil"}),

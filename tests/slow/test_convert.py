@@ -17,9 +17,8 @@ STRICT = ("Think first, call **crop_video** if needed, then answer. Format stric
 
 
 def asks(start, end, name="b.mp4"):
-    return ('<think>I will look at [8.00s - 12.00s].</think>\n\n<tool_call>{"name":"crop_video",'
-            f'"arguments":{{"video_path": "{name}", "start_time": {start}, '
-            f'"end_time": {end}}}}}</tool_call>')
+    return ('<think>At [8.00s - 12.00s].</think>\n\n<tool_call>{"name":"crop_video","arguments":'
+            f'{{"video_path": "{name}", "start_time": {start}, "end_time": {end}}}}}</tool_call>')
 
 
 def longvt(*middle, said="<think>This window shows it.</think> <answer> A red one. </answer>",

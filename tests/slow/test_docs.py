@@ -68,7 +68,7 @@ def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
     grpo.__file__ = os.path.join(ROOT, "grpo.py")
     exec(compile(scripts["grpo.py"], "grpo.py", "exec"), vars(grpo))
     grpo.rewards, parser = rewards, arguments.parser("")
-    grpo.add_update_arguments(parser)
+    grpo.add_training_arguments(parser)
     args = parser.parse_args(["--ckpt", "x", "--out", "y", "--set", "spread_weight=0.5"])
     assert grpo.reward_config(args).spread_weight == 0.5
 
@@ -112,7 +112,7 @@ class Teacher(Model):
         if not any("crop_video" in text for text in texts):
             return "A hat."
         if not any("A hat." in text for text in texts):
-            return "<think>look</think>\n" + call(0, self.seconds)
+            return "<think>look</think>\n" + call(0, 64.0)
         (color,) = {r[2] for r in SCRIPT if r[0] and any(r[0]["question"] in t for t in texts)}
         (letter,) = [line[0] for text in texts for line in text.split("\n")
                      if line[1:3] == ". " and line[3:] in color.rstrip(".").split()]
@@ -130,7 +130,7 @@ def test_videos_alone_lead_to_an_evaluation(toy, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    with Server(Teacher(64.0)) as server:
+    with Server(Teacher()) as server:
         asked = "--base-url", server.url, "--model", "m"
         stage("tools/draft.py", tmp_path, *asked, "--out", tasks, "--questions", 8, "--seconds", 3)
         assert "2 tasks" in stage("grpo.py", *toy_flags, "--ckpt", toy / "init", "--data", tasks,

@@ -74,8 +74,7 @@ def ask(url, monkeypatch, **more):
     monkeypatch.setenv("SOME_KEY", "secret-of-the-user")
     engine = endpoint.OpenAIEngine(url, "m", key_variable="SOME_KEY", retries=0, **more)
     engine.submit(ChatRequest("1", [], [], [], [], 16, 0.0, 0, [{"role": "user", "content": "?"}]))
-    until = time.monotonic() + 20
-    found = []
+    until, found = time.monotonic() + 20, []
     while not found and time.monotonic() < until:
         found = engine.poll()
     assert found, "no completion within 20 s"

@@ -26,7 +26,7 @@ def record(name, score, video=None, **task):
 
 def dealt(rows, parts, root="", **more):
     """-> the task ids of each part."""
-    shares = costs.deal([(str(root), r) for r in rows], parts, **more)
+    shares = costs.balance_tasks([(str(root), r) for r in rows], parts, **more)
     return [[rows[i]["id"] for i in share] for share in shares]
 
 

@@ -510,7 +510,7 @@ def trace(memory, stage, size, ranks, layers, lora):
     if reference:
         kept = policy.features.bytes
         assert len(policy.features.cache) == policy.features.computed == 3
-    planned = plan.ledger(config, ranks, tokens, reference=bool(reference), engine_gb=0,
+    planned = plan.memory_use(config, ranks, tokens, reference=bool(reference), engine_gb=0,
                           feature_cache_gb=kept / 2**30, lora=lora)
     # No engine is traced, not even one that sleeps.
     found |= {"ledger": plan.peak(planned) - plan.ENGINE_ASLEEP, "resting": memory.now,

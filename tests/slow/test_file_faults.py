@@ -409,8 +409,7 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
     assert code == 1
     assert err.splitlines()[-1].endswith("stopped after 4 of 15 rollouts; the same command goes on")
     assert len(episodes_in(out)) == 4 and not part.exists()
-    code, said, err, _ = forked(rollouts(tmp_path, out, after=3, signal_number=signal.SIGKILL),
-                                tmp_path)
+    code, *_ = forked(rollouts(tmp_path, out, after=3, signal_number=signal.SIGKILL), tmp_path)
     assert code == -9 and len(episodes_in(out)) == 4 and len(episodes_in(part)) == 2
     code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
     assert code == 0 and not err and "9 new rollouts in" in said and not part.exists()

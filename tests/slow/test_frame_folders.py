@@ -29,7 +29,7 @@ def test_a_film_and_the_folder_of_its_frames_give_the_same(tmp_path, ffmpeg, nam
     looks = [lambda p, k=k: video.overview(p, k, cache=cache) for k in (1, 3, 8, 100)]
     looks += [lambda p, w=w: video.crop(p, *w, fps=7.3, max_frames=99, cache=cache, **NATIVE)
               for w in ((-1, 0.5), (0.7, 1.9), (1, 99))]
-    looks += [lambda p: video.at(p, [0.1, 0.5, 1.2], cache=cache)]
+    looks += [lambda p: video.frames_at(p, [0.1, 0.5, 1.2], cache=cache)]
     looks += [lambda p: video.overview(p, 4, snap=True, cache=cache)] * (name == "intra.mp4")
     for look in looks:
         one, other = look(path), look(str(frames))
@@ -47,6 +47,6 @@ def test_an_image_that_is_away_for_a_moment_moves_no_other(tmp_path):
     cache.index(str(tmp_path))
     (tmp_path / "3.png").rename(tmp_path / "away")
     with pytest.raises(video.VideoError, match="images came or went"):
-        video.at(str(tmp_path), [1, 5], cache=cache)
+        video.frames_at(str(tmp_path), [1, 5], cache=cache)
     (tmp_path / "away").rename(tmp_path / "3.png")
-    assert video.at(str(tmp_path), [1, 5], cache=cache).images[:, 0, 0, 0].tolist() == [30, 150]
+    assert [*video.frames_at(str(tmp_path), [1, 5], cache=cache).images[:, 0, 0, 0]] == [30, 150]

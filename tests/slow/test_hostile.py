@@ -114,7 +114,7 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
         for episode in protocol_loop.run(sampler, tasks, protocol_loop.Protocol(), 4, group=40):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
-            record = results.grade({"status": "ok", "turns": episode.turns,
+            record = results.grade_record({"status": "ok", "turns": episode.turns,
                                     "think_open": episode.think_open, "task": episode.task})
             assert 0 <= record["score"] <= 1
         step += 1

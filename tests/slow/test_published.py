@@ -195,8 +195,7 @@ def test_the_codec_reads_a_published_checkpoint(codec, kind):
     assert (codec.image_pad, codec.video_pad, codec.vision_start, codec.vision_end,
             codec.eos) == (151655, 151656, 151652, 151653, IM_END)
     assert (one("<tool_call>"), one("<think>"), len(codec.token_bytes)) == (151657, THINK, 151669)
-    assert {"<think>", "</tool_response>", "<|endoftext|>",
-            "<|fim_prefix|>"} < set(codec.special_strings)
+    assert {"<think>", "</tool_response>", "<|fim_prefix|>"} < set(codec.special_strings)
     assert len(codec.special_strings) == 26
     assert {END, IM_START} <= set(codec.suppress_tokens) and IM_END not in codec.suppress_tokens
     assert codec.opens_thought == (kind == "thinking")

@@ -54,9 +54,10 @@ def loaded(world, dtype=torch.float32):
 
 def untied(world, folder):
     """With a head of its own, as transformers saves it: text_config still says tied. And without
-    the key of M-RoPE, with a window, neither of which transformers reads."""
+    the key of M-RoPE, with a window, a bias and no gate, none of which transformers reads."""
     hf, folder = loaded(world), shutil.copytree(world / "init", folder)
     hf.config.tie_word_embeddings, hf.config.text_config.sliding_window = False, 8
+    hf.config.text_config.attn_output_gate, hf.config.text_config.qkv_bias = False, True
     hf.config.text_config.rope_parameters.pop("mrope_interleaved")
     hf.lm_head.weight = torch.nn.Parameter(0.1 * torch.randn_like(hf.lm_head.weight))
     hf.save_pretrained(folder)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -122,12 +123,22 @@ def test_a_wrong_window_takes_the_place_of_one_call(monkeypatch, codec, tasks, f
     from bench import wrong_window
 
     engine = Scripted(codec, [calls((0, 8), (16, 24)), ANSWER])
-    task = {**tasks[0], "evidence": [[14.0, 30.0]]}
+    tasks = [{**tasks[0], "evidence": [[14.0, 30.0]]}]
     monkeypatch.setattr(rollout, "record_calls", rollout.record_calls)  # restored at the end
     monkeypatch.setattr(sys, "argv", ["wrong_window.py", "0", "1"])
-    monkeypatch.setattr(wrong_window.evaluation, "main",
-                        lambda: play_one(engine, [task], frames_of))
+    monkeypatch.setattr(wrong_window.evaluation, "main", lambda: play_one(engine, tasks, frames_of))
     wrong_window.main()
     first, (start, end) = sorted(map(window_of, engine.subs()), key=lambda w: w != (0.0, 8.0))
     assert first == (0.0, 8.0) and end - start == 8 and (end <= 14 or start >= 30)
     assert '"start_time": 16' in text_of(codec, engine.mains()[-1].ids)
+
+
+def test_the_crops_of_a_short_benchmark_lie_in_its_video(monkeypatch, toy, capsys):
+    from bench import speed
+
+    monkeypatch.setattr(speed, "installed", lambda module, *_: module == "decord")
+    for name in ("make_video", "by_decord"):
+        monkeypatch.setattr(speed, name, lambda *_: None)
+    args = SimpleNamespace(seconds=5, height=360, rounds=1)
+    speed.compare_decoders(args, str(toy / "videos" / "rl-0000.mp4"))
+    assert "crops" in capsys.readouterr().out

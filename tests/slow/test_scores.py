@@ -64,7 +64,7 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
         places, difference, permutation_type="samples", vectorized=False,
         n_resamples=np.inf if exact else 999, random_state=np.random.default_rng(0))
     own, other = ({r["task"]["id"]: r for r in records} for records in (a, b))
-    records = scores.paired(own, other)
+    records = scores.paired_differences(own, other)
     assert scores.bootstrap(records, bench)[0] == pytest.approx(found.statistic)
     p = scores.sign_flip_p(records, bench)
     assert 0.01 < p < 0.9

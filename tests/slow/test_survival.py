@@ -122,7 +122,7 @@ def test_the_same_numbers_go_to_a_tracker(run, monkeypatch, script):
     for steps in (1, 2):
         folder = run(script, "--steps", steps, "--track", "trackio", "--set", "project=mine")
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    numbers = [tracker.flat({**row, "step": None}) for row in rows]
+    numbers = [tracker.flat_numbers({**row, "step": None}) for row in rows]
     assert sent == [(1, numbers[0]), "end", (2, numbers[1]), "end"] and len(numbers[0]) > 4
     assert {s["project"] for s in started} == {"mine"} and len({s["name"] for s in started}) == 1
 
