@@ -161,8 +161,7 @@ class ReferenceEngine:
                            [r.max_tokens for r in batch],
                            [r.temperature for r in batch], [r.seed for r in batch])
         return [Completion(r.id, ids, logps, chat.decode(self.codec, ids),
-                           ids[-1] == self.codec.eos)
-                for r, (ids, logps) in zip(batch, samples)]
+                           ids[-1] == self.codec.eos) for r, (ids, logps) in zip(batch, samples)]
 
     def sync(self, weights):
         own = self.policy.hf.state_dict()
