@@ -76,7 +76,8 @@ def protocol(texts, args, names=AGENT, general=False):
     first = partial(opening, texts=texts)
     if names == ONE_TURN:
         return Protocol(opening=first, schema=None, jpeg=QUALITY)
-    return Protocol(opening=first, parse=parse_calls, answer=partial(answer, texts=texts),
+    return Protocol(opening=first, answer=partial(answer, texts=texts),
+                    parse=lambda text, think_open=False: read_calls(text) or [],
                     force=lambda task: texts["span" if task["type"] == "grounding" else "letter"],
                     force_tokens=lambda task: 128 if task["type"] == "grounding" else 64,
                     schema=None, jpeg=QUALITY)
@@ -152,11 +153,6 @@ def read_calls(text: str) -> list[rewards.ToolCall] | None:
             return None if len(tool_calls) < 5 else tool_calls  # later calls are not looked at
         tool_calls.append(rewards.ToolCall("crop_video", start, end, None, None))
     return tool_calls
-
-
-def parse_calls(text, think_open=False):
-    """Protocol.parse."""
-    return read_calls(text) or []
 
 
 def final(turns, think_open=False):

@@ -76,8 +76,8 @@ def test_room_on_a_cpu_is_for_the_states_of_gated_delta_layers():
     text = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=1, head_dim=8,
                            linear_num_value_heads=2, linear_key_head_dim=128,
                            linear_value_head_dim=128)
-    options = cpu_options(SimpleNamespace(text_config=text), chat.bases()["qwen3_5"],
-                          EngineConfig(32))
+    config = SimpleNamespace(text_config=text)
+    options = cpu_options(config, chat.bases()["qwen3_5"], EngineConfig(32))
     assert options["kv_cache_memory_bytes"] >= 2 * 2 * (2 * 128 * 128 * 4)
     assert options["max_num_batched_tokens"] >= 32  # no prompt is cut
 

@@ -62,8 +62,7 @@ def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, 
     for script in (rollout, grpo):
         args, tasks, agent, source = settings(script, monkeypatch, toy, data, *flags)
         engine = Scripted(codec, [ANSWER])
-        assert len(list(rollout.run(rollout.RolloutWorker(engine, codec, source, agent), tasks,
-                                    4))) == 2
+        _, _ = rollout.run(rollout.RolloutWorker(engine, codec, source, agent), tasks, 4)
         found.append(prompts(engine))
     engine = Scripted(codec, [ANSWER])
     engine.close = lambda: None

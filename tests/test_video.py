@@ -275,8 +275,7 @@ def test_variable_frame_rate_and_first_time_not_zero(tmp_path, ending, first):
 def test_a_frame_without_its_time_of_display_has_the_time_of_decoding(monkeypatch):
     """ffmpeg's rule: the third frame's 5 goes back behind the 10 of the second, so it counts as
     faulty, and all times from there on are those of decoding."""
-    frames = [SimpleNamespace(pts=pts, dts=dts, duration=1)
-              for pts, dts in ((0, 0), (None, 10), (5, 20))]
+    frames = [SimpleNamespace(pts=p, dts=d, duration=1) for p, d in ((0, 0), (None, 10), (5, 20))]
     opened = nullcontext((SimpleNamespace(decode=lambda stream: frames), None))
     monkeypatch.setattr(video, "_stream", lambda path: opened)
     assert video._display_pts("v.avi") == ([0, 10, 20], 30)

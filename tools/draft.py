@@ -119,8 +119,11 @@ def draft_task(engine, source, args, name, number):
 
 
 def append_row(path, row):
+    line = json.dumps(row).encode() + b"\n"
     with open(path, "ab", buffering=0) as f:  # one write, so a kill leaves no half line
-        f.write(json.dumps(row).encode() + b"\n")
+        if (size := f.write(line)) < len(line):  # a full disk takes a part, without an error
+            f.truncate(f.tell() - size)
+            raise launch.RunError(f"{path}: the disk is full; the same command goes on")
 
 
 def write_page(path, root, rows):
@@ -199,9 +202,8 @@ def main():
     print(f"{len(rows)} drafts, {counts.pop(None, 0)} kept -> {args.out}; to correct: {stem}.html")
     print("left out: " + (", ".join(f"{n} {text}" for text, n in counts.most_common()) or "none"))
     if failed:
-        error, n = Counter(failed).most_common(1)[0]
-        raise launch.RunError(f"{len(failed)} drafts could not be made; most often ({n}): "
-                              f"{error}. The same command tries them again")
+        raise launch.RunError(f"{len(failed)} drafts could not be made; most often: "
+                              f"{max(failed, key=failed.count)}. The same command tries them again")
 
 
 if __name__ == "__main__":

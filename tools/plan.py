@@ -210,10 +210,8 @@ def largest_pack(config, gpu_gb, **options):
     fit."""
     options.setdefault("counts", parameter_counts(config))
 
-    def too_large(tokens):
-        return peak(memory_use(config, pack_tokens=tokens, **options)) > gpu_gb * 1e9
-
-    return max(0, bisect.bisect(range(2**24), False, key=too_large) - 1)
+    return max(0, bisect.bisect(range(2**24), False, key=lambda tokens: peak(
+        memory_use(config, pack_tokens=tokens, **options)) > gpu_gb * 1e9) - 1)
 
 
 def host_memory(n, ranks, frame_cache_gb, width=2, lora=0):

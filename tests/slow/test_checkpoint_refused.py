@@ -160,8 +160,7 @@ def sharded(folder):
     """As large checkpoints are stored -> names of its files."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    files = {name: f"model-0000{1 + n % 2}-of-00002.safetensors"
-             for n, name in enumerate(sorted(weights))}
+    files = {k: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, k in enumerate([*weights])}
     for file in set(files.values()):
         save_file({n: weights[n] for n in weights if files[n] == file}, folder / file)
     index = {"metadata": {}, "weight_map": files}

@@ -33,8 +33,7 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
         agent = replace(AGENT, think_prefix=False, tools=False)
         found = play(engine, tasks[:1], frames_of, agent, group=2)
         assert [e.status for e in found] == ["ok"] * 2
-        assert (len(one.asked), len(two.asked)) == (1, 1)
-        assert set(engine.busy.values()) == {0}
+        assert (len(one.asked), len(two.asked)) == (1, 1) and set(engine.busy.values()) == {0}
     with Server(ANSWER) as one:
         pass
     with Server(ANSWER) as two:

@@ -12,6 +12,7 @@ import faulthandler
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -30,6 +31,7 @@ import model
 import rollout
 import sft
 from plumbing import checkpoint, runs
+from tools import draft
 
 # ------------------------------------------------------------------------------------------------
 # A disk that fails
@@ -417,3 +419,14 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
     before = out.read_bytes()
     code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
     assert code == 0 and "has all 15 rollouts" in said and out.read_bytes() == before
+
+
+def test_a_full_disk_leaves_no_half_draft(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    draft.append_row(path, {"id": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))  # bytes of a file
+    with pytest.raises(launch.RunError, match="the disk is full"):
+        draft.append_row(path, {"id": 2})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == '{"id": 1}\n'

@@ -483,8 +483,7 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
         assert row["gap"] < 1e-4 and row["gap_max"] < 1e-3 and row["grad_norm"] > 0
         assert row["zero_variance"] == 0 and row["kappa"] == 1.0
     # the first update moved the policy, and the engine followed: its gap stayed
-    assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
-    assert chat.small_files(out / "last") == files
+    assert rows[0]["kl"] < 1e-6 < rows[1]["kl"] and chat.small_files(out / "last") == files
     record = out / "rollouts" / "step_000000.rank0.jsonl"
     for row in map(json.loads, record.read_text().splitlines()):
         for part in (row, *(c["sub"] for c in row["calls"])):

@@ -155,8 +155,7 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
         tree = model.Tree(model.TokenSpan(context.ids, [0] * len(context.ids)), context.items,
                           [model.TokenSpan(answer, [1] * len(answer))])
         logp, _ = policy(model.pack_trees(codec35, [tree]))
-    assert np.isfinite(logp.numpy()).all()
-    assert (logp - wanted).abs().max() < 1e-4
+    assert np.isfinite(logp.numpy()).all() and (logp - wanted).abs().max() < 1e-4
 
 
 # ---- calls in XML ----
