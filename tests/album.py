@@ -20,8 +20,7 @@ class Album:
 
     def item(self, seed, frames=3, height=64, width=96, name=None):
         """-> VisionItem of a random video with 2 x 3 vision tokens a frame."""
-        rng = np.random.default_rng(seed)
-        name = name or f"v{seed}-{frames}-{height}-{width}"
+        rng, name = np.random.default_rng(seed), name or f"v{seed}-{frames}-{height}-{width}"
         images = rng.integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
         seconds = np.round(np.cumsum(rng.uniform(0.6, 7.0, frames)), 1)
         self.frames[name] = video.Frames(images, seconds, name, [f"{name} {t}" for t in seconds])

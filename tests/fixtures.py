@@ -208,8 +208,7 @@ def run_grpo(monkeypatch, toy, tmp_path):
                         **__: ReferenceEngine(ckpt, codec, args.max_num_seqs))
 
     def run(*flags, out="run"):
-        folder = tmp_path / out
-        script = replay if "--rollouts" in flags else grpo
+        folder, script = tmp_path / out, replay if "--rollouts" in flags else grpo
         words = [f"{script.__name__}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
                  folder, "--video-root", toy, *flags]
         words += () if script is replay else ("--set",

@@ -53,8 +53,7 @@ def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
     text = policy.hf.model.language_model
     n, longest = len(prompts), max(len(ids) for ids, _ in prompts)
     heat = torch.tensor(temperatures)[:, None]  # [n, 1]
-    ids = torch.full((n, longest), codec.eos)
-    mask = torch.zeros(n, longest, dtype=torch.long)
+    ids, mask = torch.full((n, longest), codec.eos), torch.zeros(n, longest, dtype=torch.long)
     positions = torch.zeros(4, n, longest, dtype=torch.long)
     following = torch.zeros(n, dtype=torch.long)
     # left padding: the last place is the last token
@@ -67,8 +66,7 @@ def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
         positions[0, row, own] = torch.arange(len(prompt))
     shown = [item for _, items in prompts for item in items]
     features = vision(shown) if shown else None
-    seen = policy.placeholders(ids, features)
-    bias = torch.zeros(text.config.vocab_size)
+    seen, bias = policy.placeholders(ids, features), torch.zeros(text.config.vocab_size)
     bias[list(codec.suppress_tokens)] = -100.0
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     sampled, logps, alive = [[] for _ in prompts], [[] for _ in prompts], [True] * n
@@ -163,8 +161,7 @@ class ReferenceEngine:
                            [r.max_tokens for r in batch],
                            [r.temperature for r in batch], [r.seed for r in batch])
         return [Completion(r.id, ids, logps, chat.decode(self.codec, ids),
-                           ids[-1] == self.codec.eos)
-                for r, (ids, logps) in zip(batch, samples)]
+                           ids[-1] == self.codec.eos) for r, (ids, logps) in zip(batch, samples)]
 
     def sync(self, weights):
         own = self.policy.hf.state_dict()

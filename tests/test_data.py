@@ -34,7 +34,7 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("grounding", [0, 10**400]), "in seconds"),
     (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
     (labelled("grounding", [1, 2, 3]), "in sec"), (labelled("grounding", [None, 5]), "in sec"),
-    (labelled("open", "<b></b>"), "a letter or"),
+    (labelled("open", "x") | {"question": 5}, "text"), (labelled("open", "<b></b>"), "a letter or"),
     (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
     (labelled("list", ", ,"), "letter or a digit"),
     (labelled("mcq", "A", [str(n) for n in range(27)]), "letters for 26")])

@@ -172,8 +172,7 @@ def test_an_answer_carries_what_it_cost(world, codec):
     done = world("--set", "max_num_seqs=2", rows=ROWS[:1], say=say)
     (kept,) = records(done.folder)
     main = [r for r in done.engine.requests if r.id.count("/") == 3]
-    subs = [r for r in done.engine.requests if r.id.count("/") == 4]
-    cost = kept["cost"]
+    subs, cost = [r for r in done.engine.requests if r.id.count("/") == 4], kept["cost"]
     texts = ["Look.\n</think>\n" + CALL * 2, answer("red")]
     sampled = [len(chat.encode(codec, text)) + 1 for text in texts]  # and the end of the turn
     assert (len(main), len(subs)) == (2, 2) and cost["rounds"] == 2
@@ -300,6 +299,8 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     shutil.rmtree(videomme / "subtitle")
     assert "none of its subtitles lies below" in world(*names, drop=("--data",)).err
     assert all("A. red" in text and "A. A." not in text for text in texts)
+    alone = world("--bench", "videomme", "--root", videomme, drop=("--data",), out=tmp_path / "one")
+    assert alone.code == 0 and alone.results[0]["n"] == 4
     (own,) = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"]
     assert own["acc"] == 0.5
     table = world("--table", tmp_path / "out", drop=("--data", "--ckpt")).out.splitlines()

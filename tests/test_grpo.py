@@ -57,8 +57,7 @@ def plain_struct(codec, episode):
 def plain_advantages(codec, group, weight=1.0, credit="struct"):
     """-> per episode a dict position -> advantage, from the reward terms alone."""
     total = [e.reward["acc"] + e.reward["tool"] + weight * e.reward["fmt"] for e in group]
-    sigma = statistics.pstdev(total)
-    task = [e.reward["acc"] + e.reward["tool"] for e in group]
+    sigma, task = statistics.pstdev(total), [e.reward["acc"] + e.reward["tool"] for e in group]
     out = []
     for e, t in zip(group, task):
         a = (t - statistics.mean(task)) / sigma
@@ -263,8 +262,7 @@ def test_second_minibatch_is_clipped_against_the_policy_before_the_step(
     lr = 2.0  # at some rates a token lies on the edge of the clip range: either side is right
     record_logps(plain, codec, source, [e for g in groups for e in g])
     (one, second), stats = run_update(policy, vision, codec, groups, settings(minibatches=2), lr=lr)
-    n = sum(sum(e.context.mask) for g in groups for e in g) / 2
-    old = []
+    n, old = sum(sum(e.context.mask) for g in groups for e in g) / 2, []
     for ids, at, _, _, specs in plain_parts(codec, groups[1]):
         with torch.no_grad():
             old.append(plain_logps(plain, codec, source, ids, specs, 1.0)[torch.tensor(at) - 1])

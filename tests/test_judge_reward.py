@@ -89,8 +89,7 @@ def test_the_verdict_is_the_reward_of_an_open_answer(judge):
 
 def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge, tmp_path):
     with Server(table({"scarlet": "yes"})) as server:
-        one = judge(server)
-        group = [said("scarlet", n) for n in range(8)] + [said("blue", 8)]
+        one, group = judge(server), [said("scarlet", n) for n in range(8)] + [said("blue", 8)]
         assert [r["acc"] for r in pay(one, *group)] == [1.0] * 8 + [0.0]
         assert sorted(map(given, server.asked)) == ["blue", "scarlet"]
         assert sorted(e.notes["judge_cached"] for e in group) == [False] * 2 + [True] * 7

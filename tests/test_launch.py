@@ -45,7 +45,7 @@ def test_one_line_instead_of_a_traceback(start, error, code, said):
      "; tools/convert.py reads parquet"),
     (b"id,video\n1,a.mp4\n", ": a table; tools/convert.py"),
     (b"id,video\n1,a.mp4\n", ":1: not JSON (Expecting value: line 1 column 1 (char 0)); tools/con"),
-    (b"\n", ": no rows"),
+    (b"\n", ": no rows"), (b'{"id": ' * 10**6, ":1: not JSON (nested too deep)"),
     (b'\n{"id": 1}\n\n{"id": 0}\n', ":4: a zero"), (None, ": No such file")])
 def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
     path = tmp_path / ("data.csv" if ": a table" in wanted else "data.jsonl")
@@ -123,6 +123,10 @@ def test_a_hash_is_64_bits_of_the_sha_256_of_its_parts():
     assert f"{launch.stable_hash('a/b', 1):016x}" == digest[:16]
 
 
+def test_what_steers_a_terminal_is_not_printed():
+    assert launch.printable("a\n\x1b[2J\r日") == "a\n\ufffd[2J\ufffd日"
+
+
 @pytest.mark.process
 def test_each_line_is_written_at_once():
     """A run that is killed leaves every line that it has printed."""
@@ -140,6 +144,7 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch):
 
 def test_one_process_needs_no_group_and_two_ranks_ask_each_other(monkeypatch):
     assert launch.broadcast([1, None]) == [1, None] and not launch.any_rank(0)
+    assert launch.start_process_group(cpu=True)[:2] == (0, 1)
     monkeypatch.setattr(launch, "rank_and_world", lambda: (0, 2))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag, op: flag.fill_(1))
     assert launch.any_rank(0)

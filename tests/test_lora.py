@@ -73,11 +73,9 @@ def test_fresh_adapters_change_nothing_and_alone_are_trained(adapted, toy, codec
 
 
 def test_the_reference_is_the_policy_as_it_started_and_leaves_it_as_it_is(adapted, toy, codec):
-    pack = pack_of(codec)
-    reference = policies.AdapterReference(adapted)
+    pack, reference = pack_of(codec), policies.AdapterReference(adapted)
     with torch.no_grad():
-        base = adapted(pack)[0]
-        own = moved(adapted)(pack)[0]
+        base, own = adapted(pack)[0], moved(adapted)(pack)[0]
         assert (own - base).abs().max() > 1e-3 and torch.equal(reference(pack)[0], base)
         assert torch.equal(adapted(pack)[0], own)
         later = policies.AdapterReference(adapted)  # of a stage that was given adapters

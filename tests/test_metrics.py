@@ -124,8 +124,7 @@ def test_a_healthy_run_shows_no_sign_of_death():
     assert metrics.run_warnings(logged(9, kinds=rare, closure=closure)) == {}
     gone = [0.9] * 8 + [None]
     assert metrics.run_warnings(logged(9, f_tau=gone, entropy=gone, cut_turns=gone,
-                                       groups=[8] * 8 + [0],
-                                       zero_variance=[0] * 9)) == {}
+                                       groups=[8] * 8 + [0], zero_variance=[0] * 9)) == {}
 
 
 @pytest.mark.parametrize("name, word, changes, since", [

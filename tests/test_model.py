@@ -114,8 +114,7 @@ def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
     counts = padded.reshape(blocks, size, blocks, size).sum((1, 3))
     assert (model.visible_pairs(pack.layout, tokens, size) == counts).all()
 
-    mask = model.block_mask(pack, torch.device("cpu"), size)
-    shown = np.zeros_like(padded)
+    mask, shown = model.block_mask(pack, torch.device("cpu"), size), np.zeros_like(padded)
     at = torch.arange(tokens)
     asked = mask.mask_mod(0, 0, at[:, None], at[None, :]).numpy()  # [L, L]
     lists = [(mask.kv_num_blocks, mask.kv_indices, False),
@@ -174,6 +173,18 @@ def test_attention_in_parts_is_attention_under_the_dense_mask(layout, groups):
         assert relative(a, b) < 1e-5
 
 
+def test_value_heads_share_key_heads_as_in_transformers():
+    """In a gated-delta layer. The toy has one key head."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    torch.manual_seed(0)
+    layer = modeling.Qwen3_5GatedDeltaNet(modeling.Qwen3_5TextConfig(
+        hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8), 0)
+    states, plan = torch.randn(1, 9, 32), model.AttentionPlan("parts", [(0, 9, [])])
+    assert (model.packed_delta(layer, states, plan=plan) - layer(states)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
 def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
     """The outside oracle: ids, pixels, positions and forward are all transformers' own, called as
@@ -181,8 +192,7 @@ def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
     items = [album.item(1), album.item(2, frames=4, width=64)]
     messages = user("Look: ", items[0], " and ", items[1], " What is new?")
     ids, _ = chat.encode_prompt(each_codec, messages, items)
-    answer = response(3, 12)
-    batch = processor_batch(each_codec, album, messages, items)
+    answer, batch = response(3, 12), processor_batch(each_codec, album, messages, items)
     assert batch["input_ids"][0].tolist() == ids
     batch["input_ids"] = torch.cat([batch["input_ids"], torch.tensor([answer])], 1)
     for name in ("attention_mask", "mm_token_type_ids"):
@@ -208,8 +218,7 @@ def test_chunked_log_probs_equal_plain_log_softmax(chunk):
     target, scale = torch.randint(4, 50, (19,)), torch.randn(19)
     logp, entropy = model.token_logprobs(hidden, weight, target, banned=(0, 3), temperature=0.6,
                                          chunk=chunk)
-    ours = torch.autograd.grad((logp * scale).sum(), (hidden, weight))
-    bias = torch.zeros(50)
+    ours, bias = torch.autograd.grad((logp * scale).sum(), (hidden, weight)), torch.zeros(50)
     bias[[0, 3]] = -100
     table = ((hidden @ weight.T + bias) / 0.6).log_softmax(-1)
     plain = table[torch.arange(19), target]
@@ -438,10 +447,8 @@ def test_a_tree_over_the_budget_is_split_by_branches_without_changing_its_loss(
 
 
 def test_features_are_computed_once_per_frame_set(policy, codec, album):
-    vision = album.features(policy, codec)
-    items = [album.item(1), album.item(2)]
-    both = vision(items)
-    again = vision([dataclasses.replace(items[0]), items[1], items[0]])
+    vision, items = album.features(policy, codec), [album.item(1), album.item(2)]
+    both, again = vision(items), vision([dataclasses.replace(items[0]), items[1], items[0]])
     assert (again == torch.cat([both, both[:3 * 6]])).all() and vision.computed == 2
     assert both.shape == (2 * 3 * 6, 2, 128) and not both.requires_grad
     late = dataclasses.replace(items[0], key="late", seconds=[t + 1 for t in items[0].seconds])

@@ -270,6 +270,11 @@ def test_iou_equals_hand_computed_values(span, gold, want):
     assert rewards.temporal_iou(span, gold) == approx(want)
 
 
+def test_half_of_a_labelled_span_has_to_be_in_the_video():
+    within = rewards.task_types()["grounding"].within
+    assert [within((10, 20), end) for end in (30, 15, 14.9, 5)] == [True, True, False, False]
+
+
 @pytest.mark.parametrize("response, gold", [
     ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"),
     ("5.0", "five"),

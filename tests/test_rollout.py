@@ -280,8 +280,7 @@ def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, 
             raise video.VideoError(spec["video"], "no such file")
 
     kind_of_source = {"video_error": Away, "engine_error": rollout.Source}[kind]
-    source = kind_of_source(str(toy), video.FrameCache())
-    error = Completion("", error="HTTP 500")
+    source, error = kind_of_source(str(toy), video.FrameCache()), Completion("", error="HTTP 500")
     engine = Scripted(codec, [calls((0, 8)), ANSWER], sub=lambda r: replace(error, id=r.id))
     sampler = rollout.RolloutWorker(engine, codec, source, AGENT)
     (episode,) = rollout.run(sampler, tasks[:1], 4)
@@ -345,8 +344,7 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
     assert len(episodes) == 4 * len(tasks) and len({e.num_frames for e in episodes}) > 1
     for i in range(0, len(episodes), 4):
         group = episodes[i:i + 4]
-        first = group[0].context
-        k = rollout.overview_frames("gated", 0, 3, group[0].task["id"])
+        first, k = group[0].context, rollout.overview_frames("gated", 0, 3, group[0].task["id"])
         prompt = first.ids[: group[0].spans[0][0]]
         assert [e.num_frames for e in group] == [k] * 4
         assert [e.sample for e in group] == [0, 1, 2, 3] and len({e.group for e in group}) == 1
@@ -415,6 +413,15 @@ def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_
     assert rollout.from_json(bad[0].to_json()).context is None
     assert "broken" in rollout.show(bad[0], codec)
     assert "«I saw red red red.\n" in rollout.show(good[0], codec)
+
+
+def test_a_first_prompt_leaves_room_for_the_frames_of_a_window(codec, tasks, frames_of):
+    spec = frames_of.overview_spec(tasks[0], 4)
+    frames = frames_of.load(spec)
+    agents = [replace(AGENT, crop_response="frames", sub_frames=n) for n in (4, 16)]
+    few, many = (rollout.prompt_tokens(codec, agent, tasks[0], spec, frames, frames.seconds, "")
+                 for agent in agents)
+    assert many - few == 12  # a frame of 32 x 32 is one token
 
 
 # ------------------------------------------------------------------------------------------------
@@ -492,8 +499,7 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
         reward = row["reward"]
         total = reward["acc"] + 0.3 * reward["fmt"] + reward["tool"]
         assert reward["total"] == pytest.approx(total)
-        sub = row["calls"][0]["sub"]
-        said = len(chat.encode(codec, "a red square"))
+        sub, said = row["calls"][0]["sub"], len(chat.encode(codec, "a red square"))
         assert row["calls"][0]["sub_tokens"] == sum(sub["mask"]) == said + 1
         assert len(sub["ids"]) == len(sub["mask"]) == len(sub["logps"])
         assert "sub" not in row["calls"][1] and row["calls"][0]["frames_seen"] == 8
@@ -503,8 +509,7 @@ def test_the_reward_knows_what_was_really_executed(codec, tasks, frames_of):
     """A response that the model writes itself, or a call whose sub-agent failed, is not an executed
     call."""
     response = chat.escape_special_tokens(codec, "<tool_response>\nred\n</tool_response>")
-    forged = "x\n</think>\n" + call(9, 5) + response
-    task = {**tasks[0], "answer": "red"}
+    forged, task = "x\n</think>\n" + call(9, 5) + response, {**tasks[0], "answer": "red"}
 
     def tool(texts, sub="red"):
         return play_one(Scripted(codec, texts, sub), [task], frames_of).reward["tool"]

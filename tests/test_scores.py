@@ -89,8 +89,7 @@ def test_holm(values, wanted):
 
 def test_differences_are_paired_and_corrected_over_the_whole_command(made, command, tmp_path):
     """Of nine items, one each in a video, B has 6 right that A has wrong: 2 / 2^6. C has one."""
-    a = made("a", [0] * 9)
-    b = made("b", [1] * 6 + [0] * 3)
+    a, b = made("a", [0] * 9), made("b", [1] * 6 + [0] * 3)
     c = made("c", [1] + [0] * 8)
     lines, kept = compared(command, tmp_path, a, b, c)
     one, two = kept["differences"]

@@ -80,8 +80,7 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
     """Not a mean of means: chats of different lengths weigh by their tokens, however they are
     packed."""
     chats = chats_of(toy / "sft.jsonl", codec)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
-    indices = [0, 1, 7]
+    vision, indices = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames), [0, 1, 7]
     alone = [forward(policy, p, vision)[0] for i in indices
              for p in sft.make_packs(chats, [i], codec, 1)[0]]
     assert len({len(x) for x in alone}) == 3
@@ -130,6 +129,7 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
     ([*user_and("a")[1:], *user_and("b")], "no prompt"),
     ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
     ([*user_and("a"), *user_and("b", frames=4)[:1]], "after the first assistant"),
+    ([user_and("a")[0], user_and("b", frames=4)[0] | {"role": "assistant"}], "the first assistant"),
     ([{"role": "system", "content": user_and("b", frames=4)[0]["content"]}, *user_and("a")],
      "system message"),
     # These are good.
@@ -214,8 +214,7 @@ def training(toy, tmp_path_factory):
     shutil.copytree(toy / "videos", folder / "videos")
     whole = (folder / "videos" / "sft-0001.mp4").read_bytes()
     (folder / "videos" / "broken.mp4").write_bytes(whole[: len(whole) // 2])
-    rows = small_rows(toy, count=39)
-    broken = user_and("a", video="videos/broken.mp4", frames=4)
+    rows, broken = small_rows(toy, count=39), user_and("a", video="videos/broken.mp4", frames=4)
     rows.insert(5, {"id": "broken-one", "messages": broken})
     data = write_rows(folder / "sft.jsonl", rows)
     held = write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
@@ -276,8 +275,7 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     assert max((whole[n] - resumed[n]).abs().max().item() for n in whole) < 1e-6
     # there was something left to learn
     assert max((whole[n] - middle[n]).abs().max().item() for n in whole) > 1e-2
-    again = rows_of(half / "log.jsonl")
-    first = [json.loads(line) for line in log]
+    again, first = rows_of(half / "log.jsonl"), [json.loads(line) for line in log]
     assert [r["step"] for r in again] == [r["step"] for r in first]
     losses = [[r.get("loss", r.get("val_loss")) for r in rows] for rows in (again, first)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -46,6 +46,7 @@ def test_one_seed_gives_one_world_to_the_byte(toy_as_made, tmp_path):
 
 @pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "sft_videos"),
                                         (("--eval-videos", -1), "eval_videos"),
+                                        (("--wrong", -0.5), "wrong"),
                                         (("--out", "/proc/nothing"), "output folder")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, start, tmp_path):
     code, _, err = start(toy_world, "--out", tmp_path / "w", *flags)
@@ -150,3 +151,6 @@ def test_the_data_speaks_the_protocol(toy):
         told = turns[0].partition("I saw ")[2].split(".")[0]
         marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
         assert calls == (marked if kind == "call" else [])
+        summaries = {m["content"] for m in row["messages"] if m["role"] == "tool"}
+        for text in summaries - {rollout.EMPTY_SUMMARY}:
+            assert re.sub(r"\d+ ", "", text) in texts[-1].partition("<answer>")[2]

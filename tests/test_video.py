@@ -455,8 +455,7 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
 
 
 def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path):
-    films = [write(tmp_path / name, 10) for name in ("a.mp4", "b.mp4")]
-    cache = FrameCache()
+    films, cache = [write(tmp_path / name, 10) for name in ("a.mp4", "b.mp4")], FrameCache()
     assert cache.disk_away()  # nothing was ever read
     for film in films:
         cache.index(film)
@@ -549,8 +548,7 @@ def test_resolve_stays_inside_root(tmp_path):
 
 def test_load_message_items(minute):
     root, name = os.path.split(minute)
-    item = {"type": "video", "video": name}
-    cache = FrameCache()
+    item, cache = {"type": "video", "video": name}, FrameCache()
     assert video.load({**item, "frames": 4}, root, cache).seconds.tolist() == [8, 24, 40, 56]
     snapped = video.load({**item, "frames": 1, "snap": True}, root, cache)
     assert snapped.key == video.overview(minute, 1, snap=True).key
