@@ -144,8 +144,8 @@ class OpenAIEngine(Client):
         status, seconds to wait), as `post` does."""
         request = ChatRequest("probe", [], [], [], [], 64 if tools else 16, 0.0, 0,
                               call_messages() if tools else PROBE, tools=tools)
-        done, *rest = await self.complete(url, request, json.dumps(self.body(request)).encode(),
-                                          seconds)
+        body = json.dumps(self.body(request)).encode()
+        done, *rest = await self.complete(url, request, body, seconds)
         if done.error == NO_TEXT:  # a thought is longer than a probe
             done = replace(done, error=None)
         return done, *rest
@@ -318,8 +318,7 @@ class OpenAIEngine(Client):
         if reply.error:
             return Completion(request.id, error=reply.error), reply.status, wait
         try:
-            answer = reply.answer
-            choice = answer["choices"][0]
+            answer, choice = reply.answer, reply.answer["choices"][0]
             # A hosted name may stand for another model tomorrow.
             self.served.add(str(answer.get("model")))
             message = choice["message"]
@@ -330,6 +329,8 @@ class OpenAIEngine(Client):
             # Gateways name the end of an answer in many ways, and a limit in three.
             finish = str(choice.get("finish_reason")).lower()
             ended = finish not in ("length", "max_tokens", "model_length")
+            if finish in ("error", "abort", "insufficient_system_resource"):  # half of an answer
+                return Completion(request.id, error=f"the server broke off: {finish}"), 0, wait
             usage = answer["usage"] if isinstance(answer.get("usage"), dict) else {}
             counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
             if all(type(count) is int for count in counts):
@@ -337,8 +338,7 @@ class OpenAIEngine(Client):
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
             # An empty text would be graded as an answer that says nothing.
             if message.get("tool_calls") or (finish == "tool_calls" and not text):
-                done = Completion(request.id, error="the server's parser took a call out of the "
-                                  "answer: start it without --tool-call-parser")
+                done = Completion(request.id, error="start the server without --tool-call-parser")
             elif finish == "content_filter" and not text:
                 done = Completion(request.id, error="the server's filter kept the answer back")
             elif not text and not ended:

@@ -109,6 +109,7 @@ def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of,
     (b"not json", 1, "bad answer"), (b'{"choices": []}', 1, "bad answer"),
     (b'{"choices": [{"message": {"content": [1]}}]}', 1, "bad answer"),
     (b'{"choices": CUT', 3, "RemoteProtocolError"),
+    (b'{"choices": [{"finish_reason": "abort", "message": {"content": "A"}}]}', 3, "broke off"),
 ])  # fmt: skip
 def test_endpoint_errors_end_the_episode_and_never_count_as_an_answer(
         reply, times, why, tasks, frames_of, no_pause):

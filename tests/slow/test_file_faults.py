@@ -422,8 +422,7 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
 
 
 def test_a_full_disk_leaves_no_half_draft(tmp_path):
-    path = tmp_path / "tasks.jsonl"
-    draft.append_row(path, {"id": 1})
+    draft.append_row(path := tmp_path / "tasks.jsonl", {"id": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))  # bytes of a file
     with pytest.raises(launch.RunError, match="the disk is full"):
