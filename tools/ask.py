@@ -194,7 +194,7 @@ def videos_below(path):
             yield folder
             continue
         yield from (os.path.join(folder, file) for file in files if file.lower().endswith(
-            (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")))
+            (*".mp4 .mkv .webm .mov .avi .m4v .mpg .ts .m2ts .flv .wmv .ogv .3gp .gif".split(),)))
 
 
 # ------------------------------------------------------------------------------------------------
