@@ -237,7 +237,7 @@ def stop_on_signal():
             if os.environ.get("RANK", "0") == "0":
                 # Not print: the signal may have interrupted one.
                 with contextlib.suppress(OSError):
-                    os.write(2, b"\nsaving, then ending; another Ctrl-C ends at once\n")
+                    os.write(2, b"\nsaving; another Ctrl-C ends at once (not under torchrun)\n")
 
     # nohup: a process alone goes on. But torchrun ends with its terminal even then, and passes
     # SIGHUP on to the ranks.

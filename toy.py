@@ -194,7 +194,8 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
     answer can be learned.
     """
     rows, scenes, seconds = [], task["scenes"], task["scenes"][-1]["window"][1]
-    every = [k for k in rollout.GATED_FRAMES if k >= len(scenes)]  # a frame for each scene
+    # Each K with a frame for each scene.
+    every = [k for k in dict.fromkeys(rollout.GATED_FRAMES) if k >= len(scenes)]
     samples = [("direct", rng.choice(every)), *(("call", k) for k in every),
                ("plain", rng.choice(every))]
     for way, k in samples:

@@ -329,12 +329,13 @@ class OpenAIEngine(Client):
             # Gateways name the end of an answer in many ways, and a limit in three.
             finish = str(choice.get("finish_reason")).lower()
             ended = finish not in ("length", "max_tokens", "model_length")
-            if finish in ("error", "abort", "insufficient_system_resource"):  # half of an answer
-                return Completion(request.id, error=f"the server broke off: {finish}"), 0, wait
             usage = answer["usage"] if isinstance(answer.get("usage"), dict) else {}
             counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-            if all(type(count) is int for count in counts):
-                self.usage[request.id] = counts
+            self.usage |= {request.id: counts} if [*map(type, counts)] == [int, int] else {}
+            # Half of an answer, or none, with status 200.
+            broken = finish in ("error", "abort", "insufficient_system_resource")
+            if broken or [text, counts[1]] == ["", 0]:
+                return Completion(request.id, error=f"the server broke off: {finish}"), 0, wait
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
             # An empty text would be graded as an answer that says nothing.
             if message.get("tool_calls") or (finish == "tool_calls" and not text):
