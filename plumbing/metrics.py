@@ -285,9 +285,9 @@ class Log:
         are dropped."""
         path = os.path.join(out, "log.jsonl")
         self.out, self.start, self.began = out, start, time.monotonic()
-        self.rows, self.warned = [], set()  # written by this process; warnings already given
-        rows = [row for row in whole_rows(path) if row["step"] <= start] if start else []
-        launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.rows = [row for row in whole_rows(path) if row["step"] <= start] if start else []
+        self.warned = set()  # warnings already given by this process
+        launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.file = open(path, "a", encoding="utf-8")
         self.tracker = tracker.start_tracker(out, start, args)
 

@@ -189,7 +189,7 @@ def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path, capsys):
     log = metrics.Log(str(tmp_path), 2, argparse.Namespace(track=None))
     log.write({"step": 3, "again": True}, "a line")
     log.began -= 6000  # three steps took so many seconds
-    assert log.eta(5, 11) == pytest.approx(12_000, rel=0.1)
+    assert log.eta(5, 11) == pytest.approx(12_000, rel=0.1) and len(log.rows) == 4
     log.close(3, 5)
     assert "stopped after step 3 of 5" in capsys.readouterr().out
     assert path.read_text() == ('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n'
