@@ -106,7 +106,7 @@ def report_check(faults, of):
     for fault in faults:
         print(launch.printable(fault))
     if faults:
-        raise launch.UserError(f"--check: {len(faults)} faults in {of}")
+        raise launch.UserError(f"--check: {len(faults)} faults in {of} (no file? --video-root)")
     print(f"no fault in {of}")
 
 

@@ -379,9 +379,9 @@ def bounded_answer(codec, event: dict, limit: int | None) -> tuple[str, str]:
     """The answer event -> (content, finish_reason). limit: tokens of the content. Raises Refused if
     the episode failed."""
     if event["status"] != "ok":
-        cure = "; ask with fewer frames" if event["status"] == "context" else ""
+        cure = "; ask with fewer frames, or start serve.py with a smaller --max-pixels"
         raise Refused(500 if event["status"] == "engine_error" else 400,
-                      f"{event['status']}: {event['error']}{cure}")
+                      f"{event['status']}: {event['error']}{cure * (event['status'] == 'context')}")
     text = event["text"] or ""
     ids = chat.encode(codec, text)
     if limit and len(ids) > limit:
