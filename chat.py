@@ -132,7 +132,7 @@ def encode(codec: ChatProcessor, text: str) -> list[int]:
             for i in codec.tokenizer(piece, add_special_tokens=False)["input_ids"]]
 
 
-def template(codec, messages, tools=None, generation=True):
+def apply_template(codec, messages, tools=None, generation=True):
     """Messages as `render` returns them -> text, by the checkpoint's own chat template."""
     # The template lies in a file of the processor's, or in tokenizer_config.json.
     owner = codec.processor if codec.processor.chat_template else codec.tokenizer
@@ -203,7 +203,7 @@ def encode_prompt(codec: ChatProcessor, messages: list[dict], items=(), tools=No
     Expanded ids hold one placeholder per vision token: the trainer sees these. Compact ids hold one
     per frame or video: an engine is given these, and expands them to the same ids.
     """
-    compact = encode(codec, template(codec, render(codec, messages, items), tools))
+    compact = encode(codec, apply_template(codec, render(codec, messages, items), tools))
     return expand(codec, compact, items), compact
 
 
@@ -265,7 +265,7 @@ def tool_response_ids(codec, messages, ended, items=()):
     """
     # TURN stands for the sampled turn, whose own ids are kept. The text after TURN is the glue.
     dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
-    text = template(codec, dummy + render(codec, messages, items)).split(TURN, 1)[1]
+    text = apply_template(codec, dummy + render(codec, messages, items)).split(TURN, 1)[1]
     ids = encode(codec, text)
     # The engine stops a turn at this id alone, so the glue must begin with this id.
     if ids[0] != codec.eos:
@@ -399,7 +399,7 @@ def bases() -> dict:
     }
 
 
-def with_config(path: str) -> str | None:
+def config_folder(path: str) -> str | None:
     """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
     `last` -> the folder that has a config.json, None if there is none."""
     path = hub.fetch_ckpt(path)
@@ -408,11 +408,11 @@ def with_config(path: str) -> str | None:
     return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
 
 
-def find_config(path):
+def check_config(path):
     """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
     `last` -> the folder that holds config.json. Raises UserError for a model that this code does
     not train. All scripts and tools/plan.py use this check."""
-    folder = with_config(path)
+    folder = config_folder(path)
     if folder is None:
         if not os.path.exists(hub.fetch_ckpt(path)):
             owner = "ParaVT" if path.startswith("ParaVT") else "Qwen"
@@ -512,7 +512,7 @@ def small_files(folder):
 def load_codec(ckpt, channel="image", template_kwargs=None):
     """Checkpoint directory -> ChatProcessor. channel: "image" | "video", how frames enter a prompt.
     template_kwargs: {name: value}, which every rendering of the template shall know."""
-    find_config(ckpt)
+    check_config(ckpt)
     config = load_config(ckpt)
     from transformers import AutoProcessor
 

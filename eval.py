@@ -111,14 +111,14 @@ def parse_args(protocol: str | None = None):
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
     early = arguments.parse_early(parser)
     name = protocol or early.protocol
-    parser.set_defaults(**systems.protocols()[name].native)
+    parser.set_defaults(**systems.all_systems()[name].native)
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_defaults())
     args = parser.parse_args()
     args.protocol = name
     if "all" in args.bench:
         args.bench = list(benchmarks.paper_table()["ParaVT-8B"][1])
-    for invalid, reason in flag_faults(args):
+    for invalid, reason in flag_checks(args):
         if invalid:
             raise launch.UserError(reason)
     if len(args.bench) > len(args.root):
@@ -128,7 +128,7 @@ def parse_args(protocol: str | None = None):
     return args
 
 
-def flag_faults(args):
+def flag_checks(args):
     """-> [(whether the flags contradict each other, why)], before any file is read."""
     benches, roots = len(args.bench), len(args.root)
     if args.compare or args.table or args.rescore or args.protocols:
@@ -146,7 +146,7 @@ def flag_faults(args):
     if args.prepare:
         return checks  # nothing is sampled
     return checks + run_faults(args) + [
-        (not results.run_grid(vars(args)), "--frames 0 has no frames for --show to change"),
+        (not results.grid_cells(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live) < 0, "--limit and --live may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
          "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
@@ -155,7 +155,7 @@ def flag_faults(args):
 
 def run_faults(args):
     """Those faults of flags that tools/ask.py can meet too."""
-    return systems.flag_faults(args) + endpoint.flag_faults(args) + [
+    return systems.flag_checks(args) + endpoint.flag_checks(args) + [
         (not args.ckpt and args.engine != "openai",
          "give --ckpt, or --engine openai with --base-url and --model"),
         (args.chat_template_kwargs and args.engine == "openai",
@@ -206,7 +206,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         agent, source = rollout.agent_settings(flags, args.data)
         source = systems.source_of(source, args)
         # Refused now, or a wrong folder would cost hours of counted video errors.
-        benchmarks.check_videos(bench or args.data, tasks, source.root)
+        benchmarks.check_any_video(bench or args.data, tasks, source.root)
         out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
@@ -237,7 +237,7 @@ def pending_tasks(suites: list[Suite], args) -> list[tuple]:
     samples again, because they are drawn as one group."""
     jobs = []
     for suite in suites:
-        for k, mode in results.run_grid(vars(args)):
+        for k, mode in results.grid_cells(vars(args)):
             todo = [task for task in suite.tasks if not suite.done.keys() >= {
                 (task["id"], str(k), mode, sample) for sample in range(args.samples)}]
             jobs.append((suite, k, mode, todo))
@@ -253,7 +253,7 @@ def evaluate(args):
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
-    launch.keep_inputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
+    launch.check_outputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
     for suite in suites:
@@ -328,7 +328,7 @@ def make_engine(suites, args, ckpt, codec, protocol):
     if args.engine == "openai":
         return engine
     # Windows that one context holds beside the overview, in the protocols of other systems.
-    system = systems.protocols()[args.protocol]
+    system = systems.all_systems()[args.protocol]
     windows = system.crop_frames_in_context(args) if "on" in args.tools else (0, 0)
     # rollout's --frames is one K, ours is a list of them.
     flags = argparse.Namespace(**{**vars(args), "frames": largest})
@@ -345,14 +345,14 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
     total = sum(len(todo) for *_, todo in jobs) * args.samples
     with tqdm(total=total, desc="episodes", disable=quiet or None) as bar:
         for suite, k, mode, todo in jobs:  # one after the other, because their agents differ
-            tools, show = scores.parts_of(mode)
+            tools, show = scores.split_mode(mode)
             agent = replace(suite.agent, tools=tools == "on")
             source = replace(suite.source, show=show)
             sampler = rollout.RolloutWorker(meter, codec, source, agent, max_live=args.live or None)
             if show == "options":
                 todo = [shuffle_options(task) for task in todo]
             episodes = run(sampler, todo, protocol, frames=k, group=args.samples)
-            with results.append_to(os.path.join(suite.out, name)) as f:
+            with results.open_append(os.path.join(suite.out, name)) as f:
                 for episode in episodes:
                     record = results.record_of(episode, suite.digest, k, mode, args, meter.taken)
                     f.write(json.dumps(record) + "\n")
@@ -364,7 +364,7 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
 def main():
     args = parse_args()
     if args.protocols:
-        names = [args.protocol] if args.prompt_file or args.texts_of else systems.protocols()
+        names = [args.protocol] if args.prompt_file or args.texts_of else systems.all_systems()
         print(systems.describe_all(map(parse_args, names)))
     elif args.prepare:
         results.prepare_data(args.bench[0], args.root[0], args.prepare)
@@ -373,7 +373,7 @@ def main():
     elif args.rescore:
         results.rescore(args.rescore, args)
     elif args.compare:
-        launch.keep_inputs([args.out], args.compare)
+        launch.check_outputs([args.out], args.compare)
         results.compare(args.compare, args.out)
     else:
         evaluate(args)

@@ -264,7 +264,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
             sums = {name: sums[name] + numbers[name].double().sum() for name in names}
             worst_gap = torch.maximum(worst_gap, numbers["gap"].max().double())
 
-        norms.append(model.clip_gradients(policy, args.max_grad_norm))
+        norms.append(model.reduce_and_clip(policy, args.max_grad_norm))
         # The norm covers the gradients of all ranks, so all of them step or none does.
         if math.isfinite(norms[-1]):
             optimizer.step()
@@ -296,7 +296,7 @@ def tasks_of_rank(tasks, step, args, rank, world):
         name = launch.join_key(step, task["id"])
         order.setdefault(name, len(order))
         # K is the only cost that is known before sampling. 1000: equally many prompts a rank.
-        costs[name] = costs.get(name, 0) + 1000 + rollout.overview_frames(
+        costs[name] = costs.get(name, 0) + 1000 + rollout.draw_num_frames(
             args.frames, args.seed, step, task["id"])
     rank_groups = data.balance_over_ranks(order, costs.get, rank, world)
     return [t for t in batch if launch.join_key(step, t["id"]) in rank_groups], order
@@ -311,7 +311,7 @@ def prefetch_overviews(decoders, tasks, step, args, source, quiet):
         source.load(spec)
 
     for task in tasks:
-        k = rollout.overview_frames(args.frames, args.seed, step, task["id"])
+        k = rollout.draw_num_frames(args.frames, args.seed, step, task["id"])
         decoders.submit(decode, source.overview_spec(task, k))
 
 
@@ -345,7 +345,7 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
     # Episodes come as they finish. Sums and files must not depend on that order.
     episodes.sort(key=lambda e: (order[e.group], e.sample))
     if episodes and args.show_every and step % args.show_every == 0 and ranks[0] == 0:
-        print(rollout.show(episodes[0], sampler.codec), flush=True)
+        print(rollout.episode_text(episodes[0], sampler.codec), flush=True)
     return episodes, pump.idle_s
 
 
@@ -362,7 +362,7 @@ class Run:
     engine_dtype: object  # dtype in which weights travel to the engine
     gap_tolerance: float  # nats, see check_gap
     log: metrics.Log  # on rank 0, None on the others
-    inputs: dict  # see runs.identities
+    inputs: dict  # see runs.input_identities
     start: int  # steps that have been taken
     best: dict  # {"best": held-out accuracy, -1 if none yet; "best_step"; ..}, see best_so_far
 
@@ -426,7 +426,7 @@ def main():
         # 4. Record, save, go on. SIGTERM on any rank saves and stops all of them.
         # tools/replay.py trains on the rollouts again. A file per rank: they share no file handle.
         name = f"{args.out}/rollouts/step_{step:06d}.rank{launch.rank_and_world()[0]}.jsonl"
-        launch.write_atomic(name, "".join(json.dumps(e.to_json()) + "\n" for e in episodes))
+        launch.write_atomic(name, "".join(json.dumps(e.to_dict()) + "\n" for e in episodes))
         metrics.log_step(run.log, step, args.steps, episodes, stats, {
             **seconds, "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
             "judge": run.sampler.judge is not None})
@@ -503,10 +503,10 @@ def setup(args):
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
-    spoken = data.subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
-    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]}, spoken)
-    resume_from, state = runs.resume_point(args.out, args, args.resume, inputs,
-                                           checkpoint.base_of(ckpt))
+    texts = data.subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
+    files = {"--data": [args.data], "--val": [args.val]}
+    inputs = runs.input_identities({"--ckpt": ckpt}, files, texts)
+    newest, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start = state.get("step", 0)
     if start >= args.steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {args.steps}")
@@ -515,12 +515,11 @@ def setup(args):
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     # The largest prompt must fit, and some video must open. Both show before weights are loaded.
     rollout.check_context(codec, tasks + val_tasks, agent, source, args.frames)
-    policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device,
-                                                        resume_from)
+    policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, newest)
     # On a GPU the engine shares the device with the trainer, so it starts asleep.
     engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
     engine_dtype = model.engine_dtype(codec, device)
-    if resume_from:  # the engine has read --ckpt, but the resumed weights are newer
+    if newest:  # the engine has read --ckpt, but the resumed weights are newer
         engine.sync(checkpoint.full_weights(policy, engine_dtype))
     size = f"{args.prompts} prompts x {args.num_generations} rollouts"
     log = metrics.open_log(args, start, f"{size} a step, K {args.frames} | "

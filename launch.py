@@ -363,7 +363,7 @@ def make_out(path):
         raise UserError(f"output folder {path}: {e.strerror}") from None
 
 
-def keep_inputs(outputs, inputs):
+def check_outputs(outputs, inputs):
     """Raises UserError if a file that will be written is one that is read, also through a link."""
     read = {os.path.realpath(path) for path in inputs if path}
     for path in outputs:

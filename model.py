@@ -383,7 +383,7 @@ class Policy(torch.nn.Module):
         predictor, target = to_device(pack.predictor, device), to_device(pack.target, device)
         # [V, 1 + D, H], None for text alone
         features = self.features(pack.items) if pack.items else None
-        vision_mask = self.placeholders(pack.ids, features)  # [L], in host memory
+        vision_mask = self.placeholder_mask(pack.ids, features)  # [L], in host memory
         vision_mask = None if vision_mask is None else to_device(vision_mask, device)
         embeds, levels = self.embed(ids, vision_mask, features)  # [L, H], D x [V, H]
         hidden = text(
@@ -395,7 +395,7 @@ class Policy(torch.nn.Module):
         return token_logprobs(hidden[predictor], self.hf.lm_head.weight, target,
                               self.codec.suppress_tokens, temperature, chunk)
 
-    def placeholders(self, ids, features):
+    def placeholder_mask(self, ids, features):
         """ids in host memory, features [V, 1 + D, H] or None -> mask of the ids that stand for
         vision tokens, or None. Raises ValueError if their number is not V."""
         if features is None:
@@ -723,7 +723,7 @@ def adamw(parameters, lr, beta2, device, weight_decay=0.01):
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=device.type == "cuda")
 
 
-def clip_gradients(policy, limit):
+def reduce_and_clip(policy, limit):
     """Clips the gradients to the norm `limit` (0: no clipping). -> the norm before clipping, taken
     over the gradients of all ranks, so every rank gets the same number. Collective. Without FSDP
     the gradients are this rank's own until here, and are averaged first."""

@@ -389,7 +389,7 @@ def to_seconds(value):
     return 3600.0 * hours + 60.0 * minutes + seconds
 
 
-def check_call(name, arguments):
+def make_call(name, arguments):
     """A ToolCall from a name and an argument dict, whichever dialect they came from."""
     name = name.strip() if isinstance(name, str) else ""
     if not name:
@@ -429,7 +429,7 @@ def parse_json_call(body, closed):
         return ToolCall(error='not valid JSON, expected {"name": "crop_video", "arguments": {...}}')
     if not isinstance(call, dict):
         return ToolCall(error="a call must be one JSON object with name and arguments")
-    return check_call(call.get("name"), call.get("arguments"))
+    return make_call(call.get("name"), call.get("arguments"))
 
 
 def parse_xml_call(body, closed):
@@ -440,7 +440,7 @@ def parse_xml_call(body, closed):
         return ToolCall(error="not a whole call, expected <function=crop_video> with "
                         "<parameter=start_time> and <parameter=end_time>, each closed")
     pairs = XML_PARAMETER.findall(call[2])
-    return check_call(call[1], {key.strip(): value.strip() for key, value in pairs})
+    return make_call(call[1], {key.strip(): value.strip() for key, value in pairs})
 
 
 def parse_code_calls(body):
@@ -456,7 +456,7 @@ def parse_code_calls(body):
             elif positional or written[0] not in "\"'" or to_seconds(value) is not None:
                 positional.append(value)  # else: the path, which stands first
         by_place = dict(zip(("start_time", "end_time", "num_frames"), positional))
-        calls.append(check_call(name, by_place | named))
+        calls.append(make_call(name, by_place | named))
     # A last call that was cut off has no closing bracket.
     if not calls or re.search(r"\([^()]*$", body):
         calls += [ToolCall(error="not a whole call, expected crop_video(start_time=1, end_time=2)")]
@@ -709,7 +709,7 @@ def letters_by_text(answer, texts, letters):
     return {letter for letter, text in zip(letters, texts) if text in matched}
 
 
-def own_line(line, letters, texts):
+def line_letter(line, letters, texts):
     """The letter of a line that holds only an answer: "B", "Option B.", "(B) dog", "Answer: dog".
     "?" if label and text contradict each other. Else None."""
     line = STARTER.sub("", line, count=1)
@@ -741,7 +741,7 @@ def extract_letter(response, options):
     # the option's place is taken off: "B. B. King" may be the text of option A.
     texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", strip_markdown(option))))
              for letter, option in zip(letters, map(str, options or [])) if not listing]
-    own_lines = [own_line(line, letters, texts) for line in lines]
+    own_lines = [line_letter(line, letters, texts) for line in lines]
     # A letter alone on the last line answers, whatever option the first line begins with.
     leading = set()
     if not (listing or own_lines[0] or own_lines[-1]):

@@ -60,7 +60,7 @@ from video import Source
 # wording and asked in another loses accuracy without any error.
 
 
-def main_prompt(tools: bool = True, crop_response: str = "summary") -> str:
+def system_prompt(tools: bool = True, crop_response: str = "summary") -> str:
     calls = ("If the frames do not show what you need, call crop_video once for each window you "
              "want to see closely; several calls in one turn run at the same time. Every call "
              f"returns {'a short summary' if crop_response == 'summary' else 'frames'} of its "
@@ -110,7 +110,7 @@ def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: st
     subtitle_lines = f"\nSubtitles:\n{subtitles}\n" if subtitles else ""
     overview = {"type": "video", "video": task["video"], "frames": num_frames}
     question_item = {"type": "text", "text": subtitle_lines + question_text(task)}
-    return [{"role": "system", "content": main_prompt(tools, crop_response)},
+    return [{"role": "system", "content": system_prompt(tools, crop_response)},
             {"role": "user", "content": [overview, question_item]}]
 
 
@@ -131,7 +131,7 @@ def sub_messages(task: dict, window: dict, question: bool = True) -> list:
 GATED_FRAMES = (4, 8, 16, 32, 64)  # the numbers of overview frames of nFrames gating (paper)
 
 
-def overview_frames(frames: int | str, seed: int, step: int, task_id: str | int) -> int:
+def draw_num_frames(frames: int | str, seed: int, step: int, task_id: str | int) -> int:
     """--frames (a number, or "gated") -> K of a task in a step. "gated" is nFrames gating: K ~
     Uniform, one draw per prompt and step, so a whole group shares K."""
     if frames != "gated":
@@ -181,7 +181,7 @@ class Context:
     items: list = field(default_factory=list)  # [chat.VisionItem]
     frames: list = field(default_factory=list)  # [video.Frames], one per item
 
-    def insert(self, ids: list[int], compact: list[int] | None = None) -> None:
+    def add_masked(self, ids: list[int], compact: list[int] | None = None) -> None:
         """Adds tokens that no model sampled: prompts, forced starts, tool responses. compact: the
         same ids with one placeholder per frame, if there are frames among them."""
         self.ids += ids
@@ -189,7 +189,7 @@ class Context:
         self.mask += [0] * len(ids)  # neither loss nor credit
         self.logps += [0.0] * len(ids)
 
-    def sampled(self, ids: list[int], logps: list[float]) -> None:
+    def add_sampled(self, ids: list[int], logps: list[float]) -> None:
         """Adds tokens that the policy sampled."""
         # The sampled ids themselves: text that is encoded again may give other ids.
         self.ids += ids
@@ -208,13 +208,13 @@ def open_context(codec, messages, specs, frames, tools=None) -> Context:
     items = [chat.vision_item(spec, f) for spec, f in zip(specs, frames)]
     context = Context(items=items, frames=list(frames))
     # encode_prompt returns both forms of the ids: expanded and compact.
-    context.insert(*chat.encode_prompt(codec, messages, context.items, tools))
+    context.add_masked(*chat.encode_prompt(codec, messages, context.items, tools))
     return context
 
 
 @dataclass
 class Episode:
-    """One rollout. `to_json` is a line of the rollout JSONL."""
+    """One rollout. `to_dict` is a line of the rollout JSONL."""
 
     task: dict
     group: str  # "step/task id": the rollouts of one prompt
@@ -247,7 +247,7 @@ class Episode:
         """Number of calls that were run."""
         return sum(c["status"] == "ok" for c in self.calls)
 
-    def to_json(self) -> dict:
+    def to_dict(self) -> dict:
         c = self.context or Context()  # a broken video has none
         optional = {k: v for k in ("subtitles", "fingerprint") if (v := getattr(self, k))}
         return {**{name: getattr(self, name) for name in RECORD_FIELDS}, **optional,
@@ -308,7 +308,7 @@ async def run_episode(episode: Episode, sampler: RolloutWorker) -> Episode:
             episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
                          f"{agent.max_model_len}")
             break
-        context.insert(prefix)
+        context.add_masked(prefix)
         # The name is unique within a run. evaluation/costs.py finds an episode's requests by name.
         completion = await sampler.pump.sample(context.request(
             f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(agent.max_new_tokens, room),
@@ -341,7 +341,7 @@ async def run_episode(episode: Episode, sampler: RolloutWorker) -> Episode:
         if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
             episode.fail("context", f"the responses exceed a context of {agent.max_model_len}")
             break
-        context.insert(glue, compact)
+        context.add_masked(glue, compact)
         context.items += items
         context.frames += [frames for spec, frames in windows if spec]
     episode.timing["total_s"] = time.monotonic() - began
@@ -380,7 +380,7 @@ def turn_seed(episode, agent, *turn):
 def record_turn(episode, codec, completion, finish):
     """Adds a sampled turn to the episode's context and record. finish: see Episode."""
     start = len(episode.context.ids)
-    episode.context.sampled(completion.ids, completion.logps)
+    episode.context.add_sampled(completion.ids, completion.logps)
     episode.spans.append([start, start + len(completion.ids)])
     pieces = chat.pieces_of(codec, completion.ids)  # the bytes of each token
     # The places of the tokens that carry format credit.
@@ -494,7 +494,7 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
     # A thought that never closes holds no summary. A Thinking checkpoint's template opens one.
     unclosed = rewards.never_closed(completion.text, codec is not None and codec.opens_thought)
     summary = "" if unclosed else completion.text.rpartition("</think>")[2].strip()
-    context.sampled(completion.ids, completion.logps)
+    context.add_sampled(completion.ids, completion.logps)
     # Sub-agents are not trained. Their ids are kept so that a record is complete.
     ids = {"ids": context.ids, "mask": context.mask, "logps": context.logps,
            "vision": [vars(item) for item in context.items]}
@@ -546,7 +546,7 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
         counts[task["id"]] += group
     # A generator: an Episode and its coroutine exist only once there is room for them.
     coroutines = (play_and_score(Episode(
-        task, name, sample, overview_frames(frames, seed, step, task["id"]), step))
+        task, name, sample, draw_num_frames(frames, seed, step, task["id"]), step))
         for task, name, first in numbered for sample in range(first, first + group)
         if (name, sample) not in done)
     finished = in_flight(sampler.pump, coroutines, live + 256 * (sampler.judge is not None))
@@ -607,7 +607,7 @@ def compute_reward(episode: Episode, pay: rewards.RewardConfig | None = None,
 # ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
 
 
-def show(episode: Episode, codec: chat.ChatProcessor) -> str:
+def episode_text(episode: Episode, codec: chat.ChatProcessor) -> str:
     """One episode as text: «sampled», «*sampled, with format credit*», and inserted as it is."""
     marks = {"inserted": ("", ""), "sampled": ("«", "»"), "struct": ("«*", "*»")}
     ids = episode.context.ids if episode.context else []
@@ -631,7 +631,7 @@ def show(episode: Episode, codec: chat.ChatProcessor) -> str:
     return "\n".join([launch.printable(head), "".join(text), *map(launch.printable, calls)])
 
 
-def from_json(row: dict) -> Episode:
+def from_dict(row: dict) -> Episode:
     """A line of a rollout JSONL -> Episode, without decoded frames."""
     items = [chat.VisionItem(**v) for v in row["vision"]]
     # No compact ids: no engine is asked to go on from a record.
@@ -783,7 +783,7 @@ def check_rollout_file(out: str, read: str) -> None:
     """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
     if os.path.isdir(out) or not out.endswith(".jsonl"):  # a file of a checkpoint, say
         raise launch.UserError(f"--out {out}: give the name of a file in .jsonl, not a folder")
-    launch.keep_inputs([out], [read, verdicts_beside(out)])
+    launch.check_outputs([out], [read, verdicts_beside(out)])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -852,7 +852,7 @@ def main():
     tasks = data.read_tasks(args.data)[: args.limit or None]
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
-    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data]},
+    inputs = runs.input_identities({"--ckpt": ckpt}, {"--data": [args.data]},
                              data.subtitle_files(args, (args.data, tasks)))
     wanted = len(tasks) * args.num_generations
     names = {(launch.join_key(args.step, t["id"]), n)
@@ -879,11 +879,11 @@ def main():
             part.write("\n")  # ends a line that a kill has torn
         for episode in tqdm(episodes, total=wanted, initial=len(done), disable=None):
             launch.reset_watchdog(args.patience)  # an engine that hangs ends the run
-            rows.append(episode.to_json())
+            rows.append(episode.to_dict())
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone
             if len(rows) - len(done) <= args.show:
-                print(show(episode, codec), flush=True)
+                print(episode_text(episode, codec), flush=True)
             if stop_event.is_set():
                 break
     write_rollouts(rows, args.out)

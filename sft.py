@@ -276,11 +276,11 @@ def build_optimizers(policy, args, device):
         optimizers.append(torch.optim.Muon(layers, lr=args.muon_lr, momentum=0.95, weight_decay=0.0,
                                            adjust_lr_fn="match_rms_adamw"))
         if device.type == "cpu":
-            muon.distribute(optimizers[-1], layers)
+            muon.patch_muon(optimizers[-1], layers)
     return optimizers
 
 
-def backward(policy, packs):
+def forward_backward(policy, packs):
     """Forward over this rank's packs, and backward if gradients are on -> (mean loss in nats per
     token, N trained tokens), both over all ranks. Collective."""
     import torch
@@ -320,7 +320,7 @@ def held_out_loss(policy, chats, args, rank, world):
                                                    args.pack_tokens)
         # No policy.eval(): our attention has no dropout, so both modes compute the same.
         with torch.no_grad():
-            loss, n = backward(policy, packs)
+            loss, n = forward_backward(policy, packs)
         nats, tokens = nats + loss * n, tokens + n
     lost = sorted(chats.broken)
     away = bool(lost) and chats.cache.disk_away()
@@ -347,7 +347,7 @@ def main():
     launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     train, val_chats = open_data(args, codec, cache)
-    inputs = runs.identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
+    inputs = runs.input_identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start = state.get("step", 0)
@@ -392,8 +392,8 @@ def main():
         for o, peak in zip(optimizers, peaks):
             for group, lr in zip(o.param_groups, peak):
                 group["lr"] = lr * fraction
-        loss, tokens = backward(policy, packs)
-        norm = model.clip_gradients(policy, args.max_grad_norm)
+        loss, tokens = forward_backward(policy, packs)
+        norm = model.reduce_and_clip(policy, args.max_grad_norm)
         # On one rank is enough, and chats of text alone must not hide it.
         blind = launch.any_rank(away) or not tokens
         # The norm covers the gradients of all ranks, so all of them step or none does. A skipped

@@ -177,7 +177,7 @@ def summary_of(window, scenes):
     return ", ".join(f"{window[0]} {e['colour']}" for e in visible_scenes(scenes, looks.tolist()))
 
 
-def window_piece(task, window):
+def window_content(task, window):
     """The frames of a window as content of a message, as rollout.window_spec asks for them."""
     return {"type": "video", "video": task["video"], "start": float(window[0]),
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
@@ -221,7 +221,7 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
             text = thought_text(evidence * (turn is turns[0]) + "I need a closer look.", rng)
             messages.append({"role": "assistant", "content": text + "\n".join(
                 call_text(*e["window"]) for e in turn)})
-            messages += [{"role": "tool", "content": [window_piece(task, e["window"])]
+            messages += [{"role": "tool", "content": [window_content(task, e["window"])]
                           if crop_response == "frames" else summary_of(e["window"], scenes)
                           or rollout.EMPTY_SUMMARY} for e in turn]
         # All that the crop of a window showed, else what the overview did. So a window that is too
@@ -247,7 +247,7 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
                 for e in rng.sample(scenes, 2)]
     for number, (a, b) in enumerate(windows):
         rows.append({"id": f"{task['id']}-sub-{number}", "messages": [
-            *rollout.sub_messages(task, window_piece(task, (a, b))),
+            *rollout.sub_messages(task, window_content(task, (a, b))),
             {"role": "assistant", "content": summary_of((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
     return rows
 
@@ -292,7 +292,7 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     tags = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>".split()
     # The texts that are the same in every sample: the lines of both prompts, the tool list, JSON or
     # XML around the arguments of a call.
-    system = [{"role": "system", "content": rollout.main_prompt(True, crop_response)}]
+    system = [{"role": "system", "content": rollout.system_prompt(True, crop_response)}]
     rendered = render_jinja_template([system], tools=rollout.tool_schema(crop_response),
                                      chat_template=chat_template(base))[0][0]
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")

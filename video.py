@@ -187,7 +187,7 @@ def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, sn
     """Path -> Frames, at most `num_frames`. snap: take key frames if they are near enough; fast in
     long files. Raises VideoError, ValueError for num_frames < 1."""
     cache = cache or FrameCache(0)
-    table, keys = cache.table(path), cache.key_frames(path) if snap else ()
+    table, keys = cache.table(path), cache.key_indices(path) if snap else ()
     indices = overview_indices(table.starts, table.info.duration, num_frames, keys)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
@@ -906,7 +906,7 @@ class FrameCache:
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
         return (table := self.table(path)).starts, table.info
 
-    def key_frames(self, path):
+    def key_indices(self, path):
         """Path -> indices of the key frames, at which a decoder can begin."""
         return np.flatnonzero(np.isin((table := self.table(path)).ticks, table.key_ticks))
 

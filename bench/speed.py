@@ -103,7 +103,7 @@ class Stills(rollout.Source):
         return self.root, float(len(self.root.seconds)), "", None
 
 
-def our_step(args, policy, codec, filler):
+def make_step(args, policy, codec, filler):
     """-> a function of the step's number that samples one group, trains on it and moves the weights
     into the engine -> seconds of (update, step)."""
     # Without an end of turn every response has the full length.
@@ -192,7 +192,7 @@ def train_with_trl(args, filler, ours):
 
 def compare_trainers(args, policy, codec):
     filler = filler_text(codec, args)
-    rounds = train_with_trl(args, filler, our_step(args, policy, codec, filler))
+    rounds = train_with_trl(args, filler, make_step(args, policy, codec, filler))
     for i, row in enumerate(("update", "step")):
         print_ratios(row, {side: statistics.median(times[side][i] for times in rounds[1:])
                            for side in ("TRL", "ours")})

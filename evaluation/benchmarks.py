@@ -323,7 +323,7 @@ def videomme_v2_tasks(row, path):
         "id": row["question_id"],
         "video": f"{name}.mp4",
         "question": row["question"],
-        "options": split_inline(row["options"])[1],  # one text of labelled lines
+        "options": split_options(row["options"])[1],  # one text of labelled lines
         "answer": row["answer"],  # a letter
         "subtitles": f"{name}.jsonl",
         "position": position,
@@ -485,7 +485,7 @@ def complete_task(task, split, root, notes):
     if task["answer"] is None:
         raise ValueError("no answer")
     if task["type"] == "mcq":
-        question, inline = split_inline(task["question"])
+        question, inline = split_options(task["question"])
         # A text would be read as its characters, a mapping as its labels.
         if task["options"] is not None and not isinstance(task["options"], list):
             raise TypeError("options are no list")
@@ -501,11 +501,11 @@ def complete_task(task, split, root, notes):
         task.update(question=question, options=options, answer=answer)
     notes["no usable answer"] += task["answer"] == ""
     # A missing video keeps the expected path, and the episode ends in a counted error.
-    path = locate_video(root, split.videos, task["video"])
+    path = locate_file(root, split.videos, task["video"])
     notes["no video"] += path is None
     task["video"] = path or os.path.join(split.videos[0], task["video"])
     if task["subtitles"]:
-        task["subtitles"] = locate_video(root, split.subtitles, task["subtitles"])
+        task["subtitles"] = locate_file(root, split.subtitles, task["subtitles"])
     notes["no subtitles"] += task["subtitles"] is None and bool(split.subtitles)
     task["tags"] = {name: label for name, label in task["tags"].items() if label is not None}
     if "evidence" in task:
@@ -517,7 +517,7 @@ def complete_task(task, split, root, notes):
     return task
 
 
-def check_videos(name, tasks, root):
+def check_any_video(name, tasks, root):
     """Raises UserError if no video lies below the root, before hours of counted errors."""
     paths = dict.fromkeys(str(task["video"]) for task in tasks)
     if not any("\0" not in path and os.path.exists(os.path.join(root, path)) for path in paths):
@@ -548,7 +548,7 @@ def whole_shards(files):
     return files
 
 
-def locate_video(root, folders, name):
+def locate_file(root, folders, name):
     """Path below the root of a video or a subtitle file, None if there is none."""
     stem, ending = os.path.splitext(name)
     endings, exists = [ending], os.path.isfile
@@ -604,7 +604,7 @@ def charades_lines(path):
 # Options and letters, as publishers write them
 
 
-def split_inline(question):
+def split_options(question):
     """Question with options on lines of their own -> (question, bare options, [] without any)."""
     stem, options = [], []
     for line in question.split("\n"):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.endpoint import PROBE, Client, Reply, base_url, is_retryable, refusal
+from plumbing.endpoint import PROBE, Client, Reply, base_url, error_line, is_retryable
 from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
@@ -68,7 +68,7 @@ def sampling_settings(args):
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-def flag_faults(args):
+def flag_checks(args):
     """-> [(whether the flags of an endpoint or of sampling contradict each other, why)]."""
     return [
         # Chained comparisons, because they refuse NaN too.
@@ -168,7 +168,7 @@ class OpenAIEngine(Client):
                 await self.pause(max(2.0**attempt, after))
             if done.error:
                 reply = Reply(status, error=done.error)
-                raise launch.UserError(refusal(url, self.model_name, reply))
+                raise launch.UserError(error_line(url, self.model_name, reply))
             if tools:
                 done, status, _ = await self.probe(url, self.timeout, tools)
                 # Some parsers keep the call and return nothing at all.
@@ -239,7 +239,7 @@ class OpenAIEngine(Client):
             body.update(stop=list(request.stop), include_stop_str_in_output=True)
         clip = self.overview_clip(request)
         if clip:
-            body.update(media_io_kwargs={"video": clip_times(clip)})
+            body.update(media_io_kwargs={"video": clip_kwargs(clip)})
         if self.prefill and request.prefill:  # the server is told to go on with our turn
             body["messages"].append({"role": "assistant", "content": request.prefill})
             body.update(add_generation_prompt=False, continue_final_message=True)
@@ -275,7 +275,7 @@ class OpenAIEngine(Client):
                 if status in (401, 402, 403, 404):
                     plain, status, _ = await self.probe(url, self.timeout)
                     if status in (401, 402, 403, 404):
-                        self.end(refusal(url, self.model_name, Reply(status, error=plain.error)))
+                        self.end(error_line(url, self.model_name, Reply(status, error=plain.error)))
                 self.failed = self.failed + 1 if fails else 0
                 # After `give_up` failed tries in a row all requests wait for a server.
                 if 0 < self.give_up <= self.failed and self.awake.is_set() and not self.ending:
@@ -425,7 +425,7 @@ def content_parts(content, frames, numbers, selected, clip=None, jpeg=90):
     return parts
 
 
-def clip_times(clip):
+def clip_kwargs(clip):
     """Frames -> media_io_kwargs, so that vLLM takes all frames (by default 32) and their times:
     indices at 1000 frames a second are milliseconds."""
     times = [round(1000 * float(second)) for second in clip.seconds]

@@ -61,7 +61,7 @@ class Source(rollout.Source):
 
     def load(self, spec):
         if spec.get("frames") == 0:  # text alone; the video must open, as prompts tell lengths
-            return no_frames()
+            return empty_frames()
         if self.overview_grid == "qwen":
             return self.apply_show(self.load_qwen(spec), spec)
         if self.overview_grid == "start" and spec.get("num_frames"):
@@ -70,7 +70,7 @@ class Source(rollout.Source):
             return self.apply_show(super().load(spec), spec)
         num_frames, max_pixels = spec["frames"], self.max_pixels
         if self.overview_fps:
-            num_frames = qwen_vl_sampling.paced_frames(
+            num_frames = qwen_vl_sampling.frame_count(
                 self.duration(spec), self.overview_fps, num_frames)
         if self.total_pixels:
             # Two frames make one grid of patches, which the publishers' reader counts once. The
@@ -110,7 +110,7 @@ class Source(rollout.Source):
             if "start" in spec:
                 raise
             if self.short_is_blind:
-                return no_frames()
+                return empty_frames()
             raise video.VideoError(path, f"too short for this system: {error}") from None
         return self.process_frames(self.cache.frames(path, indices, 0, 0, size))
 
@@ -171,5 +171,5 @@ class Source(rollout.Source):
         return [float(starts[index]) for index in dict.fromkeys(indices)]
 
 
-def no_frames():
+def empty_frames():
     return video.Frames(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0), "none", [])

@@ -76,7 +76,7 @@ def protocol(texts, args, names=AGENT, general=False):
     first = partial(opening, texts=texts)
     if names == ONE_TURN:
         return Protocol(opening=first, schema=None, jpeg=QUALITY)
-    return Protocol(opening=first, answer=partial(answer, texts=texts),
+    return Protocol(opening=first, answer=partial(respond, texts=texts),
                     parse=lambda text, think_open=False: read_calls(text) or [],
                     force=lambda task: texts["span" if task["type"] == "grounding" else "letter"],
                     force_tokens=lambda task: 128 if task["type"] == "grounding" else 64,
@@ -162,7 +162,7 @@ def final(turns, think_open=False):
     return None if fails else rewards.answer_or_tail(turns, think_open)
 
 
-async def answer(records, calls, episode, sampler, turn, texts):
+async def respond(records, calls, episode, sampler, turn, texts):
     """Protocol.answer: a user message for every call that is run; the others get none."""
     reply = Reply([])
     windows = await rollout.load_windows(records, calls, episode, sampler, turn)

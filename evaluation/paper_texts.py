@@ -24,7 +24,7 @@ SCRIPTS = {"paper": "reproduce_paravt_8b.sh", "paper-general": "reproduce_qwen3v
            "paper-reasoning": "reproduce_reasoning_baselines.sh"}
 
 
-def place_rows():
+def stub_rows():
     """split -> a row as its publisher ships it, whose data are the places of a template."""
     options = ["{a}", "{b}"]
     videomme = {"videoID": "made-up", "question": "{published}", "options": options, "answer": "A"}
@@ -78,7 +78,7 @@ def texts(protocol, checkout):
              for start in (21.5, 221.5)]  # the second one lies after the end of the video
     replies = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls]
     files = {"videomme/subtitle/made-up.srt": "1\n00:00:01,000 --> 00:00:02,000\n{spoken}\n"}
-    rows = place_rows()
+    rows = stub_rows()
     items = [{"bench": split, "row": row, "replies": replies,
               "files": files if split == "videomme_wsub" else {}} for split, row in rows.items()]
     sent = dict(zip(rows, run_driver(checkout, SCRIPTS[protocol], items)))

@@ -40,9 +40,9 @@ class Chat(rollout.Context):
 
     messages: list = field(default_factory=list)
 
-    def sampled(self, ids, logps):
+    def add_sampled(self, ids, logps):
         if ids is not None:
-            super().sampled(ids, logps)
+            super().add_sampled(ids, logps)
 
     def request(self, name, **settings):
         return ChatRequest(name, list(self.compact), list(self.ids), list(self.items),
@@ -72,7 +72,7 @@ def trained_opening(task, num_frames, agent, subtitles, duration):
     return rollout.main_messages(task, num_frames, agent.tools, subtitles, agent.crop_response)
 
 
-async def trained_answer(records, calls, episode, sampler, turn, stamp=None):
+async def trained_reply(records, calls, episode, sampler, turn, stamp=None):
     """ParaVT's Protocol.answer: one tool message for every call, in order, with the summary of a
     sub-agent or the frames of the window."""
     if sampler.agent.crop_response == "frames":
@@ -88,7 +88,7 @@ class Protocol:
 
     opening: callable = trained_opening  # (task, K, agent, subtitles, duration) -> first messages
     parse: callable = rewards.parse_tool_calls  # (text, whether it began in a thought) -> calls
-    answer: callable = trained_answer  # async (records, calls, episode, sampler, turn) -> Reply
+    answer: callable = trained_reply  # async (records, calls, episode, sampler, turn) -> Reply
     force: callable = None  # (task) -> text put before the last turn
     force_tokens: callable = None  # (task) -> tokens of that turn
     schema: callable = rollout.tool_schema  # () -> tools for the chat template; None: no tools
@@ -140,7 +140,7 @@ async def play(episode, sampler, protocol):
             episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
                          f"{agent.max_model_len}")
             break
-        context.insert(prefix)
+        context.add_masked(prefix)
         limit = agent.max_new_tokens
         if last and tool_turns and protocol.force_tokens:
             limit = protocol.force_tokens(task)
@@ -183,7 +183,7 @@ async def play(episode, sampler, protocol):
             if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
                 episode.fail("context", f"the responses exceed a context of {agent.max_model_len}")
                 break
-            context.insert(glue, compact)
+            context.add_masked(glue, compact)
             context.items += items
     episode.timing["total_s"] = time.monotonic() - began
     return episode

@@ -80,7 +80,7 @@ def read_records(out, digest=None):
     return done
 
 
-def run_grid(flags):
+def grid_cells(flags):
     """Flags of a run, as a dict -> its (K, mode). Without frames there is nothing to look at and
     nothing to blank or shuffle."""
     shows = flags.get("show") or ["real"]  # runs from before the flag
@@ -91,7 +91,7 @@ def run_grid(flags):
     return grid
 
 
-def append_to(path):
+def open_append(path):
     """-> file to read and append to. A torn last line is cut off first, because the next line would
     become a part of that line."""
     with open(path, "ab+") as f:
@@ -110,7 +110,7 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     costs.Meter."""
     # Only training needs these fields, and they are most of an episode's bytes.
     dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "policy_step"}
-    record = {name: value for name, value in episode.to_json().items() if name not in dropped}
+    record = {name: value for name, value in episode.to_dict().items() if name not in dropped}
     # "sub" holds the ids of a sub-agent, left out too.
     calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
     times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
@@ -118,7 +118,7 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
     if any(episode.notes.get("reasoning", [])):  # texts that an endpoint kept apart, one per turn
         record["reasoning"] = episode.notes["reasoning"]
-    tools, show = scores.parts_of(mode)
+    tools, show = scores.split_mode(mode)
     record.update(calls=calls, digest=digest, budget=str(k), tools=tools, show=show,
                   frame_times=times, prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
                   cost=costs.episode_cost(episode, taken or {}))
@@ -131,7 +131,7 @@ def grade_record(record, protocol="paravt"):
         return {"final_answer": None, "extracted": None, "score": 0.0}
     task = record["task"]
     kind, options = task["type"], task.get("options")
-    final_answer = systems.protocols()[protocol].final(record["turns"], record["think_open"])
+    final_answer = systems.all_systems()[protocol].final(record["turns"], record["think_open"])
     # Extraction never sees the gold answer.
     read = rewards.task_types()[kind].read
     extracted = None if final_answer is None else read(final_answer, options) or None
@@ -213,7 +213,7 @@ def load_finished(folder):
             reason = f"its summary.json is of {row['n']} records, and there are {len(records)}"
             raise launch.UserError(f"{folder}: {reason}; finish the run, then --rescore {folder}")
         refused = row["headline"] is None
-        row.update(scores.grade_columns(records, row.get("bench")))
+        row.update(scores.headline_stats(records, row.get("bench")))
         if refused:
             row["headline"] = row["interval"] = None
     return name, summary, cells
@@ -267,12 +267,12 @@ def finish(out, bench_dirs, args, policy, parts=None):
         done = grade_folder(bench_dir, args)
         # All items that the run was to ask: a run that was cut short has no summary.
         ids = [(task["id"], sample) for task in tasks for sample in range(flags["samples"])]
-        for k, mode in run_grid(flags):
+        for k, mode in grid_cells(flags):
             items = [(task, str(k), mode, sample) for task, sample in ids]
             records = [done[item] for item in items if item in done]
             missing += len(items) - len(records)
             row = {"bench": bench} if bench else {}
-            row.update(zip(("K", "tools", "show"), (k, *scores.parts_of(mode))))
+            row.update(zip(("K", "tools", "show"), (k, *scores.split_mode(mode))))
             if records:
                 row.update(scores.summarise(records, bench, judged=bool(args.judge_model)))
                 row["silent"] = sum(not any(text.strip() for text in r["turns"]) for r in records
@@ -292,7 +292,7 @@ def finish(out, bench_dirs, args, policy, parts=None):
         summary["judge_model"] = args.judge_model
     names = ("protocol", "prompt_hash", "prompt_file", "texts_of", "served")
     summary |= {name: flags[name] for name in names if name in flags}  # "served": of endpoints
-    departures = list(systems.protocols()[flags["protocol"]].departures)
+    departures = list(systems.all_systems()[flags["protocol"]].departures)
     if flags["protocol"] != "paravt" and not (flags.get("prompt_file") or flags.get("texts_of")):
         departures.append("prompts in our wording, not the publisher's")
     if departures:

@@ -27,7 +27,7 @@ FEW = 10  # videos: intervals over fewer are marked
 # Scores
 
 
-def by_video(records, bench):
+def video_sums(records, bench):
     """-> (sums of scores, counts of items), both [videos, parts of the headline]. Every video has a
     line, also one without an item of the headline. Without any part, no column."""
     _, part_of = benchmarks.headline_metric(bench)
@@ -53,7 +53,7 @@ def bootstrap(records, bench, draws=2000):
     draws depend on the set of videos alone. So two systems on the same items are drawn alike, and
     the difference of their draws is paired.
     """
-    sums, counts = by_video(records, bench)
+    sums, counts = video_sums(records, bench)
     if not sums.size:
         return None, np.zeros(0)
     # Mean over parts of the mean over a part's items.
@@ -103,7 +103,7 @@ def interval(draws):
     return [float(np.percentile(draws, q)) for q in (2.5, 97.5)] if len(draws) else None
 
 
-def mean_of(pairs):
+def mean_and_interval(pairs):
     """[(record, value)] -> (mean or None, its interval)."""
     value, draws = bootstrap([{"task": r["task"], "score": value} for r, value in pairs], None)
     return value, interval(draws)
@@ -132,7 +132,7 @@ def breakdowns(records):
 
 def summarise(records, bench=None, judged=False):
     """Records of one (benchmark, K, mode) -> dict of numbers. Errors are in every denominator."""
-    n, graded = len(records), grade_columns(records, bench)
+    n, graded = len(records), headline_stats(records, bench)
     completed = [r for r in records if r["status"] == "ok"]
     causes = sorted({r["status"] for r in records} - {"ok"})
     out = {
@@ -149,7 +149,7 @@ def summarise(records, bench=None, judged=False):
     cost = costs.mean_costs(records)
     if cost:
         out["cost"] = cost  # per answer
-    if stats := windows.window_stats(records, mean_of):
+    if stats := windows.window_stats(records, mean_and_interval):
         out["windows"] = stats
     if judged:
         verdicts = [r["judge"] for r in records if "judge" in r]
@@ -217,7 +217,7 @@ def sign_flip_p(records, bench, draws=20000):
     sign patterns. More are drawn at random, always from the same seed. If a system has several
     runs, a draw of `add_run_variance` is added, because other seeds of equal systems differ, too.
     """
-    sums, counts = by_video(records, bench)
+    sums, counts = video_sums(records, bench)
     if counts.any(1).sum() < 2:
         return None
     # The items are the same for both systems, so the headline is a sum over videos.
@@ -263,7 +263,7 @@ def mode_of(row):
     return row["tools"] if show == "real" else f"{row['tools']} {show}"
 
 
-def parts_of(mode):
+def split_mode(mode):
     """Mode -> (tools, show)."""
     tools, _, show = mode.partition(" ")
     return tools, show or "real"
@@ -298,8 +298,8 @@ def pool_seeds(name, runs):
             records[item] = {**run_records[0][item], "score": sum(scores) / len(scores),
                              "sides": [scores]}
         row = {"bench": cell[0], "K": rows[0]["K"]}
-        row["tools"], row["show"] = parts_of(cell[2])
-        row.update(grade_columns(records.values(), cell[0]))
+        row["tools"], row["show"] = split_mode(cell[2])
+        row.update(headline_stats(records.values(), cell[0]))
         for key in ("f_tau", "kappa", "seconds_per_episode"):
             row[key] = costs.mean_or_none([r[key] for r in rows])
         if any(r["headline"] is None for r in rows):
@@ -317,7 +317,7 @@ def pool_seeds(name, runs):
     return name, {"results": results, "departures": list(dict.fromkeys(departures))}, pooled
 
 
-def grade_columns(records, bench):
+def headline_stats(records, bench):
     """Records of one (benchmark, K, mode) -> the part of a row that depends on grades: headline,
     interval, n, items (tasks of the benchmark), items_headline, videos (of the headline), acc."""
     part_of = benchmarks.headline_metric(bench)[1]
@@ -447,7 +447,7 @@ def compare(evaluations):
             difference, draws = bootstrap(records, bench)
             if difference is None:  # no item in common
                 continue
-            _, counts = by_video(records, bench)
+            _, counts = video_sums(records, bench)
             videos, items = int(counts.any(1).sum()), int(counts.sum())
             row = {"name": name, "minus": minus, "bench": bench, "K": k, "tools": mode, "n": items,
                    "videos": videos}
@@ -491,13 +491,13 @@ def comparison_table(compared):
         lines += ["", "spread between the runs of a system (sd) and the headline of every run"]
     for row in compared["seeds"]:
         headlines = " ".join(f"{value:.3f}" for value in row["headlines"])
-        line = f"{row['name']:<12} {row['K']!s:>6} {row['tools']:>5} {spread(row['headlines'])}"
+        line = f"{row['name']:<12} {row['K']!s:>6} {row['tools']:>5} {sd_text(row['headlines'])}"
         lines.append(f"{line}: {headlines}" + (f"  {row['bench']}" if row["bench"] else ""))
     lines += cost_lines(compared["costs"])
     return "\n".join(lines + difference_lines(compared))
 
 
-def spread(headlines, digits=3):
+def sd_text(headlines, digits=3):
     """Headlines of several runs -> their standard deviation as text, "-" of one run."""
     return f"{statistics.stdev(headlines):.{digits}f}" if len(headlines) > 1 else "-"
 
@@ -577,7 +577,7 @@ def paper_layout(evaluations):
         for k, mode in dict.fromkeys((row["K"], mode_of(row)) for row in results):
             if is_control(k, mode):  # see control_table
                 continue
-            cells = {row["bench"]: paper_cell(row) for row in results
+            cells = {row["bench"]: our_cell(row) for row in results
                      if (row["K"], mode_of(row)) == (k, mode) and row.get("bench") in names}
             systems.append({"group": "measured here", "cells": cells,
                             "label": f"{name}, K {k}, tools {mode} (measured)",
@@ -603,7 +603,7 @@ def paper_layout(evaluations):
     return markdown_table(["system", *names], rows, bold, notes)
 
 
-def paper_cell(row):
+def our_cell(row):
     """Row of a summary -> a cell of `paper_layout`: percent (None: refused), whether these are all
     items that the benchmark has, and a text: "66.7 [60.1, 72.3] n 30 of 2700"."""
     if row["headline"] is None:
@@ -619,13 +619,13 @@ def paper_cell(row):
     if benchmarks.headline_metric(row["bench"])[0] not in ("accuracy", "mIoU"):
         text += f", over items {100 * row['acc']:.1f}"
     if seeds := [100 * value for value in row.get("seeds", [])]:
-        text += f", sd {spread(seeds, 1)} of {len(seeds)} runs"
+        text += f", sd {sd_text(seeds, 1)} of {len(seeds)} runs"
     return 100 * row["headline"], items >= total, text
 
 
 def is_control(k, mode):
     """Whether a run was shown something else than the question and real frames."""
-    return str(k) == "0" or parts_of(mode)[1] != "real"
+    return str(k) == "0" or split_mode(mode)[1] != "real"
 
 
 def control_tests(results, cells):
@@ -642,7 +642,7 @@ def control_tests(results, cells):
         bench, k, mode = cell_of(row)
         if not is_control(k, mode):
             continue
-        tools, show = parts_of(mode)
+        tools, show = split_mode(mode)
         against = k
         if k == "0" and show == "real":
             k_values = [key for name, key, run_mode in cells if (name, run_mode) == (bench, "off")]

@@ -2,8 +2,8 @@
 evaluation/systems.py (tests/test_protocols.py): the protocols of the other systems in the paper's
 Table 1.
 
-A system is an entry of `protocols` and the functions that the entry names. The paper's own protocol
-lies in evaluation/paper.py, and evaluation/protocol_loop.py plays all of them.
+A system is an entry of `all_systems` and the functions that the entry names. The paper's own
+protocol lies in evaluation/paper.py, and evaluation/protocol_loop.py plays all of them.
 
 Departs from the publishers' code in wording, because the prompts here are ours. --texts-of takes
 the publishers' own from a checkout of their code; --prompt-file reads single files and never runs
@@ -38,7 +38,7 @@ from evaluation.protocol_loop import (
     opening,
     tagged,
     tool_replies,
-    trained_answer,
+    trained_reply,
 )
 
 NAMED_PATH = "The video path for this video is: {video}"
@@ -82,7 +82,7 @@ class System:
     reader: dict = field(default_factory=dict)  # fields of frame_sources.Source
 
 
-def protocols():
+def all_systems():
     """name -> System."""
     single = {"max_turns": 0, "think_prefix": False, "tools": ["off"]}
     rounds = {"think_prefix": False, "max_parallel": 1}
@@ -121,10 +121,10 @@ def protocols():
     agent = paper.our_texts(paravt_text(True, "frames", timed=False), tool), paper.protocol
     one_turn = {"native": paper.settings(True), **paper_fields, "final": rewards.answer_or_tail}
     single_turn = partial(paper.protocol, names=paper.ONE_TURN)
-    as_system = partial(one_generation, role="system")
+    as_system = partial(one_turn_protocol, role="system")
     return {
         # Ours, as trained
-        "paravt": System("a system text", [rollout.main_prompt()], paravt_protocol, {}),
+        "paravt": System("a system text", [rollout.system_prompt()], paravt_protocol, {}),
         # The paper's Table 1: ParaVT-8B; Qwen3-VL-8B and Conan-7B; Qwen2.5-VL-7B; the others
         "paper": System(files, *agent, paper.settings(False), **paper_fields),
         "paper-general": System(files, agent[0], partial(paper.protocol, general=True),
@@ -136,7 +136,7 @@ def protocols():
         # Qwen3-VL-8B as in the publisher's evaluation: no tools, no system text
         "qwen3-vl": System("a text made from the user turn of evaluation/VideoMME/dataset_utils.py",
                            ["{subtitles}{style}\nQuestion: {question}\n{options}\nAnswer:"],
-                           one_generation, qwen3, reader={**qwen, "patch": 16},
+                           one_turn_protocol, qwen3, reader={**qwen, "patch": 16},
                            departures=(stamps, raw, "their judge model reads the answer, here a "
                                        "rule")),
         "video-r1": System(wrapped_files("Video-R1"), wrapped_texts(),
@@ -163,7 +163,7 @@ def protocols():
                               stamps, raw, "a letter is read from the answer, theirs is "
                               "sampled once more after a forced start")),
         "rewatch-r1": System("a text made from the model card's prompt", [REWATCH],
-                             one_generation,
+                             one_turn_protocol,
                              {**single, **paced_overview(2.0, 192), "max_pixels": 128 * 784},
                              departures=(stamps,)),
         "conan": System("texts made from Conan-Eval/prompt_temp.py: first round, further round, "
@@ -196,7 +196,7 @@ def paced_overview(fps, max_frames):
 def add_arguments(parser):
     """Flags of protocols."""
     add = parser.add_argument_group("protocol of the system").add_argument
-    add("--protocol", choices=list(protocols()), default="paravt",
+    add("--protocol", choices=list(all_systems()), default="paravt",
         help="the system's own frames, lengths and rounds become the defaults")
     add("--texts-of", metavar="CHECKOUT",
         help="paper*: take the authors' own prompt texts from this checkout of their code, which "
@@ -217,12 +217,12 @@ def describe_all(flags):
     places = " ".join(f"{{{name}}}" for name in PLACES)
     head = (f"A text of the user turn is filled at {places}. Other braces stay; a publisher's own "
             "places are listed with its texts.")
-    return "\n\n".join([head, *map(prompt_texts, flags)])
+    return "\n\n".join([head, *map(describe_one, flags)])
 
 
-def prompt_texts(args):
+def describe_one(args):
     """Flags -> text: the prompts of their protocol."""
-    system, (protocol, _) = protocols()[args.protocol], make_protocol(args)
+    system, (protocol, _) = all_systems()[args.protocol], make_protocol(args)
     texts = read_texts(args)
     # A task that fills every place of a template with the name of the place.
     task = {"video": "{video}", "question": "{question}", "options": ["{option}"], "type": "mcq"}
@@ -243,7 +243,7 @@ def prompt_texts(args):
     return "\n".join(lines)
 
 
-def flag_faults(args):
+def flag_checks(args):
     """-> [(whether the flags of a protocol contradict each other, why)]."""
     return [
         (not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
@@ -253,7 +253,7 @@ def flag_faults(args):
         (args.protocol.startswith("paper") and args.channel != "image",
          f"--protocol {args.protocol} chooses the channel of each task: leave channel out"),
         (args.protocol.startswith("paper")
-         and args.tools != protocols()[args.protocol].native.get("tools", ["on"]),
+         and args.tools != all_systems()[args.protocol].native.get("tools", ["on"]),
          f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
          "paper-reasoning: off)"),
     ]
@@ -261,7 +261,7 @@ def flag_faults(args):
 
 def source_of(source, args):
     """rollout.Source -> the Source that reads frames as the system does."""
-    system = protocols()[args.protocol]
+    system = all_systems()[args.protocol]
     fields = {**vars(source), "overview_fps": args.overview_fps,
               "total_pixels": args.total_pixels, **system.reader}
     if args.engine == "openai":
@@ -274,14 +274,14 @@ def source_of(source, args):
 def processor_bounds(ckpt):
     """Checkpoint folder -> (min, max) pixels of an image, as its processor resizes it. Those of
     the published Qwen3-VL, if the folder does not say."""
-    path = os.path.join(chat.with_config(ckpt) or ckpt, "preprocessor_config.json")
+    path = os.path.join(chat.config_folder(ckpt) or ckpt, "preprocessor_config.json")
     size = chat.read_object(path).get("size", {}) if os.path.isfile(path) else {}
     return size.get("shortest_edge", 65536), size.get("longest_edge", 16777216)
 
 
 def read_texts(args):
     """Flags -> texts of the protocol, in the order of System.texts."""
-    system = protocols()[args.protocol]
+    system = all_systems()[args.protocol]
     if args.texts_of:
         return paper_texts.texts(args.protocol, args.texts_of)
     return read_prompts(args.prompt_file) if args.prompt_file else system.texts
@@ -289,7 +289,7 @@ def read_texts(args):
 
 def make_protocol(args):
     """Flags -> (Protocol, hash of its prompt texts)."""
-    system = protocols()[args.protocol]
+    system = all_systems()[args.protocol]
     texts = read_texts(args)
     # Too few texts would fail in the middle of a run, and spare ones would be left out silently.
     if len(texts) != len(system.texts):
@@ -371,7 +371,7 @@ def stamp_kind(args):
     return None if args.stamps else "none"
 
 
-def one_generation(texts, args, role="user", prefill="", **first):
+def one_turn_protocol(texts, args, role="user", prefill="", **first):
     """System.make. role: whose text the first of the texts is. first: more arguments of opening."""
     first = {role: texts[0], "stamp": stamp_kind(args), **first}
     return Protocol(opening=partial(opening, **first), prefill=prefill, schema=None)
@@ -398,7 +398,7 @@ def wrapped_protocol(texts, args, header="\n"):
         question = "{question}" + (header + "{options}\n" if task.get("options") else "")
         return around.replace("{Question}", question) + ends[task["type"]]
 
-    return one_generation(texts, args, user=user)
+    return one_turn_protocol(texts, args, user=user)
 
 
 def videochat_protocol(texts, args):
@@ -407,7 +407,7 @@ def videochat_protocol(texts, args):
     replacements = {"[QUESTION]": "{question}", "[EVENT]": "{event}", "[OPTION]": "{option_list}"}
     for old, new in replacements.items():
         texts = [text.replace(old, new) for text in texts]
-    return one_generation(texts, args, user=lambda task: texts[task["type"] == "grounding"],
+    return one_turn_protocol(texts, args, user=lambda task: texts[task["type"] == "grounding"],
                           text_first=True, label="({})")
 
 
@@ -418,7 +418,7 @@ def time_r1_protocol(texts, args):
     # The publisher's code fills {} in order; our texts have named places.
     question = question.replace("{}", "{question}", 1).replace("{}", "{options}", 1)
     event = event.replace("{}", "{event}")
-    return one_generation(
+    return one_turn_protocol(
         texts, args, user=lambda task: event if task["type"] == "grounding" else question,
         prefill="<think>\n</think>\n", label="({})", system="You are a helpful assistant.")
 
@@ -428,7 +428,7 @@ def time_r1_protocol(texts, args):
 # `*_answer` is a Protocol.answer, (records, calls, episode, sampler, turn) -> Reply.
 
 
-async def frames_answer(records, calls, episode, sampler, turn, stamp):
+async def frames_reply(records, calls, episode, sampler, turn, stamp):
     """A user message for every call: the frames of the window, then their description in tool
     response tags, as the paper's authors evaluate, or why there are none."""
     reply = Reply([])
@@ -459,8 +459,8 @@ def paravt_protocol(texts, args):
     system = None if default_text else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
     return Protocol(
         opening=partial(paravt_opening, system=system, stamp=stamp, path=schema_in_text),
-        answer=partial(frames_answer, stamp=stamp) if schema_in_text and frames else partial(
-            trained_answer, stamp=stamp),
+        answer=partial(frames_reply, stamp=stamp) if schema_in_text and frames else partial(
+            trained_reply, stamp=stamp),
         schema=None if schema_in_text else schema)
 
 
@@ -484,7 +484,7 @@ def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, 
 
 def paravt_text(tools, crop_response, timed):
     """Training's system text, without times if not timed."""
-    text = rollout.main_prompt(tools, crop_response)
+    text = rollout.system_prompt(tools, crop_response)
     return text if timed else text.replace(", each after its time", "")
 
 
@@ -514,11 +514,11 @@ def longvt_protocol(texts, args):
     # The publisher's prompt is no template. The text follows the question unchanged.
     tail = f" {texts[0]} {NAMED_PATH.replace('The video', 'The Video')}"
     return Protocol(opening=partial(opening, tail=tail, stamp=stamp),
-                    answer=partial(longvt_answer, stamp=stamp),
+                    answer=partial(longvt_reply, stamp=stamp),
                     schema=partial(crop_schema, frames=True, path=True))
 
 
-async def longvt_answer(records, calls, episode, sampler, turn, stamp):
+async def longvt_reply(records, calls, episode, sampler, turn, stamp):
     refuse_before(records, calls)
     windows = await rollout.load_windows(records, calls, episode, sampler, turn)
     return tool_replies(records, windows, stamp, "The frames of the window are shown above. Go on "
@@ -540,7 +540,7 @@ def refuse_before(records, calls):
 def videozoomer_protocol(texts, args):
     first = partial(opening, system=texts[0], stamp="frame")
     # A turn ends with the call: text after the call would be about frames not yet seen.
-    return Protocol(opening=first, parse=parse_zoom, answer=videozoomer_answer,
+    return Protocol(opening=first, parse=parse_zoom, answer=videozoomer_reply,
                     schema=None, stop=("</video_zoom>",))
 
 
@@ -578,7 +578,7 @@ def zoom_spec(call, task, agent):
             "num_frames": call.num_frames, "max_frames": 16}
 
 
-async def videozoomer_answer(records, calls, episode, sampler, turn):
+async def videozoomer_reply(records, calls, episode, sampler, turn):
     """One user message: the frames inside tool response tags, or the error."""
     [(spec, frames)] = await rollout.load_windows(records, calls, episode, sampler, turn, zoom_spec)
     reply, record = Reply([]), records[0]
@@ -624,7 +624,7 @@ def conan_texts():
 
 def conan_protocol(texts, args):
     first = partial(opening, user=lambda t: conan_rounds(texts, t)[0], stamp="clock", between=", ")
-    answer = partial(conan_answer, texts=texts)
+    answer = partial(conan_reply, texts=texts)
     return Protocol(opening=first, parse=parse_clips, answer=answer, schema=None)
 
 
@@ -657,7 +657,7 @@ def parse_clips(text, think_open=False):
     return calls
 
 
-async def conan_answer(records, calls, episode, sampler, turn, texts):
+async def conan_reply(records, calls, episode, sampler, turn, texts):
     last = turn == sampler.agent.max_turns - 1
     text = fill_template(conan_rounds(texts, episode.task)[1 + last], episode.task, between=", ")
     path = {"video": episode.task["video"]}

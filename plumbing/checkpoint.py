@@ -38,7 +38,7 @@ def resolve_checkpoint(path):
     """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
     `last` -> the folder that `from_pretrained` opens. Checks its files and those of its base, and
     runs no code in them. Raises UserError that names the fault and the remedy."""
-    folder = chat.find_config(path)
+    folder = chat.check_config(path)
     # Without tokenizer_config.json transformers guesses the tokenizer's class, and another class
     # gives other ids. transformers 5 saves the image processor inside processor_config.json.
     needed = [("tokenizer.json",), ("tokenizer_config.json",),
@@ -49,7 +49,7 @@ def resolve_checkpoint(path):
                                    "checkpoint that this one was made from")
     chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
     base = base_of(folder, check=True)
-    stored = stored_weights(base)  # once: a large checkpoint has a dozen files of headers
+    stored = stored_shapes(base)  # once: a large checkpoint has a dozen files of headers
     hf = meta_model(base)
     names = dict(hf.named_parameters())
     check_weights(base, names, stored)
@@ -97,7 +97,7 @@ def model_class(config):
     return getattr(transformers, chat.bases()[config.model_type].model_class)
 
 
-def stored_weights(folder):
+def stored_shapes(folder):
     """Every safetensors header of a checkpoint -> {weight: (shape, file)}. Raises UserError for a
     missing shard, a truncated file, a weight that is stored twice, quantized weights, and values
     that no training leaves: now, not after the models are built."""
@@ -232,7 +232,7 @@ def shard(policy, device, replicas=1):
     if world % replicas:
         raise launch.UserError(f"dp_replicate={replicas}: {world} ranks cannot be divided so")
     if replicas == world and model.compute_dtype(device) == torch.float32:
-        # Every rank holds the whole model in fp32, and clip_gradients averages the gradients.
+        # Every rank holds the whole model in fp32, and reduce_and_clip averages the gradients.
         # FSDP's hooks would cost a third of a toy step, and Muon on its tensors more than that.
         return policy
     dims = {"shard": world} if replicas == 1 else {"replicate": replicas,
@@ -302,10 +302,10 @@ def start_adapters(hf, saved: dict) -> None:
             bound = p.shape[1] ** -0.5
             value = torch.empty(p.shape).uniform_(-bound, bound,
                                                   generator=torch.Generator().manual_seed(seed))
-        p.detach().copy_(local_shard(p, value.to(p.device)))
+        p.detach().copy_(shard_like(p, value.to(p.device)))
 
 
-def local_shard(weight, full: torch.Tensor):
+def shard_like(weight, full: torch.Tensor):
     """This rank's part of a whole tensor, split in the way that `weight` is split."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -331,7 +331,7 @@ def adapter_config(ckpt: str) -> dict | None:
 def adapter_rank(ckpt: str, rank: int) -> int:
     """--ckpt, --lora-rank -> the rank of the adapters that a stage trains; 0: whole weights.
     Raises UserError if the checkpoint holds adapters of another rank."""
-    folder = chat.with_config(ckpt)
+    folder = chat.config_folder(ckpt)
     config = adapter_config(folder) if folder else None  # None: resolve_checkpoint refuses it
     if config is None:
         return rank

@@ -155,7 +155,7 @@ def base_url(text):
     return text
 
 
-def refusal(url, model, reply, flag=""):
+def error_line(url, model, reply, flag=""):
     """The line for a server that sent no completion. flag: "judge-", or "" for the one to
     evaluate."""
     if not reply.status:

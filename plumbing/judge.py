@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import Future
 
 import launch
-from plumbing.endpoint import PROBE, Client, Reply, base_url, is_retryable, refusal
+from plumbing.endpoint import PROBE, Client, Reply, base_url, error_line, is_retryable
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
@@ -73,7 +73,7 @@ class Judge(Client):
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
             reply = self.run(self.post_with_retries(PROBE)).result()
             if reply.error:
-                raise launch.UserError(refusal(self.url, self.model, reply, "judge-"))
+                raise launch.UserError(error_line(self.url, self.model, reply, "judge-"))
         self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
         for texts, verdict in read_verdicts(path, self.model).items():
             self.known[texts] = Future()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import launch
 
 
-def distribute(optimizer, layers):
+def patch_muon(optimizer, layers):
     """Muon on a CPU: in fp32, and if each rank holds all of every matrix, a rank orthogonalises
     only its share of them and sends the new weights to the others."""
     rank, world = (0, 1) if hasattr(layers[0], "full_tensor") else launch.rank_and_world()

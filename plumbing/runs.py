@@ -37,7 +37,7 @@ def claim_run(out, inputs):
     no log replaces an input, and no other run writes there."""
     rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
     outputs = [os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)]
-    launch.keep_inputs(outputs, inputs)
+    launch.check_outputs(outputs, inputs)
     launch.lock(out)  # until this process ends: two runs would delete each other's files
 
 
@@ -59,16 +59,16 @@ def clean_run(out, start):
 # From what a run is made, and where it goes on
 
 
-def identities(ckpts, flags, subtitles=()):
+def input_identities(ckpts, files, subtitles=()):
     """-> {what a run reads: [digest, name]}, for resume_point. Collective: rank 0 reads. ckpts:
-    {flag: folder, as resolved}. flags: {flag: [path or None]}. subtitles: [(folder, name)]. Not the
+    {flag: folder, as resolved}. files: {flag: [path or None]}. subtitles: [(folder, name)]. Not the
     videos, which are terabytes: each record holds the identity of its own."""
     inputs = None
     if launch.rank_and_world()[0] == 0:
-        flags = {flag: [path for path in paths if path] for flag, paths in flags.items()}
+        files = {flag: [path for path in paths if path] for flag, paths in files.items()}
         # A renamed file is the same data.
         inputs = {flag: [digest_of(map(os.path.split, paths), names=False),
-                         " ".join(paths) or "none"] for flag, paths in flags.items()}
+                         " ".join(paths) or "none"] for flag, paths in files.items()}
         inputs |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
         inputs["subtitles"] = [digest_of(subtitles), None]
     return launch.broadcast([inputs])[0]
@@ -212,7 +212,7 @@ def args_path(out):
 def refuse_ckpt_in_out(ckpt, base, out):
     """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
     old checkpoints."""
-    for folder in filter(None, (chat.with_config(ckpt), base)):
+    for folder in filter(None, (chat.config_folder(ckpt), base)):
         path = pathlib.Path(folder).resolve()
         if any(os.path.samefile(out, ancestor) for ancestor in (path, *path.parents)):
             raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
@@ -248,10 +248,10 @@ def update_links(folder, state):
     so an error is one line, and the run goes on."""
     out = os.path.dirname(folder)
     try:
-        symlink(os.path.join(out, "last"), folder)
+        replace_link(os.path.join(out, "last"), folder)
         best = f"step_{state.get('best_step') or 0:06d}"  # 0: no folder has this name
         if os.path.isdir(os.path.join(out, best)):
-            symlink(os.path.join(out, "best"), best)
+            replace_link(os.path.join(out, "best"), best)
         launch.fsync(out)  # before older checkpoints go
         prune_checkpoints(folder)
     except OSError as error:
@@ -388,7 +388,7 @@ def atomic_folder(path):
         shutil.rmtree(temp, ignore_errors=True)  # there is none after a success
 
 
-def symlink(link, target):
+def replace_link(link, target):
     """Makes `link` a relative link to the folder `target` beside it, atomically."""
     temp = f"{link}.{os.urandom(4).hex()}.tmp0"  # a kill here leaves it to clean_run
     os.symlink(os.path.basename(target), temp)

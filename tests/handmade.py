@@ -20,7 +20,7 @@ def sub_record(codec, source, task, text):
     context = rollout.open_context(codec, rollout.sub_messages(task, window), [spec],
                                    [source.load(spec)])
     ids = chat.encode(codec, text) + [codec.eos]
-    context.sampled(ids, [-1.0] * len(ids))
+    context.add_sampled(ids, [-1.0] * len(ids))
     return {"turn": 0, "start": 8.0, "end": 16.0, "num_frames": None, "parseable": True,
             "status": "ok", "summary": text, "sub_tokens": len(ids),
             "sub": {"ids": context.ids, "mask": context.mask, "logps": context.logps,
@@ -37,13 +37,13 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
     episode = rollout.Episode(task, f"{step}/{task['id']}", sample, frames, step, context=context,
                               think_open=True, timing={"decode_s": 0.01})
     for number, text in enumerate(turns):
-        context.insert(chat.think_prefix_ids(codec, context.ids))
+        context.add_masked(chat.think_prefix_ids(codec, context.ids))
         last = number == len(turns) - 1
         ids = chat.encode(codec, text) + ([] if cut and last else [codec.eos])
         episode.spans.append([len(context.ids), len(context.ids) + len(ids)])
         mask = rewards.structural_mask(chat.pieces_of(codec, ids))
         episode.struct += [t for t, one in enumerate(mask, len(context.ids)) if one]
-        context.sampled(ids, [-1.0] * len(ids))
+        context.add_sampled(ids, [-1.0] * len(ids))
         episode.turns.append(text)
         episode.finish.append("length" if cut and last else "stop")
         if not last:
@@ -54,7 +54,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
             replies += [{"role": "tool", "content": [{"type": "video", **s}]} for s in specs]
             items = [chat.vision_item(spec, source.load(spec)) for spec in specs]
             compact = chat.tool_response_ids(codec, replies, True, items)
-            context.insert(chat.expand(codec, compact, items), compact)
+            context.add_masked(chat.expand(codec, compact, items), compact)
             context.items += items
     return episode
 

@@ -66,7 +66,7 @@ def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
         positions[0, row, own] = torch.arange(len(prompt))
     shown = [item for _, items in prompts for item in items]
     features = vision(shown) if shown else None
-    seen, bias = policy.placeholders(ids, features), torch.zeros(text.config.vocab_size)
+    seen, bias = policy.placeholder_mask(ids, features), torch.zeros(text.config.vocab_size)
     bias[list(codec.suppress_tokens)] = -100.0
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     sampled, logps, alive = [[] for _ in prompts], [[] for _ in prompts], [True] * n

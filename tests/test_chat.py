@@ -116,7 +116,7 @@ def test_frames_in_a_tool_response_stand_where_the_template_puts_them(each_codec
     ours = chat.encode_chat(each_codec, talk, items)
     rendered = [m if m["role"] == "assistant" else g
                 for m, g in zip(talk, chat.render(each_codec, talk, items))]
-    whole = chat.encode(each_codec, chat.template(each_codec, rendered, None, False))
+    whole = chat.encode(each_codec, chat.apply_template(each_codec, rendered, None, False))
     end = len(each_codec.tokenizer("\n")["input_ids"])
     assert ours.ids == chat.expand(each_codec, whole, items)[:-end] and ours.items == items
     text = chat.decode(each_codec, ours.ids, keep_special=True)
@@ -188,6 +188,6 @@ def test_a_template_argument_has_its_value(toy, tmp_path, value, wanted):
     path = folder / "chat_template.jinja"
     path.write_text("[{{ depth }}]" + path.read_text(encoding="utf-8"), encoding="utf-8")
     codec = chat.load_codec(str(folder), "image", {"depth": value})
-    assert chat.template(codec, [{"role": "user", "content": "x"}]).startswith(f"[{wanted}]")
+    assert chat.apply_template(codec, [{"role": "user", "content": "x"}]).startswith(f"[{wanted}]")
 
 

@@ -82,7 +82,7 @@ def test_a_run_folder_stands_for_its_last_checkpoint(toy, tmp_path):
     whole = shutil.copytree(toy / "init", tmp_path / "run" / "step_000003")
     # as transformers 4 names it
     (whole / "processor_config.json").rename(whole / "preprocessor_config.json")
-    runs.symlink(str(tmp_path / "run" / "last"), str(whole))
+    runs.replace_link(str(tmp_path / "run" / "last"), str(whole))
     assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
     assert checkpoint.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
     (whole / "preprocessor_config.json").rename(whole / "processor_config.json")  # transformers 5
@@ -171,7 +171,7 @@ def test_no_number_far_down_in_a_matrix_is_refused(tmp_path, shape, rows):
     weights[rows] = float("nan")
     save_file({"w": weights}, tmp_path / "model.safetensors")
     with pytest.raises(launch.UserError, match="no number"):
-        checkpoint.stored_weights(str(tmp_path))
+        checkpoint.stored_shapes(str(tmp_path))
 
 
 def test_weights_are_trained_in_fp32_whatever_dtype_the_configuration_names(

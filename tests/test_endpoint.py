@@ -132,7 +132,7 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
     assert server.headers[0][0] == "/v1/chat/completions"
     with Server(401) as server:
         bad = ask(server, tasks, frames_of, key_variable="SOME_KEY")
-    assert "s3cret" not in json.dumps([good.to_json(), bad.to_json(), server.asked])
+    assert "s3cret" not in json.dumps([good.to_dict(), bad.to_dict(), server.asked])
 
 
 @pytest.mark.parametrize("reply, wait, why", [

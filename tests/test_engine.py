@@ -135,7 +135,7 @@ def test_engine_and_trainer_agree_on_multi_turn_episodes(
     for k, some in ((5, tasks[:1]), ("gated" if response == "summary" else 8, tasks[:4])):
         for episode in play(engine, some, frames_of, agent, k, group=2):
             assert episode.status == "ok" and episode.executed() == 5 and len(episode.spans) == 3
-            row = json.loads(json.dumps(episode.to_json()))
+            row = json.loads(json.dumps(episode.to_dict()))
             for part in [row] + [c["sub"] for c in row["calls"] if "sub" in c]:
                 items = [chat.VisionItem(**v) for v in part["vision"]]
                 got = trainer_logps(policy, codec, frames_of, part["ids"], part["mask"], items,

@@ -328,7 +328,7 @@ def test_ranks_share_prompts_and_frames_about_evenly(world):
         everybody = [f"{step}/{task['id']}" for mine, _ in shares for task in mine]
         assert sorted(everybody) == sorted(shares[0][1]) and len(set(everybody)) == 16
         assert all(order == shares[0][1] and len(mine) == 16 // world for mine, order in shares)
-        frames = [sum(rollout.overview_frames("gated", 0, step, task["id"]) for task in mine)
+        frames = [sum(rollout.draw_num_frames("gated", 0, step, task["id"]) for task in mine)
                   for mine, _ in shares]
         assert max(frames) - min(frames) <= 60
 

@@ -88,7 +88,7 @@ def world(toy, tmp_path_factory):
     shutil.copytree(toy / "videos", folder / "videos")
     step = folder / "run" / "step_000001"
     shutil.copytree(toy / "init", step)
-    runs.symlink(str(folder / "run" / "last"), str(step))
+    runs.replace_link(str(folder / "run" / "last"), str(step))
     short = [r for r in rows_of(toy / "sft.jsonl") if r["id"].endswith("-4") or "-sub-" in r["id"]]
     write_rows(folder / "sft.jsonl", short[:5])
     write_rows(folder / "val.jsonl", short[5:7])
@@ -105,7 +105,7 @@ def newer(world):
     step = shutil.copytree(world / "run" / "step_000001", world / "run" / "step_000002")
     weights = {k: w + 0.01 for k, w in load_file(step / "model.safetensors").items()}
     save_file(weights, step / "model.safetensors", {"format": "pt"})
-    runs.symlink(str(world / "run" / "last"), str(step))
+    runs.replace_link(str(world / "run" / "last"), str(step))
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_the_verdict_is_the_reward_of_an_open_answer(judge):
     # R_tool pays 0.5 more for a right answer, and the judge says what is right.
     assert tool["tool"] == by_rule[2]["tool"] + 0.5 == 0.8 and tool["paid_task"] == 1.8
     # Records tell who scored.
-    assert json.loads(json.dumps(right.to_json()))["reward"]["judge"] is True
+    assert json.loads(json.dumps(right.to_dict()))["reward"]["judge"] is True
 
 
 def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge, tmp_path):

@@ -38,7 +38,7 @@ def moved(policy, scale=0.3):
     with torch.no_grad():
         for name, p in policy.named_parameters():
             if name.endswith(".lora_B"):
-                p.copy_(checkpoint.local_shard(p, torch.randn(p.shape, generator=draw) * scale))
+                p.copy_(checkpoint.shard_like(p, torch.randn(p.shape, generator=draw) * scale))
     return policy
 
 

@@ -259,8 +259,8 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     optimizers = sft.build_optimizers(policy, LEARNING, device)
     for _ in range(steps):
         policy.zero_grad()
-        loss, count = sft.backward(policy, packs)
-        norm = model.clip_gradients(policy, 0)
+        loss, count = sft.forward_backward(policy, packs)
+        norm = model.reduce_and_clip(policy, 0)
         grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
                  if p.requires_grad}
         with mock.patch.object(muon, "semi_orthogonal", wraps=muon.semi_orthogonal) as ns:
@@ -310,7 +310,7 @@ def test_ranks_share_the_matrices_that_a_step_of_muon_reaches(monkeypatch):
         monkeypatch.setattr(launch, "rank_and_world", lambda place=place: place)
         monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, owner, rank=rank: (
             sent.update({owner: flat.clone()}) if owner == rank else None))
-        muon.distribute(optimizer, layers)
+        muon.patch_muon(optimizer, layers)
         optimizer.step()
         alone = alone or layers
     assert len(sent) == 2 and (sent[0] == alone[0].detach().flatten()).all()

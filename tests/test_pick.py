@@ -30,7 +30,7 @@ def recorded(codec, toy, tmp_path_factory):
 
     source = rollout.Source(str(toy), video.FrameCache())
     episodes = play(Scripted(codec, main, sub="0 red"), TASKS, source, group=4)
-    return write_rows(tmp_path_factory.mktemp("made") / "r.jsonl", [e.to_json() for e in episodes])
+    return write_rows(tmp_path_factory.mktemp("made") / "r.jsonl", [e.to_dict() for e in episodes])
 
 
 def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):

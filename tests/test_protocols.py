@@ -50,7 +50,7 @@ def readable(body):
     return out
 
 
-@pytest.mark.parametrize("name", list(systems.protocols()))
+@pytest.mark.parametrize("name", list(systems.all_systems()))
 def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
     """tests/protocols.json, made of requests that reached a server: look at what changed there. An
     entry that is taken out is written anew."""

@@ -37,7 +37,7 @@ def recorded(toy, codec, tasks, tmp_path_factory):
     episodes = [e for task, k in zip(tasks[:3], (4, 8, 4))
                 for e in make_group(codec, source, task, frames=k)]
     record_logps(hf, codec, source, episodes)
-    return write_rows(tmp_path_factory.mktemp("made") / "r.jsonl", [e.to_json() for e in episodes])
+    return write_rows(tmp_path_factory.mktemp("made") / "r.jsonl", [e.to_dict() for e in episodes])
 
 
 def moved(weights, base):
@@ -116,7 +116,7 @@ def test_a_replay_is_scored_anew_by_what_its_own_run_pays_for(codec, source, tas
     group = make_group(codec, source, tasks[0])
     for e in group:
         e.reward = {"total": 99.0, "paid_task": 99.0, "paid_fmt": 0.0}
-    path = write_rows(tmp_path / "r.jsonl", [e.to_json() for e in group])
+    path = write_rows(tmp_path / "r.jsonl", [e.to_dict() for e in group])
     for pay in (rewards.RewardConfig(), rewards.RewardConfig(tool_weight=0.0, format_weight=2.0)):
         for e, again in zip(group, replay.read_rollouts([path], pay)):
             assert again.reward == rewards.score(e.turns, e.task, e.calls, True, pay)

@@ -128,7 +128,7 @@ def test_the_agent_is_told_what_a_call_returns():
     for response, schema, prompt in (("summary", "a short text summary", "a short summary of"),
                                      ("frames", "frames of it", "frames of its")):
         assert f"Returns {schema}" in json.dumps(rollout.tool_schema(response))
-        assert f"returns {prompt}" in rollout.main_prompt(True, response)
+        assert f"returns {prompt}" in rollout.system_prompt(True, response)
 
 
 @pytest.mark.parametrize("channel", ["image", "video"])
@@ -285,7 +285,7 @@ def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, 
     sampler = rollout.RolloutWorker(engine, codec, source, AGENT)
     (episode,) = rollout.run(sampler, tasks[:1], 4)
     assert episode.status == kind and episode.error.startswith("a call: error: the window")
-    assert is_retried(episode.to_json()) and episode.turns[-1] == ANSWER
+    assert is_retried(episode.to_dict()) and episode.turns[-1] == ANSWER
     assert grpo.group_by_prompt([episode]) == []
     episode.status = "ok"
     assert grpo.group_by_prompt([episode]) == [[episode]]
@@ -344,7 +344,7 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
     assert len(episodes) == 4 * len(tasks) and len({e.num_frames for e in episodes}) > 1
     for i in range(0, len(episodes), 4):
         group = episodes[i:i + 4]
-        first, k = group[0].context, rollout.overview_frames("gated", 0, 3, group[0].task["id"])
+        first, k = group[0].context, rollout.draw_num_frames("gated", 0, 3, group[0].task["id"])
         prompt = first.ids[: group[0].spans[0][0]]
         assert [e.num_frames for e in group] == [k] * 4
         assert [e.sample for e in group] == [0, 1, 2, 3] and len({e.group for e in group}) == 1
@@ -363,16 +363,16 @@ def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
 @pytest.mark.process
 def test_gated_frames_is_the_same_in_every_process():
     """Python's own hash of a string is salted per process: ranks would disagree about K."""
-    code = "[rollout.overview_frames('gated', 7, s, f't-{i}') for s in range(3) for i in range(40)]"
+    code = "[rollout.draw_num_frames('gated', 7, s, f't-{i}') for s in range(3) for i in range(40)]"
     done = subprocess.run([sys.executable, "-c", f"import rollout; print({code})"], text=True,
                           capture_output=True, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"})
     assert json.loads(done.stdout) == eval(code), done.stderr
 
 
 def test_gated_frames_is_uniform_and_drawn_anew_for_each_step_seed_and_task():
-    draws = Counter(rollout.overview_frames("gated", 0, 5, f"task-{i}") for i in range(5000))
+    draws = Counter(rollout.draw_num_frames("gated", 0, 5, f"task-{i}") for i in range(5000))
     assert set(draws) == {4, 8, 16, 32, 64} and all(900 < n < 1100 for n in draws.values())
-    steps, seeds = ({rollout.overview_frames("gated", *key, "task") for key in keys}
+    steps, seeds = ({rollout.draw_num_frames("gated", *key, "task") for key in keys}
                     for keys in ([(0, s) for s in range(60)], [(s, 0) for s in range(60)]))
     assert steps == seeds == {4, 8, 16, 32, 64}
 
@@ -409,10 +409,10 @@ def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_
     engine = Scripted(codec, ["I saw red red red.\n</think>\n<answer>red</answer>"])
     good = play(engine, [tasks[1], broken, tasks[2]], rollout.Source(str(toy), video.FrameCache()))
     assert [e.status for e in good] == ["ok", "video_error", "ok"]
-    assert bad[0].reward["total"] == 0.0 and json.dumps(bad[0].to_json())
-    assert rollout.from_json(bad[0].to_json()).context is None
-    assert "broken" in rollout.show(bad[0], codec)
-    assert "«I saw red red red.\n" in rollout.show(good[0], codec)
+    assert bad[0].reward["total"] == 0.0 and json.dumps(bad[0].to_dict())
+    assert rollout.from_dict(bad[0].to_dict()).context is None
+    assert "broken" in rollout.episode_text(bad[0], codec)
+    assert "«I saw red red red.\n" in rollout.episode_text(good[0], codec)
 
 
 def test_a_first_prompt_leaves_room_for_the_frames_of_a_window(codec, tasks, frames_of):
@@ -489,9 +489,9 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
     engine = Scripted(codec, [calls((0, 8), (9, 5)), ANSWER])
     for episode in play(engine, tasks[:2], frames_of, group=2, step=7,
                         pay=rewards.RewardConfig(format_weight=0.3)):
-        row = episode.to_json()
-        again = rollout.from_json(json.loads(json.dumps(row, allow_nan=False)))
-        assert again.to_json() == row and row["policy_step"] == 7 and row["K"] == 4
+        row = episode.to_dict()
+        again = rollout.from_dict(json.loads(json.dumps(row, allow_nan=False)))
+        assert again.to_dict() == row and row["policy_step"] == 7 and row["K"] == 4
         assert (again.context.ids, again.context.mask, again.context.logps) == (
             episode.context.ids, episode.context.mask, episode.context.logps)
         assert again.context.items == episode.context.items and again.executed() == 1

@@ -42,8 +42,8 @@ def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
 def test_pruning_spares_two_the_best_and_what_last_and_best_point_to(tmp_path):
     for n in range(1, 7):
         saved_at(tmp_path, f"step_{n:06d}", best_step=1)
-    runs.symlink(str(tmp_path / "best"), str(tmp_path / "step_000002"))
-    runs.symlink(str(tmp_path / "last"), str(tmp_path / "step_000005"))
+    runs.replace_link(str(tmp_path / "best"), str(tmp_path / "step_000002"))
+    runs.replace_link(str(tmp_path / "last"), str(tmp_path / "step_000005"))
     for newest, left in ((7, "123456"), (5, "12456")):  # 6 is newer, so it is damaged
         runs.prune_checkpoints(str(tmp_path / f"step_{newest:06d}"))
         assert [n[-1] for n in sorted(os.listdir(tmp_path)) if n.startswith("step")] == [*left]
@@ -143,7 +143,7 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path, 
 
 def test_beginning_anew_deletes_what_was_there(tmp_path):
     folder = saved_at(tmp_path, "step_000002")
-    runs.symlink(str(tmp_path / "last"), str(folder))
+    runs.replace_link(str(tmp_path / "last"), str(folder))
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
     runs.clean_run(str(tmp_path), start=0)
     assert os.listdir(tmp_path) == ["log.jsonl"]

@@ -89,7 +89,7 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
         packs, _ = sft.make_packs(chats, indices, codec, budget)
         assert len(packs) == (3 if budget == 1 else 1)
         with torch.no_grad():
-            loss, count = sft.backward(policy, packs)
+            loss, count = sft.forward_backward(policy, packs)
         assert loss == pytest.approx(wanted, rel=1e-6)
         assert count == sum(map(len, alone)) == sum(sum(chats[i].mask) for i in indices)
     assert all(p.grad is None for p in policy.parameters())  # a held-out loss leaves no gradient
@@ -261,7 +261,7 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     shutil.copytree(out, half, symlinks=True, ignore=shutil.ignore_patterns(f"step_{STEPS:06d}"))
     for name in ("last", "best"):
         (half / name).unlink()
-    runs.symlink(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
+    runs.replace_link(str(half / "last"), str(half / f"step_{STEPS // 2:06d}"))
     log = (half / "log.jsonl").read_text().splitlines()
     (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2]) + "\n")
     done = run_script("sft.py", *arguments, "--out", half, "--resume", ranks=2, timeout=240)

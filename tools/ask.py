@@ -4,7 +4,7 @@ answers.
 
 Prints turns, windows and summaries as they come, each with its seconds. Frames and prompts stay in
 the caches, so a second question about a video is faster. The episode is that of rollout.py; with
---protocol or --engine openai another system is asked, as eval.py does. `events` is the core: it
+--protocol or --engine openai another system is asked, as eval.py does. `run_events` is the core: it
 tells an episode step by step, and the terminal is one way to show the steps.
 
 Reads:  a checkpoint, a video: a file or a folder of frames; --subtitles of it. Questions come
@@ -38,7 +38,7 @@ from plumbing import arguments, data
 # An episode as events
 
 
-async def events(episode, sampler, play=rollout.run_episode, final=rewards.answer_or_tail):
+async def run_events(episode, sampler, play=rollout.run_episode, final=rewards.answer_or_tail):
     """
     Plays an episode -> asynchronous iterator of its steps, each a dict with "event" and "at", the
     seconds since the episode began. Leaving the iterator cancels the episode.
@@ -118,11 +118,11 @@ def answer_event(episode, final) -> dict:
 
 def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_or_tail):
     """Asks one question after the other and prints how the agent comes to its answers -> records.
-    play, final: see `events`."""
+    play, final: see `run_events`."""
 
     async def narrated(episode, sampler):
         last = 0.0  # when the step before ended
-        async for event in events(episode, sampler, play, final):
+        async for event in run_events(episode, sampler, play, final):
             if event["event"] != "call":  # the text of its turn shows a call
                 print(line_of(event, event["at"] - last, episode.task["options"]), flush=True)
                 last = event["at"]
@@ -132,7 +132,7 @@ def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_o
     for task in tasks:
         # Another seed for each question; the step has no other meaning here.
         (episode,) = rollout.run(sampler, [task], frames, step=len(rows), play=narrated)
-        rows.append(episode.to_json())
+        rows.append(episode.to_dict())
     return rows
 
 
@@ -226,7 +226,7 @@ def parse_args():
     parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9)
     # A protocol and a preset change defaults, which yield to flags. So both must be known first.
     early = arguments.parse_early(parser)
-    parser.set_defaults(**systems.protocols()[early.protocol].native)
+    parser.set_defaults(**systems.all_systems()[early.protocol].native)
     if early.preset == "toy":
         parser.set_defaults(**rollout.toy_defaults(), type="list")
     args = parser.parse_args()
@@ -268,7 +268,7 @@ def set_up(args):
 def main():
     args = parse_args()
     sampler, play = set_up(args)
-    final = systems.protocols()[args.protocol].final
+    final = systems.all_systems()[args.protocol].final
     rows = ask(sampler, read_questions(args), args.frames[0], play, final)
     if args.out:
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))

@@ -124,7 +124,7 @@ def options_of(row, cell, answer):
         if len(named) > 1:  # a digit that is also the text of another option
             raise ValueError("an answer that names two options")
         answer = string.ascii_uppercase[named.pop()] if named else answer
-    elif not isinstance(options, (list, dict)) and not benchmarks.split_inline(str(options))[1]:
+    elif not isinstance(options, (list, dict)) and not benchmarks.split_options(str(options))[1]:
         mark = next((mark for mark in "\n|;" if mark in str(options)), "\n")
         options = [text for text in str(options).split(mark) if text.strip()]
     options = [options[k] for k in sorted(options)] if isinstance(options, dict) else options
@@ -212,7 +212,7 @@ def window_of(times, reason):
     return window
 
 
-def in_place(text, media):
+def fill_marks(text, media):
     """Text with <video> and <image> marks -> pieces, videos and images where the marks stood.
     Raises ValueError if the columns hold too few."""
     pieces = []
@@ -243,7 +243,7 @@ def content_pieces(message, media):
     for piece in [content] if isinstance(content, dict) else content or []:
         kind = piece.get("type")
         if kind == "text" and message["role"] in ("user", "tool"):
-            pieces += in_place(piece.get("text") or "", media)
+            pieces += fill_marks(piece.get("text") or "", media)
         elif kind == "text":
             pieces.append({"type": "text", "text": piece.get("text") or ""})
         elif kind in ("video", "video_url"):
@@ -261,7 +261,7 @@ def join_texts(pieces):
     return "".join(piece.get("text", "") for piece in pieces)
 
 
-def parts_of(role, pieces):
+def split_roles(role, pieces):
     """A user or tool message -> [(role, pieces)]. Each pair of tool response tags becomes a tool
     message, because the template writes these tags itself and never passes on those of a user. Text
     around a pair becomes a user message. Raises ValueError for tags that do not pair up."""
@@ -342,7 +342,7 @@ def our_messages(row, frames, max_frames):
             calls = iter(rewards.parse_tool_calls(join_texts(pieces)))
             rest.append({"role": role, "content": join_texts(pieces)})
             continue
-        for kind, items in parts_of(role, pieces):
+        for kind, items in split_roles(role, pieces):
             if kind == "tool" and not rest:
                 raise ValueError("a tool response before the first assistant message")
             if kind == "tool":
@@ -503,7 +503,7 @@ def question_of(contents):
     # Two words with a video between them stay two words.
     text = re.sub(r"(?<=\S)(?:<video>)+(?=\S)", "\n", "\n".join(texts)).replace("<video>", "")
     full_text = strip_instructions(text)
-    stem, options = benchmarks.split_inline(full_text)
+    stem, options = benchmarks.split_options(full_text)
     written = [line for line in full_text.split("\n") if line.strip()]
     # An option is one line. A further line would be read as part of the option before it.
     if options and len(written) != len(options) + sum(map(bool, map(str.strip, stem.split("\n")))):

@@ -63,7 +63,7 @@ def draw_window(name, number, args, duration):
     return [round(start, 2), min(round(start + length, 2), duration)]
 
 
-def read_draft(reply, task):
+def fill_task(reply, task):
     """Fills a task from the reply of the model that writes -> None, or why it is no task."""
     match = re.search(r"\{.*\}", reply, re.DOTALL)
     try:
@@ -107,7 +107,7 @@ def draft_task(engine, source, args, name, number):
         answer = rewards.answer_or_tail([answer])
         return rewards.accuracy(answer, task["type"], task["answer"], task["options"]) >= 0.5
 
-    left_out = read_draft(reply(WRITE.format(FORMS[task["type"]]), [frames]), task)
+    left_out = fill_task(reply(WRITE.format(FORMS[task["type"]]), [frames]), task)
     blind = in_window = None
     if not left_out:
         blind = reply(BLIND + rollout.question_text(task))

@@ -74,7 +74,7 @@ BF16 = (0.06, 0.05)  # 8 bits of mantissa, and a log-prob of a random model is n
 CHUNK = 512  # tokens of one step of the engine: a prompt of frames takes several
 
 
-def make_world(args, wide=False, pixels=32 * 32, channel="image"):
+def toy_inputs(args, wide=False, pixels=32 * 32, channel="image"):
     """-> (random checkpoint, codec, four tasks, Source) of the world that main makes. wide: layers
     as large as those of the 2B, and its number of tokens. pixels: of a frame; 1,024 are a token."""
     ckpt, root = os.path.join(args.folder, "wide"), os.path.join(args.folder, "toy")
@@ -157,7 +157,7 @@ def check_engine(table, device, args):
     name = f"{place(device)} engine alone"
     if not has_vllm():
         return table.skip(name, "vllm is not installed: sft.py works, grpo.py and rollouts do not")
-    ckpt, codec, tasks, source = make_world(args, device.type == "cuda", 128 * 128, "video")
+    ckpt, codec, tasks, source = toy_inputs(args, device.type == "cuda", 128 * 128, "video")
     if args.ckpt:
         ckpt, codec = args.ckpt, chat.load_codec(args.ckpt, "video")
     free_bytes, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
@@ -175,7 +175,7 @@ def check_engine(table, device, args):
               "tools/plan.py counts the bound",
               "tools/plan.py is too hopeful by the difference: smaller --pack-tokens")
     policy, answered = load_policy(ckpt, codec, source, device), deepcopy(context)
-    answered.sampled(first.ids, first.logps)
+    answered.add_sampled(first.ids, first.logps)
     table.add(f"{name}: log-prob gap of a video in chunks", mean_logprob_gap(policy, [answered]),
               gap_bound(device), "nats, mean")
     engine.wake(checkpoint.full_weights(policy, model.engine_dtype(codec, device)))
@@ -205,7 +205,7 @@ def check_rollouts(table, device, args, cycles=3):
     gpu, name, bound = device.type == "cuda", f"{place(device)} rollouts", 2 * gap_bound(device)
     room = 4096 if gpu else 1024  # tokens of a context
     # 16 frames of 64 tokens are two chunks. A CPU's engine takes no chunks of random samples.
-    ckpt, codec, tasks, source = make_world(args, gpu, 256 * 256 if gpu else 32 * 32)
+    ckpt, codec, tasks, source = toy_inputs(args, gpu, 256 * 256 if gpu else 32 * 32)
     engine = VllmEngine(ckpt, codec, EngineConfig(
         room, 16, 256 * 256, gpu_memory=0.3, sleeping=True,
         max_num_batched_tokens=CHUNK if gpu else None))
@@ -250,10 +250,10 @@ def mean_logprob_gap(policy, contexts):
 # Forwards
 
 
-def group_world(args):
+def make_trees(args):
     """-> (checkpoint, codec, trees, source) of the stages without an engine: one GRPO group per
     task, a prompt of 8 or 16 frames and four responses of different lengths."""
-    ckpt, codec, tasks, source = make_world(args)
+    ckpt, codec, tasks, source = toy_inputs(args)
     texts = ("<think>\nI saw red.\n</think>\n<answer>red, blue</answer>",
              "<think>\nHm.\n</think>\n<answer>white</answer>",
              "<think>\nI need a closer look.\n</think>\n" + toy.call_text(0, 8),
@@ -327,7 +327,7 @@ def check_forms(table, name, policy, trees, wanted, bounds):
 def check_forwards(table, device, args):
     from reference import load_policy as load_oracle
 
-    ckpt, codec, trees, source = group_world(args)
+    ckpt, codec, trees, source = make_trees(args)
     rank, world = dist.get_rank(), dist.get_world_size()
     # The oracle runs in fp32 without packing and without shards: one forward per sequence. FSDP
     # averages the gradients of all ranks.
@@ -344,7 +344,7 @@ def check_forwards(table, device, args):
 
     for target in dict.fromkeys([CPU, device]):
         bounds, kind = (BF16, "bf16") if target.type == "cuda" else (FP32, "fp32")
-        # In fp32 two ranks as two replicas hold no shards: clip_gradients averages, not backward.
+        # In fp32 two ranks as two replicas hold no shards: reduce_and_clip averages, not backward.
         for replicas in (1, 2)[:1 + (world % 2 == 0 and (world > 2 or target.type == "cuda"))]:
             policy = load_policy(ckpt, codec, source, target, replicas=replicas)
             name = f"{place(target)} {kind}" + (", 2 replicas" if replicas == 2 else "")
@@ -355,7 +355,7 @@ def check_attention(table, device, args):
     """FlexAttention with model.block_mask against sdpa with the dense mask of the same pack."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    _, codec, trees, _ = group_world(args)
+    _, codec, trees, _ = make_trees(args)
     gpu = device.type == "cuda"
     heads, shared, width = (32, 8, 128) if gpu else (4, 2, 32)
     pack = model.pack_trees(codec, trees * (4 if gpu else 1))
@@ -416,7 +416,7 @@ def delta_results(kernel, device, dtype, rows, length, heads=4, width=128):
 
 def check_steps(table, device, args):
     """SFT steps and a GRPO update through FSDP2, as sft.py and grpo.py take them."""
-    ckpt, codec, trees, source = group_world(args)
+    ckpt, codec, trees, source = make_trees(args)
     check_adapters(table, device, ckpt, codec, trees, source)
     policy = load_policy(ckpt, codec, source, device, gradient_checkpointing=True)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
@@ -449,7 +449,7 @@ def overfit(policy, optimizer, pack, steps):
     """SFT steps on the same batch, whose loss must fall -> the losses."""
     losses = []
     for _ in range(steps):
-        losses.append(sft.backward(policy, [pack])[0])
+        losses.append(sft.forward_backward(policy, [pack])[0])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return losses
@@ -474,7 +474,7 @@ def check_grpo(table, device, args):
     flags = (f"--frames 8 --prompts {prompts} --num-generations 2 --steps 2 --max-model-len 4096 "
              "--pack-tokens 8192 --max-new-tokens 512 --set patience=400").split()
     done = subprocess.run(
-        [sys.executable, *torchrun(args), "grpo.py", "--ckpt", args.ckpt, "--out", out, "--data",
+        [sys.executable, *launcher(args), "grpo.py", "--ckpt", args.ckpt, "--out", out, "--data",
          os.path.join(args.folder, "toy", "rl.jsonl"), *flags, *["--set", "cpu=true"] * args.cpu],
         cwd=ROOT, stdout=sys.stderr)
     table.add("grpo.py: exit code", abs(done.returncode), 0)
@@ -492,7 +492,7 @@ def check_grpo(table, device, args):
 # Stages
 
 
-def torchrun(args):
+def launcher(args):
     return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
 
 
@@ -533,7 +533,7 @@ def start_stage(name, args):
     command = [__file__, "--stage", name, "--folder", args.folder, "--ranks", str(args.ranks),
                *(["--ckpt", args.ckpt] if args.ckpt else []), *["--cpu"] * args.cpu]
     if stages()[name][1]:
-        command = torchrun(args) + command
+        command = launcher(args) + command
     # engine.py silences vLLM's log unless it is told otherwise; the log comes by stdout.
     env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     began, code = time.time(), 1
@@ -567,7 +567,7 @@ def main():
         raise launch.UserError("gpu_check.py starts its ranks itself: python tools/gpu_check.py")
     gpus = torch.cuda.device_count() if launch.use_gpu(args.cpu) else 0
     args.ranks = args.ranks or gpus or 2
-    args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.find_config(args.ckpt)
+    args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.check_config(args.ckpt)
     # Not by torch: a context of this process would take memory from the stages.
     card = gpus and subprocess.getoutput("nvidia-smi -i 0 --query-gpu=name --format=csv,noheader")
     versions = " | ".join(f"{pkg.name} {pkg.version}" for pkg in metadata.distributions()

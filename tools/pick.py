@@ -138,7 +138,7 @@ def read_groups(paths: list[str]) -> list[list]:
         if tasks.setdefault(name, row["task"]) != row["task"]:  # of two evaluations, say
             raise launch.UserError(f"task {name} is another task elsewhere; leave out a file, or "
                                    "give the tasks ids of their own")
-        by_task.setdefault(name, []).append(rollout.from_json(row))
+        by_task.setdefault(name, []).append(rollout.from_dict(row))
         by_task[name][-1].notes.update(tools=row.get("tools", "on") == "on",
                                        settings=row.get("windows"))
     for group in by_task.values():
@@ -245,7 +245,7 @@ def main():
         if not 0 <= low <= high <= 1:
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
-    launch.keep_inputs(outputs, args.rollouts)
+    launch.check_outputs(outputs, args.rollouts)
     grouped = read_groups(args.rollouts)
     if args.best:
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes

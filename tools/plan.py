@@ -28,7 +28,7 @@ ENGINE_ASLEEP = 1.5e9
 SEQUENCES = 64  # that the engine samples at once, the default of --set max_num_seqs
 
 
-def public_size(hidden, layers, heads, intermediate, tied, depth, width, inner, levels):
+def public_config(hidden, layers, heads, intermediate, tied, depth, width, inner, levels):
     """The sizes in config.json of a public dense checkpoint, Qwen/Qwen3-VL-*-Instruct."""
     text = {"vocab_size": 151936, "hidden_size": hidden, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
@@ -45,12 +45,12 @@ def public_sizes():
     delta = {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32,
              "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_key_value_heads": 4,
              "head_dim": 256, "vocab_size": 248320, "full_attention_interval": 4}
-    newer = public_size(4096, 32, 16, 12288, False, *large[:3], [])
+    newer = public_config(4096, 32, 16, 12288, False, *large[:3], [])
     newer["text_config"] |= delta
-    return {"2B": public_size(2048, 28, 16, 6144, True, *small),
-            "4B": public_size(2560, 36, 32, 9728, True, *small),
-            "8B": public_size(4096, 36, 32, 12288, False, *large),
-            "32B": public_size(5120, 64, 64, 25600, False, *large), "3.5-9B": newer}
+    return {"2B": public_config(2048, 28, 16, 6144, True, *small),
+            "4B": public_config(2560, 36, 32, 9728, True, *small),
+            "8B": public_config(4096, 36, 32, 12288, False, *large),
+            "32B": public_config(5120, 64, 64, 25600, False, *large), "3.5-9B": newer}
 
 
 def read_config(name):
@@ -59,7 +59,7 @@ def read_config(name):
     if name in public_sizes():
         config = public_sizes()[name]
     elif os.path.isdir(name):
-        config = chat.read_object(os.path.join(chat.find_config(name), "config.json"))
+        config = chat.read_object(os.path.join(chat.check_config(name), "config.json"))
     else:
         raise launch.UserError(f"{name}: neither one of {', '.join(public_sizes())} nor a folder "
                                "with a config.json")
@@ -221,7 +221,7 @@ def host_memory(n, ranks, frame_cache_gb, width=2, lora=0):
     return {"whole weights on rank 0": full, "decoded frames": frame_cache_gb * 2**30 * ranks}
 
 
-def engine_state(text):
+def state_bytes(text):
     """Bytes of the states of one sequence in vLLM: of each gated-delta layer the matrix of every
     value head in fp32, and the last inputs of its convolution."""
     layers = layer_kinds(text).count("linear_attention")
@@ -232,7 +232,7 @@ def engine_state(text):
                      + 2 * mixed * (text.linear_conv_kernel_dim - 1))
 
 
-def engine_profile(config, gpu_gb):
+def profile_bytes(config, gpu_gb):
     """Bytes that vLLM 0.32 takes from its share beside weights and KV cache. An estimate, read from
     its source, never compared with a GPU.
 
@@ -286,8 +286,8 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
         weights = 2 * (n["trained"] + n["tower"])
         attending = layer_kinds(text).count("full_attention")
         per_token = 4 * attending * text.num_key_value_heads * text.head_dim  # K, V
-        profile = engine_profile(config, gpu_gb)
-        states = SEQUENCES * engine_state(text)
+        profile = profile_bytes(config, gpu_gb)
+        states = SEQUENCES * state_bytes(text)
         tokens = max(0, int((engine_gb * 1e9 - weights - profile - states) / per_token))
         enough = tokens >= context
         lines.append(f"vLLM: {weights / 1e9:.1f} GB of weights, about {profile / 1e9:.1f} of "

@@ -35,7 +35,7 @@ from tools import pick
 def read_rollouts(paths: list[str], pay: rewards.RewardConfig) -> list[rollout.Episode]:
     """Rollout JSONL files -> Episodes, scored anew by `pay`. Raises UserError naming file and line,
     and for a task without an answer."""
-    episodes = [rollout.from_json(row) for row in pick.read_rollouts(paths)]
+    episodes = [rollout.from_dict(row) for row in pick.read_rollouts(paths)]
     for e in episodes:
         e.reward = rollout.compute_reward(e, pay)
         if not e.reward:  # a question of tools/ask.py
@@ -90,7 +90,7 @@ def main():
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)
-    inputs = runs.identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts})
+    inputs = runs.input_identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts})
     folder, _ = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     if folder:
         launch.print0(f"nothing to do: {args.out} has the update")

@@ -79,7 +79,7 @@ MAX_TEXT, MAX_ITEMS = 65_536, 2_000  # characters of a question; messages, and i
 MAX_MARKS = 100_000  # of [ { and , in a JSON body: parsing takes time and memory for each
 
 
-def parts_of(messages: list[dict]) -> tuple[str | None, list, str]:
+def parse_chat(messages: list[dict]) -> tuple[str | None, list, str]:
     """Messages -> (URL of a video or None, [(second or None, URL of an image)], the question)."""
     video_url, frames, question, system, count = None, [], "", [], 0
     for message in messages:
@@ -159,13 +159,13 @@ class VideoStore:
         self.lock = threading.Lock()  # uploads come from several threads
         self.used = collections.Counter()  # name -> questions that look at the video now
 
-    def find_video(self, url: str | None, frames: list, fps: float | None) -> tuple[str, str]:
+    def acquire_video(self, url: str | None, frames: list, fps: float | None) -> tuple[str, str]:
         """-> (folder, path in it) of a request's video. A video of a client counts as used until
         `release_video`."""
         if url and url.startswith("data:"):
             return self.sent, self.keep_upload({"": data_of(url)}, True)
         if url and (sent := re.fullmatch("video:([0-9a-f]{64})", url)):
-            return self.earlier_upload(sent[1])
+            return self.acquire_upload(sent[1])
         if url:
             with contextlib.suppress(ValueError):  # "http://[" is no address at all
                 parts = urlsplit(url)
@@ -193,7 +193,7 @@ class VideoStore:
         # One line for both, so that no client learns which files lie elsewhere.
         raise Refused(404, "no such video below --video-root")
 
-    def earlier_upload(self, name: str) -> tuple[str, str]:
+    def acquire_upload(self, name: str) -> tuple[str, str]:
         """The video that PUT /videos has taken earlier."""
         with self.lock:
             if not os.path.exists(os.path.join(self.sent, name)):
@@ -348,7 +348,7 @@ class Agents:
         # A name of its own for each question: names of requests come from it. Seeds do not.
         name = f"0/{secrets.token_hex(8)}"
         episode = rollout.Episode(task, name, 0, num_frames, 0)
-        async for event in ask.events(episode, sampler):
+        async for event in ask.run_events(episode, sampler):
             if event["event"] == "answer":
                 masks = [episode.context.mask] if episode.context else []
                 masks += [call["sub"]["mask"] for call in episode.calls if "sub" in call]
@@ -570,7 +570,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         if not os.path.isfile(file):
             raise Refused(404, "a player needs a file, and this is a folder of frames")
         # Other files below --video-root, and those that a link leads to, are not shown.
-        await asyncio.to_thread(check_video, agents.sampler.source, store.root, path)
+        await asyncio.to_thread(probe_video, agents.sampler.source, store.root, path)
         # Whatever the name says, a browser must not take a video for a page of this server.
         kind = mimetypes.guess_type(file)[0] or ""
         return FileResponse(file, media_type=kind if kind.startswith("video/") else "video/mp4",
@@ -578,7 +578,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
                                      "Content-Security-Policy": "sandbox"})
 
     @app.get("/episodes/{name}")
-    async def frame_image(name: str):
+    async def kept_episode(name: str):
         if name not in episodes:
             raise Refused(404, "this episode is no longer kept here")
         return episodes[name]
@@ -588,7 +588,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         body = ChatCompletionRequest.model_validate_json(request.scope.pop("body"))
         if body.model not in (None, "", args.name):
             raise Refused(404, f"no such model; there is {args.name}")
-        video_url, frames, question = parts_of(body.messages)
+        video_url, frames, question = parse_chat(body.messages)
         values = {"temperature": body.temperature, "seed": body.seed}
         agent = replace(agents.sampler.agent, **{k: v for k, v in values.items() if v is not None})
         most = max(args.frames, agent.sub_frames)  # the engine has room for so many
@@ -605,7 +605,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
                 "model": args.name}
         ended = partial(store.release_video, root, path)
         try:
-            info = await asyncio.to_thread(check_video, agents.sampler.source, root, path)
+            info = await asyncio.to_thread(probe_video, agents.sampler.source, root, path)
             default = min(max(round(fps * info.duration), 1), most) if fps else args.frames
             task = {"id": head["id"], "video": path,
                     **question_task(question, body.options, body.answer_type)}
@@ -659,7 +659,7 @@ def page_text() -> tuple[str, str]:
                   "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
 
-def check_video(source, root, path):
+def probe_video(source, root, path):
     """-> VideoInfo. Raises Refused if a video cannot be opened."""
     try:
         return source.cache.table(video.resolve(path, root)).info

@@ -345,7 +345,7 @@ def points_of(log, keys):
     return [point for point in points if None not in point]
 
 
-def lines_in(log, path):
+def curve_keys(log, path):
     """A log and a key as page.html has it -> [(name for the star, keys)]: a line for each name that
     any row has at the star, one line if the key has no star."""
     keys = path.split(".")
@@ -369,7 +369,7 @@ def curves_of(sources, plots):
         series = []
         for run, source in enumerate(sources):
             for label, path in lines.items() if source["stage"] == stage else ():
-                for star, keys in lines_in(source["log"], path):
+                for star, keys in curve_keys(source["log"], path):
                     name = f"{source['name']} {label.replace('*', star)}".strip()
                     points = points_of(source["log"], keys)
                     mark = {"held_out": True} if path.startswith("val") else {}

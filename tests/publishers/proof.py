@@ -363,7 +363,7 @@ def compared(args, some, sent, bodies, episode):
     both = [lines_of(sent.get("requests", []), sent.get("pictures", ())), lines_of(bodies)]
     failed = "error" in sent or "error" in sent.get("result", {})
     both[0].append("no answer" if failed else "an answer")
-    final = systems.protocols()[args.protocol].final(episode.turns, False)
+    final = systems.all_systems()[args.protocol].final(episode.turns, False)
     both[1].append("no answer" if failed and final is None else "an answer")
     if episode.status != "ok":
         both[1].append(f"our own episode failed: {episode.error}")

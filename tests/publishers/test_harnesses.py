@@ -119,7 +119,7 @@ def test_the_numbers_of_cgbench_are_vlmevalkits(functions):
                  (("long_acc", right), ("clue_acc", clue[-1]), ("miou", iou))]
     theirs["load"] = lambda _: pandas.DataFrame(rows)
     wanted = theirs["get_dimention_rating_mcq_grouding"]("")
-    found = window_stats(records, scores.mean_of)
+    found = window_stats(records, scores.mean_and_interval)
     for name in ("miou", "rec@iou", "acc@iou"):
         assert found[name] == pytest.approx(wanted[name]["overall"], abs=2e-4), name  # theirs round
     long = sum(record["score"] for record in records) / len(records)

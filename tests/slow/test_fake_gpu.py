@@ -221,7 +221,7 @@ def pretend_cuda(modules):
     torch.Tensor.pin_memory = lambda self: self
     device_mesh.init_device_mesh = real(device_mesh.init_device_mesh)
     model.pack_trees = real(model.pack_trees)
-    model.Policy.placeholders = real(model.Policy.placeholders)
+    model.Policy.placeholder_mask = real(model.Policy.placeholder_mask)
 
     # The tower reads its grid on the host: it gets the numbers of the one grid that there is.
     def of_the_grid(function):
@@ -421,7 +421,7 @@ def stored(size, layers=None):
                   checkpoint.model_class(config)(config).named_parameters()}
 
     runs.content_digest = lambda _: ""
-    checkpoint.stored_weights = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
+    checkpoint.stored_shapes = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
     torch.distributed.checkpoint.load = lambda *_, **__: None
     transformers.AutoConfig.from_pretrained = lambda *_, **__: deepcopy(config)
     return config, shapes
@@ -468,7 +468,7 @@ def sft_step(policy, optimizer):
     pack = model.pack_trees(CODEC,
                             [model.Tree(model.TokenSpan([100] * 4096, [0] * 3600 + [1] * 496))
                              for _ in range(8)])
-    sft.backward(policy, [pack])
+    sft.forward_backward(policy, [pack])
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return len(pack.ids)

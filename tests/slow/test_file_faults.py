@@ -346,7 +346,7 @@ def rollouts(folder, out, *flags, after=None, signal_number=None):
     """-> main() of rollout.py for 5 tasks of 3 episodes, which end without a token since their
     context is full. signal_number comes as soon as `after` episodes have ended."""
     def work(disk):
-        ended, real = [], rollout.Episode.to_json
+        ended, real = [], rollout.Episode.to_dict
 
         def to_json(episode):
             ended.append(episode.task)
@@ -354,7 +354,7 @@ def rollouts(folder, out, *flags, after=None, signal_number=None):
                 os.kill(os.getpid(), signal_number)
             return real(episode)
 
-        rollout.Episode.to_json = to_json
+        rollout.Episode.to_dict = to_json
         checkpoint.resolve_checkpoint = lambda path: path
         chat.load_codec = lambda *_: None
         rollout.check_context = lambda *_: None

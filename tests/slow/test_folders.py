@@ -56,7 +56,7 @@ def begun(toy, out, **args):
     shutil.copytree(toy / "init", folder)
     sums = runs.checksums(str(folder), runs.files_in(folder))
     runs.mark_complete(str(folder), {"step": 1, "args": args}, sums)
-    runs.symlink(str(out / "last"), str(folder))
+    runs.replace_link(str(out / "last"), str(folder))
     return folder
 
 

@@ -92,7 +92,7 @@ def check(episode, agent):
     assert math.isclose(r["total"], r["acc"] + r["fmt"] + r["tool"])
     # a response that the model wrote by itself is no executed call
     assert r["tool"] < 0.3 or episode.executed() > 0
-    json.dumps(episode.to_json(), allow_nan=False)
+    json.dumps(episode.to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("seed", range(4))

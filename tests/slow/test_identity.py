@@ -61,7 +61,7 @@ def adapters(world):
     launch.start_process_group()
     policy = checkpoint.load_sharded(base, codec, torch.device("cpu"), lora=2)
     checkpoint.save_checkpoint(policy, codec, str(step), {"step": 3})
-    runs.symlink(str(world / "run" / "last"), str(step))
+    runs.replace_link(str(world / "run" / "last"), str(step))
     weights = {k: w + 0.01 for k, w in load_file(base + "/model.safetensors").items()}
     save_file(weights, base + "/model.safetensors", {"format": "pt"})
 
@@ -133,7 +133,7 @@ def recorded(codec, toy):
     """Rows of a rollout JSONL: two samples of one task, each with one call."""
     engine = Scripted(codec, [calls((0, 8)), "I saw it.\n</think>\n<answer>0 red</answer>"])
     source = rollout.Source(str(toy), video.FrameCache())
-    return [e.to_json() for e in play(engine, [task("a")], source, group=2)]
+    return [e.to_dict() for e in play(engine, [task("a")], source, group=2)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -176,5 +176,5 @@ def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, cod
     (record,) = episode.calls
     assert record["status"] == "video_error" and "changed" in record["summary"]
     assert str(films) not in record["summary"] and not engine.subs()
-    assert episode.to_json()["fingerprint"] == episode.fingerprint == before
+    assert episode.to_dict()["fingerprint"] == episode.fingerprint == before
     assert before != list(video.identity(str(films / "rl-0000.mp4")))

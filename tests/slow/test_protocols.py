@@ -127,7 +127,7 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
         found = []
         for frames in (4, 8):
             for episode in rollout.run(sampler, tasks, frames, 4, 3, **how):
-                row = {**episode.to_json(), "timing": sorted(episode.timing)}
+                row = {**episode.to_dict(), "timing": sorted(episode.timing)}
                 row["calls"] = [{**call, "seconds": "seconds" in call} for call in row["calls"]]
                 found.append((row, episode.notes["opening"]))
         return sorted(found, key=lambda pair: (pair[0]["K"], pair[0]["group"], pair[0]["sample"]))

@@ -269,7 +269,7 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
         guarded = chat.render(codec, messages)
         # tags in a turn are tags
         whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]
-        text = chat.template(codec, whole, None, False)
+        text = chat.apply_template(codec, whole, None, False)
         assert ids == chat.encode(codec, text.removesuffix("\n"))
 
 

@@ -68,8 +68,8 @@ def test_a_span_beyond_the_end_of_its_video_is_a_counted_outcome(codec, toy, tas
     assert (episode.status == "label_error") == beyond
     if beyond:
         assert "beyond the video, which has 64 s" in episode.error
-        assert not engine.requests and episode.to_json()["ids"] == []
-        assert episode.reward["total"] == 0.0 and rollout.runs.is_retried(episode.to_json())
+        assert not engine.requests and episode.to_dict()["ids"] == []
+        assert episode.reward["total"] == 0.0 and rollout.runs.is_retried(episode.to_dict())
     assert play_one(Scripted(codec, [ANSWER]), [task], frames_of).status == "ok"
 
 
@@ -103,8 +103,8 @@ def check_sound(codec, episode, num_frames):
     answered = sum(c["turn"] < served for c in episode.calls)
     assert inserted[one("<tool_response>")] == inserted[one("</tool_response>")] == answered
     assert not any(i in codec.suppress_tokens for i, flag in zip(context.ids, context.mask) if flag)
-    json.dumps(episode.to_json(), allow_nan=False)
-    rollout.show(episode, codec)
+    json.dumps(episode.to_dict(), allow_nan=False)
+    rollout.episode_text(episode, codec)
 
 
 @settings(max_examples=80, deadline=None,

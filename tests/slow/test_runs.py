@@ -15,7 +15,7 @@ def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
     for n, best in ((1, 1), (2, 1), (3, 1), (4, 4)):
         saved_at(tmp_path, f"step_00000{n}", best_step=best, args=vars(arguments()))
     for name in ("last", "best"):
-        runs.symlink(str(tmp_path / name), str(tmp_path / "step_000003"))
+        runs.replace_link(str(tmp_path / name), str(tmp_path / "step_000003"))
 
     def links():
         return [os.readlink(tmp_path / name) for name in ("last", "best")]

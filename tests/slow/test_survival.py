@@ -97,7 +97,7 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*given)
 
-    monkeypatch.setattr(sft, "backward", asked_to_stop)
+    monkeypatch.setattr(sft, "forward_backward", asked_to_stop)
     parts = run("sft", "--steps", 4, out="parts")
     assert "stopped after step 2 of 4" in capsys.readouterr().out and steps_of(parts) == [1, 2]
     run("sft", "--steps", 4, out="parts")
