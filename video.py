@@ -604,8 +604,7 @@ def _jump(path, pts, dts, keys, max_gap):
     files were joined by 10 s. The bounds are ffmpeg's, which mends such a clock.
     """
     back = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
-    jumps = (keys[1:] > 0) & (np.minimum(*back) > 0.1)
-    steps = np.diff(dts)
+    jumps, steps = (keys[1:] > 0) & (np.minimum(*back) > 0.1), np.diff(dts)
     jumps |= steps > (10 if (steps > 10).any() and _joined(path) else max_gap)
     return dts[jumps.argmax()] - dts[0] if jumps.any() else None
 
@@ -863,7 +862,8 @@ class MemoryCache:
 
     def __init__(self, max_bytes):
         self.max_bytes, self.bytes, self.lock = max_bytes, 0, threading.Lock()  # bytes kept now
-        self.entries = {}  # key -> Future of (value, bytes), oldest first
+        # entries: key -> Future of (value, bytes), oldest first. failed: a read, by the machine
+        self.entries, self.failed = {}, False
 
     def get_or_compute(self, key, read, last=True):
         """Value of `key`: kept, or read by another thread, or read() -> (value, bytes). last: the
@@ -876,6 +876,7 @@ class MemoryCache:
         try:
             value, size = read()  # outside the lock, because this may take seconds
         except BaseException as error:  # of every kind, or the waiting threads wait for ever
+            self.failed |= bool(re.search("Input/output|timed out|Stale file", str(error)))
             with self.lock:
                 del self.entries[key]  # a later call tries again
             future.set_exception(error)
@@ -912,14 +913,16 @@ class FrameCache:
 
     def disk_away(self):
         """Whether a disk with videos has gone: of none of its four videos that were opened last
-        does the first frame decode any more. Ask after a video could not be read."""
+        does the first frame decode any more, or a read has failed since this was asked, because the
+        kernel may keep these four in its memory. Ask after a video could not be read."""
         def decodes(path):
             with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
                 table = self.table(path)
                 return len(self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32))
 
-        disks = list(self.witnesses.values()) or [()]  # a copy: other threads open videos
-        return not all(any(map(decodes, paths)) for paths in disks)
+        failed, self.memory.failed = self.memory.failed, False
+        disks = [*self.witnesses.values()] or [()]  # a copy: other threads open videos
+        return failed or not all(any(map(decodes, paths)) for paths in disks)
 
     def close(self):
         """Ends the decoders. The cache stays usable."""

@@ -198,10 +198,10 @@ def without_video(message):
 
 def shuffle_options(task):
     """A task with its options in an order drawn from its id, and the letter of the answer after
-    them. "order": the places in the publisher's order. A task of another type, or with an option
-    that speaks of other options ("all of the above"), stays as it is."""
+    them. "order": the places in the publisher's order. A task of another type, without an answer,
+    or with an option that speaks of others ("all of the above"), stays as it is."""
     options = data.bare_options(task.get("options") or [])
-    if task["type"] != "mcq" or any(map(names_others, options)):
+    if task["type"] != "mcq" or not task["answer"] or any(map(names_others, options)):
         return task
     order = sorted(range(len(options)), key=lambda i: launch.stable_hash("order", task["id"], i))
     answer = order.index(string.ascii_uppercase.index(task["answer"]))

@@ -72,8 +72,7 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     """The band takes tasks whose rollouts disagree."""
     out, band = tmp_path / "chats.jsonl", tmp_path / "tasks.jsonl"
     done = run_script("tools/pick.py", recorded, "--best", out, "--band", 0.2, 0.8, band)
-    assert done.returncode == 0, done.stderr
-    assert data.read_tasks(str(band)) == TASKS[:1]
+    assert not done.returncode and data.read_tasks(str(band)) == TASKS[:1], done.stderr
     assert "2 of 3 prompts have a good rollout: 4 chats, 2 of main agents" in done.stdout
     rows = rows_of(out)
     assert "Question:" in rows[1]["messages"][1]["content"][1]["text"] and "tools" in rows[0]

@@ -87,7 +87,7 @@ def parse_chat(messages: list[dict]) -> tuple[str | None, list, str]:
         items = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if role not in ("system", "developer", "user") or not isinstance(items, list):
             continue  # answers of earlier questions: every question is asked anew
-        texts, second = [], None
+        texts, second, images = [], None, []
         count += len(items)
         if count > MAX_ITEMS:
             raise Refused(400, f"a request has {MAX_ITEMS:,} texts, videos and frames at most")
@@ -99,15 +99,15 @@ def parse_chat(messages: list[dict]) -> tuple[str | None, list, str]:
                 raise Refused(400, "content holds items of type text, video_url and image_url, "
                               "each with its text or URL")
             if kind == "video_url":
-                video_url, frames = value, []
+                video_url, frames, images = value, [], []
             elif kind == "image_url":
-                frames.append((second, value))
+                images.append((second, value))
                 video_url = second = None
             elif stamp := STAMP.fullmatch(value):
                 second = float(stamp[1])
             else:
                 texts.append(value)
-        text = "\n".join(texts).strip()
+        text, frames = "\n".join(texts).strip(), images or frames  # of the last message with some
         if role == "user":
             question = text or question
         elif text:
@@ -594,7 +594,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         most = max(args.frames, agent.sub_frames)  # the engine has room for so many
         if (body.frames or 0) > most:
             raise Refused(400, f"at most {most} frames; more: start serve.py with --frames N")
-        root, path = await asyncio.to_thread(store.find_video, video_url, frames, body.fps)
+        root, path = await asyncio.to_thread(store.acquire_video, video_url, frames, body.fps)
         # Videos and frames are files now, and a question may wait for long.
         video_url = None if video_url and video_url.startswith("data:") else video_url
         fps = None if frames else body.fps

@@ -79,7 +79,7 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
         (k, show) for k in (2, 4) for show in ("real", "blank", "shuffled", "options")]
     tasks = [json.loads(line) for line in data.read_text().splitlines()]
     still = sum(protocol_loop.shuffle_options(task)["answer"] == "B" for task in tasks) / 12
-    assert 0 < still < 1
+    assert 0 < still < 1 and not protocol_loop.shuffle_options({**tasks[0], "answer": ""})["answer"]
     found = {(row["K"], row["show"]): row for row in summary["controls"]}
     assert {place: row["headline"] for place, row in found.items()} == {
         (0, "text alone"): 1.0, (0, "options"): still,

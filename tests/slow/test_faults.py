@@ -81,13 +81,13 @@ AT_STEP = """
         while not (runs.newest_checkpoint(out) or "").endswith(f"step_{{step:06d}}"):
             time.sleep(0.1)
 
-    real, calls = sft.backward, []
+    real, calls = sft.forward_backward, []
     def backward(*given):
         calls.append(1)
         if len(calls) == {step} and rank == {rank}:
             {what}
         return real(*given)
-    sft.backward = backward
+    sft.forward_backward = backward
 """
 
 

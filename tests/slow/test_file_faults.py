@@ -212,7 +212,7 @@ def stand_in_for_sft(policy, disk, window):
     sft.open_data = lambda *_: (rows, rows)
     sft.batch_packs = lambda *_: ([], None, False, [])
     sft.build_optimizers = lambda *_: [model.adamw()]
-    sft.backward = backward
+    sft.forward_backward = backward
     sft.held_out_loss = lambda *_: VALUES[policy.steps() - 1]
 
 

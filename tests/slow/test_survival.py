@@ -89,7 +89,7 @@ def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, ca
 
 def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
     straight = run("sft", "--steps", 4, out="straight")
-    real, calls = sft.backward, []
+    real, calls = sft.forward_backward, []
 
     def asked_to_stop(*given):
         calls.append(1)
