@@ -55,9 +55,13 @@ MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 class VideoError(launch.UserError):
     """This file cannot be used: `.path` says which, `.why` what is wrong; str() is "path: why"."""
 
+    machine = False  # whether a read has failed by a fault of the machine, see disk_away
+
     def __init__(self, path, reason):
         super().__init__(str(path), reason)  # unchanged: exceptions are pickled by these
         self.path, self.why = self.args
+        # ext4 says "cannot allocate memory" if it cannot read a directory.
+        VideoError.machine |= bool(re.search("(?i)input/output|timed out|stale|^cannot a", reason))
 
     def __str__(self):
         return f"{self.path}: {self.why}"
@@ -862,8 +866,7 @@ class MemoryCache:
 
     def __init__(self, max_bytes):
         self.max_bytes, self.bytes, self.lock = max_bytes, 0, threading.Lock()  # bytes kept now
-        # entries: key -> Future of (value, bytes), oldest first. failed: a read, by the machine
-        self.entries, self.failed = {}, False
+        self.entries = {}  # key -> Future of (value, bytes), oldest first
 
     def get_or_compute(self, key, read, last=True):
         """Value of `key`: kept, or read by another thread, or read() -> (value, bytes). last: the
@@ -876,7 +879,6 @@ class MemoryCache:
         try:
             value, size = read()  # outside the lock, because this may take seconds
         except BaseException as error:  # of every kind, or the waiting threads wait for ever
-            self.failed |= bool(re.search("Input/output|timed out|Stale file", str(error)))
             with self.lock:
                 del self.entries[key]  # a later call tries again
             future.set_exception(error)
@@ -920,9 +922,9 @@ class FrameCache:
                 table = self.table(path)
                 return len(self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32))
 
-        failed, self.memory.failed = self.memory.failed, False
-        disks = [*self.witnesses.values()] or [()]  # a copy: other threads open videos
-        return failed or not all(any(map(decodes, paths)) for paths in disks)
+        failed, VideoError.machine = VideoError.machine, False
+        # A copy: other threads open videos.
+        return failed or not all(any(map(decodes, p)) for p in [*self.witnesses.values()] or [()])
 
     def close(self):
         """Ends the decoders. The cache stays usable."""
