@@ -33,8 +33,7 @@ def test_a_video_pair_is_written_with_its_mean_time(codec):
 
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
 def test_placeholders_expand_to_one_per_vision_token_after_their_time(each_codec, album):
-    runs = 3 if each_codec.channel == "image" else 2
-    item = album.item(1)
+    runs, item = 3 if each_codec.channel == "image" else 2, album.item(1)
     ids, compact, _ = prompt(each_codec, item, "Q")
     assert compact.count(each_codec.pad) == (3 if each_codec.channel == "image" else 1)
     assert ids.count(each_codec.pad) == runs * 6

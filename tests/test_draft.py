@@ -102,6 +102,7 @@ def test_only_drafts_that_need_their_window_are_kept(films, run):
     assert json.loads(re.search(r'json">(.*?)</script>', page)[1]) == {"root": ".", "rows": rows}
 
 
+@pytest.mark.process  # three runs
 def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
     with Server(Model(fails=(0, 7))) as server:
         code, said = run(server.url)

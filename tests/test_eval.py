@@ -277,6 +277,7 @@ def videomme(toy, tmp_path):
     return root
 
 
+@pytest.mark.process  # three runs
 def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     """Two benchmarks in one run, folders by name; every row counts, the missing video as an error;
     one table, a summary each."""

@@ -137,6 +137,7 @@ def ended(world, start, server, finished, tmp_path, tmp_path_factory):
     return ended
 
 
+@pytest.mark.process  # three runs
 @pytest.mark.parametrize("stage", ["sft", "grpo", "rollout", "eval"])
 def test_a_second_start_of_an_unchanged_world_says_nothing_of_changes(ended, start, stage):
     _, flags = ended(stage)

@@ -99,8 +99,7 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         file = tmp_path / "judge.jsonl"
         lines = file.read_bytes().splitlines(keepends=True)
         file.write_bytes(lines[0] + b"[]\n\xff\n" + lines[1][:-9])
-        kept = json.loads(lines[0])["answer"]
-        two = judge(server)
+        kept, two = json.loads(lines[0])["answer"], judge(server)
         pay(two, said(kept))
         assert len(server.asked) == 2
         pay(two, said("scarlet"), said("blue"), said("green"))

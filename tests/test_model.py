@@ -54,8 +54,7 @@ def processor_batch(codec, album, messages, items):
     """The same prompt made by the checkpoint's processor alone."""
     images = [album.load(i.spec) for i in items]
     if codec.channel == "image":
-        parts = []
-        queue = iter(images)
+        parts, queue = [], iter(images)
         for p in messages[0]["content"]:
             if p["type"] == "text":
                 parts.append(p)

@@ -401,8 +401,7 @@ def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_
     (tmp_path / "empty.mp4").touch()
     source = rollout.Source(str(toy), video.FrameCache())
     source.root = str(tmp_path) if name == "empty.mp4" else str(toy)
-    broken = {**tasks[0], "id": "broken", "video": name}
-    engine = Scripted(codec, [ANSWER])
+    broken, engine = {**tasks[0], "id": "broken", "video": name}, Scripted(codec, [ANSWER])
     bad = play(engine, [broken], source, group=2)
     assert [e.status for e in bad] == ["video_error"] * 2 and why in bad[0].error
     assert not engine.requests

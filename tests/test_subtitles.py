@@ -52,6 +52,7 @@ def prompts(engine):
     return {r.id.split("/")[-3]: r.ids for r in first}
 
 
+@pytest.mark.process  # three runs
 @pytest.mark.parametrize("flags, words", [
     ([], {"Hello there", "Again"}), (["--set", "subtitles=aligned"], {"Hello there", "Again"}),
     (["--set", "subtitles=full"], {"Hello there", "Goodbye", "Again"}),
