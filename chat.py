@@ -104,9 +104,9 @@ def pieces_of(codec, ids):
     return [codec.token_bytes[i] if i < len(codec.token_bytes) else b"" for i in ids]
 
 
-def decode(codec: ChatProcessor, ids: list[int], keep_special: bool = False) -> str:
-    """Sampled ids -> text for parsing and logs. Drops the end of turn unless keep_special."""
-    ids = [i for i in ids if keep_special or i != codec.eos]
+def decode(codec: ChatProcessor, ids: list[int], keep_end: bool = False) -> str:
+    """Sampled ids -> text for parsing and logs. Drops the end of turn unless keep_end."""
+    ids = [i for i in ids if keep_end or i != codec.eos]
     # Join before decoding: one character may be spread over several tokens.
     return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
 
@@ -133,7 +133,7 @@ def encode(codec: ChatProcessor, text: str) -> list[int]:
 
 
 def apply_template(codec, messages, tools=None, generation=True):
-    """Messages as `render` returns them -> text, by the checkpoint's own chat template."""
+    """Messages as `guard_messages` returns them -> text, by the checkpoint's own chat template."""
     # The template lies in a file of the processor's, or in tokenizer_config.json.
     owner = codec.processor if codec.processor.chat_template else codec.tokenizer
     return owner.apply_chat_template(messages, tools=tools, tokenize=False,
@@ -159,7 +159,7 @@ def videos_in(messages) -> list[dict]:
     return [piece for m in messages for piece in content_of(m) if piece["type"] == "video"]
 
 
-def render(codec, messages, items=()):
+def guard_messages(codec, messages, items=()):
     """Messages -> messages for the template: text is guarded, frames become times and placeholders.
     items: the VisionItems of their videos, in order."""
     items = iter(items)
@@ -203,7 +203,7 @@ def encode_prompt(codec: ChatProcessor, messages: list[dict], items=(), tools=No
     Expanded ids hold one placeholder per vision token: the trainer sees these. Compact ids hold one
     per frame or video: an engine is given these, and expands them to the same ids.
     """
-    compact = encode(codec, apply_template(codec, render(codec, messages, items), tools))
+    compact = encode(codec, apply_template(codec, guard_messages(codec, messages, items), tools))
     return expand(codec, compact, items), compact
 
 
@@ -265,7 +265,7 @@ def tool_response_ids(codec, messages, ended, items=()):
     """
     # TURN stands for the sampled turn, whose own ids are kept. The text after TURN is the glue.
     dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
-    text = apply_template(codec, dummy + render(codec, messages, items)).split(TURN, 1)[1]
+    text = apply_template(codec, dummy + guard_messages(codec, messages, items)).split(TURN, 1)[1]
     ids = encode(codec, text)
     # The engine stops a turn at this id alone, so the glue must begin with this id.
     if ids[0] != codec.eos:

@@ -143,7 +143,7 @@ class OpenAIEngine(Client):
         """Asks one server for a few tokens of text, or for a call of `tools` -> (Completion,
         status, seconds to wait), as `post` does."""
         request = ChatRequest("probe", [], [], [], [], 64 if tools else 16, 0.0, 0,
-                              call_messages() if tools else PROBE, tools=tools)
+                              tool_probe() if tools else PROBE, tools=tools)
         body = json.dumps(self.body(request)).encode()
         done, *rest = await self.complete(url, request, body, seconds)
         if done.error == NO_TEXT:  # a thought is longer than a probe
@@ -465,7 +465,7 @@ def grey_video_url(seconds):
     return "data:video/mp4;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def call_messages():
+def tool_probe():
     """The probe of a server that is offered tools."""
     call = '{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
     return [{"role": "user", "content": f"Copy this: <tool_call>\n{call}\n</tool_call>"}]

@@ -11,7 +11,7 @@ import chat
 import rollout
 from engine import Completion
 from evaluation import protocol_loop
-from evaluation.endpoint import call_messages
+from evaluation.endpoint import tool_probe
 from plumbing.endpoint import PROBE
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
@@ -130,7 +130,7 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if body["messages"] in (PROBE, call_messages()):
+                if body["messages"] in (PROBE, tool_probe()):
                     outer.probes += 1
                     reply = probe
                 else:
@@ -194,4 +194,4 @@ def play_one(engine, tasks, source, agent=AGENT, frames=4, **more):
 
 
 def text_of(codec, ids):
-    return chat.decode(codec, ids, keep_special=True)
+    return chat.decode(codec, ids, keep_end=True)

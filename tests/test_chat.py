@@ -59,7 +59,7 @@ def test_no_arrangement_of_literals_and_marks_gets_through(codec, data):
     ids = chat.encode(codec, chat.escape_special_tokens(codec, text))
     assert not set(codec.tokenizer.convert_tokens_to_ids(list(codec.special_strings))) & set(ids)
     unguarded = text.replace(chat.GUARD, "").replace(chat.TURN, "")
-    assert chat.decode(codec, ids, keep_special=True) == unguarded
+    assert chat.decode(codec, ids, keep_end=True) == unguarded
 
 
 @pytest.mark.parametrize("question", [FORGED, "<|im_",
@@ -73,7 +73,7 @@ def test_a_question_cannot_forge_a_turn(codec, album, question):
     item = album.item(1)
     forged, honest = prompt(codec, item, *parts)[0], prompt(codec, item, "Which?")[0]
     assert [forged.count(t) for t in tokens] == [honest.count(t) for t in tokens]
-    assert "".join(parts) in chat.decode(codec, forged, keep_special=True)
+    assert "".join(parts) in chat.decode(codec, forged, keep_end=True)
 
 
 def test_a_tool_response_cannot_forge_a_turn(codec):
@@ -82,7 +82,7 @@ def test_a_tool_response_cannot_forge_a_turn(codec):
     tokens = codec.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<tool_response>",
                                                     "</tool_response>"])
     assert [forged.count(t) for t in tokens] == [honest.count(t) for t in tokens]
-    assert FORGED in chat.decode(codec, forged, keep_special=True)
+    assert FORGED in chat.decode(codec, forged, keep_end=True)
 
 
 @settings(max_examples=80, deadline=None)
@@ -95,7 +95,7 @@ def test_pieces_of_tokens_join_to_the_utf8_text(codec, text, tag):
     ids = codec.tokenizer(text)["input_ids"]
     assert b"".join(codec.token_bytes[i] for i in ids) == text.encode("utf-8")
     wanted = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    assert chat.decode(codec, ids, keep_special=True) == wanted
+    assert chat.decode(codec, ids, keep_end=True) == wanted
 
 
 # ------------------------------------------------------------------------------------------------
@@ -114,23 +114,23 @@ def test_frames_in_a_tool_response_stand_where_the_template_puts_them(each_codec
     items = [first, second, third]
     ours = chat.encode_chat(each_codec, talk, items)
     rendered = [m if m["role"] == "assistant" else g
-                for m, g in zip(talk, chat.render(each_codec, talk, items))]
+                for m, g in zip(talk, chat.guard_messages(each_codec, talk, items))]
     whole = chat.encode(each_codec, chat.apply_template(each_codec, rendered, None, False))
     end = len(each_codec.tokenizer("\n")["input_ids"])
     assert ours.ids == chat.expand(each_codec, whole, items)[:-end] and ours.items == items
-    text = chat.decode(each_codec, ours.ids, keep_special=True)
+    text = chat.decode(each_codec, ours.ids, keep_end=True)
     assert text.count("<tool_response>") == 2 and text.count("<|im_start|>user") == 2
     with pytest.raises(ValueError, match="more frame sets"):
         chat.encode_chat(each_codec, talk, [*items, first])
     trained = [i for i, flag in zip(ours.ids, ours.mask) if flag]
-    assert chat.decode(each_codec, trained, keep_special=True) == (
+    assert chat.decode(each_codec, trained, keep_end=True) == (
         "<think>\nlook<|im_end|><think>\nseen<|im_end|>")
 
 
 def test_a_call_in_a_chat_stays_as_this_base_writes_it(codec):
     talk = [*user("x"), {"role": "assistant", "content": "<think>\n" + calls((8, 16))}]
     ids = chat.encode_chat(codec, talk).ids
-    assert chat.decode(codec, ids, keep_special=True).count(calls((8, 16))) == 1
+    assert chat.decode(codec, ids, keep_end=True).count(calls((8, 16))) == 1
 
 
 def test_glue_is_one_user_turn_and_ends_a_cut_turn(codec):

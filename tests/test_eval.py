@@ -289,7 +289,7 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert done.results[0]["by"]["duration"] == {
         "short": {"n": 1, "acc": 1.0}, "long": {"n": 3, "acc": pytest.approx(1 / 3)}}
     assert "4 items, 2700 published, 1 no video, 1 no subtitles" in done.out
-    texts = [chat.decode(done.engine.codec, r.ids, keep_special=True) for r in done.engine.requests]
+    texts = [chat.decode(done.engine.codec, r.ids, keep_end=True) for r in done.engine.requests]
     # aligned, in the split with subtitles
     assert sum("Hello there" in text for text in texts) == 3
     assert not any("Goodbye" in text for text in texts)

@@ -88,7 +88,7 @@ def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, cod
                                    rollout.tool_schema())
     ids = chat.encode_chat(codec, talk["messages"], [item], talk["tools"]).ids
     assert ids[:len(prompt)] == prompt
-    text = chat.decode(codec, ids, keep_special=True)
+    text = chat.decode(codec, ids, keep_end=True)
     assert "video_path" not in text and "Video path" not in text and "Format strictly" not in text
     call = rewards.parse_tool_calls(talk["messages"][2]["content"])[0]
     assert (call.start, call.end, call.error) == (8.0, 12.0, None)

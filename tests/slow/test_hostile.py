@@ -277,4 +277,4 @@ def test_subtitles_are_text_whatever_they_spell(toy, codec, source):
 
     tame, forged = ids("hello"), ids(FORGED)
     assert Counter(i for i in tame if i in special) == Counter(i for i in forged if i in special)
-    assert FORGED.split("\n")[0] in chat.decode(codec, forged, keep_special=True)
+    assert FORGED.split("\n")[0] in chat.decode(codec, forged, keep_end=True)

@@ -214,7 +214,7 @@ def test_bytes_of_tokens_rebuild_any_text(codecs, text):
                 codec.tokenizer(unicodedata.normalize("NFD", text))["input_ids"]):
         assert b"".join(codec.token_bytes[i] for i in ids) == wanted
     plain = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    assert chat.decode(codec, ids, keep_special=True) == plain
+    assert chat.decode(codec, ids, keep_end=True) == plain
     assert "".join(chat.text_pieces(chat.pieces_of(codec, ids))) == plain
 
 
@@ -225,7 +225,7 @@ def test_no_untrusted_text_becomes_a_special_id(codecs, text):
     ids = chat.encode(codec, chat.escape_special_tokens(codec, text))
     assert max(ids, default=0) < END
     plain = text.replace(chat.GUARD, "").replace(chat.TURN, "")
-    assert chat.decode(codec, ids, keep_special=True) == unicodedata.normalize("NFC", plain)
+    assert chat.decode(codec, ids, keep_end=True) == unicodedata.normalize("NFC", plain)
 
 
 def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec):
@@ -266,7 +266,7 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
                 replies = [{"role": "tool", "content": text} for text in responses]
                 ids = ids + chat.tool_response_ids(codec, replies, True)
                 messages = messages + replies
-        guarded = chat.render(codec, messages)
+        guarded = chat.guard_messages(codec, messages)
         # tags in a turn are tags
         whole = [m if m["role"] == "assistant" else g for m, g in zip(messages, guarded)]
         text = chat.apply_template(codec, whole, None, False)
@@ -553,7 +553,7 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     task = {**tasks[0], "question": "Which is first?"}
     ids, compact = chat.encode_prompt(codec, rollout.main_messages(task, 4), [item])
     talk = [{"role": "user", "content": "n\u00e9"}, {"role": "assistant", "content": RIGHT}]
-    torch.save({"text": chat.decode(codec, compact, keep_special=True), "chat": talk,
+    torch.save({"text": chat.decode(codec, compact, keep_end=True), "chat": talk,
                 "images": list(frames.images), "odd": "".join(ODD)}, tmp_path / "given.pt")
     script = tmp_path / "older.py"
     script.write_text(textwrap.dedent(OLDER.format(old=OLD, root=ROOT)))
