@@ -479,7 +479,7 @@ def load_config(ckpt):
     from transformers import AutoConfig
 
     with as_user_error(ckpt, "config.json"):
-        # No code of a checkpoint is ever run; find_config refuses a folder that asks for that.
+        # No code of a checkpoint is ever run; check_config refuses a folder that asks for that.
         return AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
 
 

@@ -398,9 +398,9 @@ def main():
         with timed_phase("train_s", seconds, args):
             # Not after an outage, also of one rank, also of windows alone: the rest would teach the
             # policy to make no calls. Asked at once, before the disk may be back.
-            failed = [e.status == "video_error" for e in episodes]
-            blind = launch.any_rank(any(failed) and source.cache.disk_away())
-            blind = blind or not launch.any_rank(not all(failed))
+            errors = [e.error for e in episodes if e.status == "video_error"]
+            blind = launch.any_rank(source.cache.disk_away(errors))
+            blind = blind or not launch.any_rank(len(errors) < len(episodes))
             asleep_gb = engine.sleep()
             # The frames that the rollouts saw: an update needs no file, which may have gone.
             frames = {f.key: f for group in groups for e in group for f in e.context.frames}
@@ -571,9 +571,10 @@ def evaluate(log, sampler, val_tasks, step, args):
             rows[e.task["id"], tools] = {
                 "id": str(e.task["id"]), "tools": tools, "status": e.status, "K": e.num_frames,
                 "acc": e.reward.get("acc"), "judge": e.reward.get("judge"), "type": e.task["type"],
-                "ran": e.status not in runs.MACHINE_FAULTS}
+                "ran": e.status not in runs.MACHINE_FAULTS, "error": str(e.error)}
     acc, unread = metrics.log_held_out(log, step, [*rows.values()])
-    return math.nan if launch.any_rank(bool(unread) and source.cache.disk_away()) else acc, unread
+    errors = [row["error"] for row in rows.values() if not row["ran"]] or unread
+    return math.nan if launch.any_rank(source.cache.disk_away(errors)) else acc, unread
 
 
 # ------------------------------------------------------------------------------------------------

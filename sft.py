@@ -119,7 +119,7 @@ class Chats:
         self.rows = data.read_chats(path, faults)
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
-        self.broken = set()  # rows whose video could not be read in this pass over the rows
+        self.broken = {}  # row -> why its video could not be read in this pass over the rows
 
     def frames(self, spec):
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
@@ -144,9 +144,9 @@ class Chats:
         except (video.VideoError, ValueError) as error:
             if index not in self.broken:
                 print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
-            self.broken.add(index)
+            self.broken[index] = str(error)
             return None
-        self.broken.discard(index)
+        self.broken.pop(index, None)
         by_key.update((loaded.key, loaded) for loaded in frames)
         if index in self.encoded:
             sequence = self.encoded.pop(index)
@@ -222,8 +222,8 @@ def batch_packs(chats, step, codec, args, rank, world):
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     rank_rows = data.balance_over_ranks(picked, chats.cost, rank, world)
     packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens)
-    lost = chats.broken.intersection(rank_rows)
-    away = bool(lost) and chats.cache.disk_away()
+    lost = [chats.broken[i] for i in rank_rows if i in chats.broken]
+    away = chats.cache.disk_away(lost)
     if lost and not away:  # after that look: an outage that passed before costs no chat
         packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens, retry=True)
     return packs, frames, away, sorted(chats.broken)
@@ -323,7 +323,7 @@ def held_out_loss(policy, chats, args, rank, world):
             loss, n = forward_backward(policy, packs)
         nats, tokens = nats + loss * n, tokens + n
     lost = sorted(chats.broken)
-    away = bool(lost) and chats.cache.disk_away()
+    away = chats.cache.disk_away([*chats.broken.values()])
     # Chats that can be read now were left out by an outage, which may have passed after that look.
     away = launch.any_rank(any([chats.read(i, {}, True) is not None for i in lost]) or away)
     return math.nan if away or not tokens else nats / tokens

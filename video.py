@@ -55,13 +55,9 @@ MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 class VideoError(launch.UserError):
     """This file cannot be used: `.path` says which, `.why` what is wrong; str() is "path: why"."""
 
-    machine = False  # whether a read has failed by a fault of the machine, see disk_away
-
     def __init__(self, path, reason):
         super().__init__(str(path), reason)  # unchanged: exceptions are pickled by these
         self.path, self.why = self.args
-        # ext4 says "cannot allocate memory" if it cannot read a directory.
-        VideoError.machine |= bool(re.search("(?i)input/output|timed out|stale|^cannot a", reason))
 
     def __str__(self):
         return f"{self.path}: {self.why}"
@@ -913,18 +909,19 @@ class FrameCache:
         """Path -> indices of the key frames, at which a decoder can begin."""
         return np.flatnonzero(np.isin((table := self.table(path)).ticks, table.key_ticks))
 
-    def disk_away(self):
-        """Whether a disk with videos has gone: of none of its four videos that were opened last
-        does the first frame decode any more, or a read has failed since this was asked, because the
-        kernel may keep these four in its memory. Ask after a video could not be read."""
+    def disk_away(self, errors):
+        """Whether a disk with videos has gone. errors: texts of the VideoErrors just met; without
+        one, no disk has. Either the machine failed a read, or of none of a disk's four videos that
+        were opened last does the first frame decode (but the kernel may have these in memory)."""
         def decodes(path):
             with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
                 table = self.table(path)
                 return len(self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32))
 
-        failed, VideoError.machine = VideoError.machine, False
-        # A copy: other threads open videos.
-        return failed or not all(any(map(decodes, p)) for p in [*self.witnesses.values()] or [()])
+        # ext4 says "cannot allocate memory" if it cannot read a directory.
+        machine = re.compile("(?i)input/output|timed out|stale file|(?<!PyAV): cannot allocate")
+        return any(map(machine.search, errors)) or bool(errors) and not all(
+            any(map(decodes, paths)) for paths in [*self.witnesses.values()] or [()])  # a copy
 
     def close(self):
         """Ends the decoders. The cache stays usable."""

@@ -148,7 +148,7 @@ def check_values(weight, label):
 
 def check_weights(ckpt: str, weights: dict, stored: dict) -> None:
     """Raises UserError unless a checkpoint holds each of these weights in its shape. stored: see
-    stored_weights."""
+    stored_shapes."""
     if missing := sorted(set(weights) - set(stored)):
         raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for "
                                f"example {missing[0]}; download it again")

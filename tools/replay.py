@@ -108,7 +108,8 @@ def main():
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
     faults = [read_fault(group, policy.features) for group in groups]
-    away = any(faults) and source.cache.disk_away()  # one video, or the disk with all of them
+    # One video, or the disk with all of them.
+    away = source.cache.disk_away([*filter(None, faults)])
     if any(faults) and not away:  # the disk may have been away for a moment
         faults = [f and read_fault(group, policy.features) for group, f in zip(groups, faults)]
     if launch.any_rank(away) or not launch.any_rank(not all(faults)):

@@ -78,9 +78,9 @@ def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it_and_no_step_
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
 
 
-@pytest.mark.parametrize("disk", ["away", "there"])
+@pytest.mark.parametrize("disk, error", [("away", "Input/output error"), ("there", "is empty")])
 def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
-        monkeypatch, run_grpo, hard_tasks, varied_rewards, disk):
+        monkeypatch, run_grpo, hard_tasks, varied_rewards, disk, error):
     """Overviews come from the cache, so the rollouts without calls are well; after an outage they
     would be all that is trained on. If one film alone is broken, they are."""
     real_run, real_ask, gone = rollout.run, video.Decoders.ask, threading.Event()
@@ -90,7 +90,7 @@ def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
             gone.set()
         for episode in real_run(sampler, tasks, frames, group, step, **more):
             if step and episode.sample == 0:
-                episode.fail("video_error", "a call: Input/output error")
+                episode.fail("video_error", f"a call: {error}")
             yield episode
 
     def ask(self, request):
@@ -123,7 +123,7 @@ def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no
             yield episode
 
     monkeypatch.setattr(rollout, "run", run)
-    monkeypatch.setattr(video.FrameCache, "disk_away", lambda self: True)
+    monkeypatch.setattr(video.FrameCache, "disk_away", lambda self, errors: bool(errors))
     val = toy / "val3.jsonl"
     val.write_text("\n".join((toy / "rl.jsonl").read_text().splitlines()[:3]))
     vals, best = [], []
@@ -238,7 +238,7 @@ def test_a_held_out_film_that_goes_for_good_freezes_no_best(train_sft, tmp_path,
 
 def test_a_batch_without_any_token_is_a_bad_step(train_sft, monkeypatch):
     """Whatever the reason: the videos that were opened last may be on another disk."""
-    monkeypatch.setattr(video.FrameCache, "disk_away", lambda self: False)
+    monkeypatch.setattr(video.FrameCache, "disk_away", lambda self, errors: False)
     code, _, err = train_sft(range(1, 6), "--steps", 6)[:3]
     assert code == 1 and "step 4: no video could be read for 3 steps" in err
 
@@ -252,6 +252,6 @@ def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path, monkeypa
         and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
     [*map(cache.index, films)]
     os.remove(films[1])
-    assert not cache.disk_away()
+    assert not cache.disk_away(["gone"])
     os.remove(films[0])
-    assert cache.disk_away()
+    assert cache.disk_away(["gone"])
