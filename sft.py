@@ -234,7 +234,7 @@ def make_packs(chats, indices, codec, pack_tokens, retry=False):
     Chats with a broken video are left out. retry: as of Chats.read."""
     # The frames are kept until the forward, so that a video which has gone by then ends no run.
     frames = {}
-    # None: a chat with a broken video. A rank may be left with no pack at all; see backward.
+    # None: a chat with a broken video. A rank may be left without any pack; see forward_backward.
     sequences = [s for s in (chats.read(i, frames, retry) for i in indices) if s is not None]
     trees = [model.Tree(model.TokenSpan(s.ids, s.mask), s.items) for s in sequences]
     packs = [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]

@@ -255,7 +255,7 @@ def profile_bytes(config, gpu_gb):
 
 def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, frame_cache_gb=4.0,
               **options):  # fmt: skip
-    """The ledger as a table, with a verdict -> (text, whether all phases and the engine fit)."""
+    """Memory use as a table, with a verdict -> (text, whether all phases and the engine fit)."""
     n = options["counts"] = parameter_counts(config)
     text = config.text_config
     engine_gb = engine_share * gpu_gb if engine_share else None
