@@ -483,13 +483,15 @@ def load_config(ckpt):
         return AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
 
 
-def text_overrides(config):
-    """Configuration -> of its text_config what vLLM reads there, and transformers does not: it
-    reads the tie elsewhere, has defaults for M-RoPE, and no sliding window, gate nor bias."""
-    return {"tie_word_embeddings": config.tie_word_embeddings, "attn_output_gate": True,
-            "qkv_bias": False, "sliding_window": None, "rope_parameters": {
-        "mrope_section": [11, 11, 10] if config.model_type == "qwen3_5" else [24, 20, 20],
-        **config.text_config.rope_parameters, "mrope_interleaved": True}}
+def vllm_overrides(config):
+    """Configuration -> vLLM's hf_overrides, of what vLLM reads there and transformers does not: it
+    reads the tie elsewhere, has defaults for M-RoPE, and no sliding window, gate, bias nor epsilon
+    of the tower."""
+    axes = [11, 11, 10] if config.model_type == "qwen3_5" else [24, 20, 20]
+    rope = {"mrope_section": axes, **config.text_config.rope_parameters, "mrope_interleaved": True}
+    return {"rms_norm_eps": 1e-6, "text_config": {
+        "tie_word_embeddings": config.tie_word_embeddings, "attn_output_gate": True,
+        "qkv_bias": False, "sliding_window": None, "rope_parameters": rope}}
 
 
 def small_files(folder):
@@ -556,8 +558,8 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
                                "--set channel=image")
     # Published checkpoints end on two ids, and vLLM stops at either. A turn here ends in <|im_end|>
     # alone: the other id, if sampled, would stand in the turn as text.
-    never = [vocabulary.get(f"<|{name}|>") for name in (*marks, "im_start", "endoftext")]
-    suppress_tokens = ({*never} | end_ids(ckpt)) - {eos, None}  # None: not in this vocabulary
+    # None: not in this vocabulary.
+    never = {vocabulary.get(f"<|{name}|>") for name in (*marks, "im_start", "endoftext")}
     # Control tokens and tags. The toy adds whole phrases as well, which are harmless in a question.
     added = [t for t in tokenizer.get_added_vocab() if t.startswith("<")]
     # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n". A
@@ -571,10 +573,10 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
         patch=cut[0], merge=cut[1], temporal=cut[2], mean=norms[0][0], std=norms[0][1],
         # The longest first: one may hold another.
         special_strings=tuple(sorted(added, key=len, reverse=True)),
-        suppress_tokens=tuple(sorted(suppress_tokens)), opens_thought=prompt.endswith("<think>\n"),
+        suppress_tokens=tuple(sorted((never | end_ids(ckpt)) - {eos, None})),
+        opens_thought=prompt.endswith("<think>\n"), files=small_files(ckpt),
         tool_call_format="xml" if "<function=" in prompt else "json",
-        token_bytes=token_bytes(tokenizer), files=small_files(ckpt),
-        base=bases()[config.model_type])
+        token_bytes=token_bytes(tokenizer), base=bases()[config.model_type])
 
 
 def end_ids(ckpt):

@@ -209,7 +209,7 @@ class VllmEngine:
         self.llm = LLM(
             ckpt, max_model_len=limits.context, max_num_seqs=limits.max_seqs, **options,
             trust_remote_code=False, generation_config="vllm", logprobs_mode="processed_logprobs",
-            hf_overrides={"rms_norm_eps": 1e-6, "text_config": chat.text_overrides(config)},
+            hf_overrides=chat.vllm_overrides(config),
             limit_mm_per_prompt={"image": images, "video": limits.max_videos},
             mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False)
         torch.set_num_threads(threads)  # on CPU vLLM lowers the number for the whole process

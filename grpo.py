@@ -450,6 +450,8 @@ def main():
             launch.reset_watchdog(args.patience)
         if step % 10 == 9:
             data.give_back_memory()
+        if last and val_tasks:  # a run that could not read its last held-out rows is not done
+            runs.check_run(step, int(math.isnan(acc)), args.out, True, True)
         if stopping:
             break
 

@@ -448,6 +448,8 @@ def main():
             checkpoint.save_run(policy, codec, optimizers, args.out, done,
                                 {**best, "args": vars(args), "inputs": inputs})
             launch.reset_watchdog(args.patience)
+        if last and val_chats:  # a run that could not read its last held-out rows is not done
+            runs.check_run(step, int(math.isnan(value)), args.out, True, True)
         if stopping:
             break
 

@@ -237,8 +237,7 @@ def cut_turn(completion, protocol, codec):
     """A turn as the rules end it: after a protocol's stop strings; with one_call after its
     first call, because an agent with one window a turn would have stopped there."""
     if protocol.one_call:
-        completion = cut_after(codec, completion, ("</tool_call>", "</tool_code>"),
-                               since="</think>")
+        completion = cut_after(codec, completion, ("</tool_call>", "</tool_code>"), "</think>")
     return cut_after(codec, completion, protocol.stop) if protocol.stop else completion
 
 

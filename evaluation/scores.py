@@ -461,9 +461,8 @@ def compare(evaluations):
             differences.append(row)
     for row, p in zip(differences, holm([row["p"] for row in differences])):
         row["p_holm"] = p
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"time": when, "rows": rows, "seeds": seeds, "costs": run_costs,
-            "differences": differences}
+    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "rows": rows, "seeds": seeds,
+            "costs": run_costs, "differences": differences}
 
 
 def comparison_table(compared):

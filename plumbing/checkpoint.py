@@ -235,8 +235,7 @@ def shard(policy, device, replicas=1):
         # Every rank holds the whole model in fp32, and reduce_and_clip averages the gradients.
         # FSDP's hooks would cost a third of a toy step, and Muon on its tensors more than that.
         return policy
-    dims = {"shard": world} if replicas == 1 else {"replicate": replicas,
-                                                   "shard": world // replicas}
+    dims = ({"replicate": replicas} if replicas > 1 else {}) | {"shard": world // replicas}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     precision = MixedPrecisionPolicy()
     if device.type == "cuda":

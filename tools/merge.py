@@ -31,8 +31,7 @@ def main():
     if os.path.exists(args.out):
         raise launch.UserError(f"--out {args.out} exists")
     with runs.atomic_folder(args.out) as folder:
-        weights = dict(checkpoint.merged_weights(ckpt))
-        checkpoint.save_whole(chat.small_files(ckpt), folder, weights)
+        checkpoint.save_whole(chat.small_files(ckpt), folder, dict(checkpoint.merged_weights(ckpt)))
     print(f"{args.out}: {checkpoint.base_of(ckpt)} with the adapters of {args.ckpt}")
 
 

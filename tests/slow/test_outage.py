@@ -2,6 +2,7 @@
 The folder of videos goes away during a training, and comes back:
 python -m pytest tests/slow/test_outage.py -q
 """
+import contextlib
 import json
 import os
 import shutil
@@ -111,7 +112,7 @@ def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
 
 
 def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no_best(
-        monkeypatch, run_grpo, toy):
+        monkeypatch, run_grpo, toy, tmp_path):
     """What the machine spoilt is tried again at once. If that fails too, the mean of the other rows
     is no `best` while the disk is away."""
     real, spoilt = rollout.run, []
@@ -128,11 +129,12 @@ def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no
     val.write_text("\n".join((toy / "rl.jsonl").read_text().splitlines()[:3]))
     vals, best = [], []
     for out, tries in (("good", []), ("passed", [3]), ("away", [3, 1])):  # by rows of the try
-        spoilt[:] = tries
-        _, _, folder = run_grpo("--data", toy / "rl.jsonl", "--val", val, "--steps", 1, *LIVE,
-                                "--frames", 4, out=out)
-        log = rows_of(folder / "log.jsonl")
-        vals.append([row["val"] for row in log if "val" in row])
+        spoilt[:], folder = tries, tmp_path / out
+        ends = pytest.raises(launch.RunError, match="the disk there.*step_000001$")
+        with ends if tries[1:] else contextlib.nullcontext():
+            run_grpo("--data", toy / "rl.jsonl", "--val", val, "--steps", 1, *LIVE, "--frames", 4,
+                     out=out)
+        vals.append([row["val"] for row in rows_of(folder / "log.jsonl") if "val" in row])
         best.append((folder / "best").exists())
     assert vals[0] == vals[1] and [val["n"] for val in vals[0]] == [3, 3]
     assert [(val["n"], val["not_ok"], val["acc"] is None) for val in vals[2]] == [(2, 2, False)] * 2
@@ -179,8 +181,7 @@ def train_sft(absent, toy, tmp_path, start, monkeypatch):
         ended = start(sft, "--ckpt", toy / "init", "--data", data, "--val", held, "--out",
                       tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--set",
                       "gradient_checkpointing=false", "--eval-every", 0, *flags)
-        log = rows_of(tmp_path / "out/log.jsonl")
-        return *ended, log
+        return *ended, rows_of(tmp_path / "out/log.jsonl")
 
     return train
 
@@ -202,8 +203,8 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
 def test_an_outage_that_has_passed_makes_no_best(train_sft, tmp_path, away):
     """Of the only evaluation, or of its second half."""
     code, _, err, log = train_sft((away,), "--steps", 2)
-    assert code == 0 and log[-1]["val_loss"] is None, err
-    assert not (tmp_path / "out" / "best").exists()
+    assert code == 1 and log[-1]["val_loss"] is None and "is the disk there" in err, err
+    assert [path.name for path in (tmp_path / "out").glob("*0*")] == ["step_000002"]  # no best
 
 
 def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it(train_sft, asked, tmp_path):

@@ -304,9 +304,8 @@ def test_the_kernels_of_the_gpu_are_the_rule_of_the_cpu(tmp_path):
     for name in ("triton", "fla"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed (pip install flash-linear-attention==0.6.0)")
-    script = os.path.join(ROOT, "tests", "slow", "kernels.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True,
-                          cwd=ROOT)
+    command = [sys.executable, os.path.join("tests", "slow", "kernels.py"), tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     distances = json.loads(done.stdout.splitlines()[-1])
     assert len(distances) == 8 and max(distances.values()) < 1e-5, distances
