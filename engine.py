@@ -303,8 +303,8 @@ class VllmEngine:
 
 
 def gpu_options(limits: EngineConfig) -> dict:
-    """Arguments of vllm.LLM on a GPU."""
-    return dict(dtype="bfloat16", enable_flashinfer_autotune=False,
+    """Arguments of vllm.LLM on a GPU. triton: on a Hopper vLLM would compile another kernel."""
+    return dict(dtype="bfloat16", enable_flashinfer_autotune=False, gdn_prefill_backend="triton",
                 gpu_memory_utilization=limits.gpu_memory, enable_sleep_mode=limits.sleeping,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 # Under torchrun: one engine per rank, TP 1. Building it is collective.
