@@ -351,9 +351,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             sampler = rollout.RolloutWorker(meter, codec, source, agent, max_live=args.live or None)
             if show == "options":
                 todo = [shuffle_options(task) for task in todo]
-            episodes = run(sampler, todo, protocol, frames=k, group=args.samples)
             with results.open_append(os.path.join(suite.out, name)) as f:
-                for episode in episodes:
+                for episode in run(sampler, todo, protocol, frames=k, group=args.samples):
                     record = results.record_of(episode, suite.digest, k, mode, args, meter.taken)
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash then loses only the episodes under way

@@ -406,6 +406,14 @@ def unlock():
         lock.files.popitem()[1].close()
 
 
+def walk(path):
+    """As os.walk, but a folder that cannot be read raises: os.walk would leave it out."""
+    def fail(error):
+        if not isinstance(error, FileNotFoundError):
+            raise error
+    return os.walk(path, onerror=fail)
+
+
 def fsync(path):
     """Returns once a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

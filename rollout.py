@@ -146,8 +146,7 @@ def draw_num_frames(frames: int | str, seed: int, step: int, task_id: str | int)
 
 def flag(default, text, choices=None, is_setting=False):
     """A field of AgentConfig with a flag of its own, or a setting of --set. text: its help."""
-    return field(default=default,
-                 metadata={"help": text, "choices": choices, "is_setting": is_setting})
+    return field(default=default, metadata=dict(help=text, choices=choices, is_setting=is_setting))
 
 
 @dataclass
@@ -887,8 +886,7 @@ def main():
             if stop_event.is_set():
                 break
     write_rollouts(rows, args.out)
-    seconds = time.monotonic() - began
-    print(f"{summary_line(rows, len(rows) - len(done), seconds)} -> {args.out}")
+    print(f"{summary_line(rows, len(rows) - len(done), time.monotonic() - began)} -> {args.out}")
     if len(rows) < wanted:
         raise launch.RunError(f"stopped after {len(rows)} of {wanted} rollouts; the same command "
                               "goes on")

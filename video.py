@@ -23,8 +23,8 @@ is a decoder process, see ChildDecoder.
 
 import contextlib
 import functools
+import io
 import math
-import mmap
 import os
 import re
 import select
@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.connection import Connection, Pipe
@@ -42,7 +42,7 @@ import numpy as np  # av and PIL are imported in the functions that decode; samp
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import launch
-from plumbing import arguments, disk_cache
+from plumbing import arguments, caches
 
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
@@ -263,8 +263,7 @@ class Source:
     def overview_spec(self, task, num_frames):
         """The overview of a task, as `load` reads it and as a rollout records it."""
         # Only if set: records of runs without --set snap=keyframe have no such field.
-        snap = {"snap": True} if self.snap else {}
-        return {"video": task["video"], "frames": num_frames, **snap}
+        return dict(video=task["video"], frames=num_frames) | ({"snap": True} if self.snap else {})
 
     def load(self, spec: dict) -> Frames:
         """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
@@ -414,20 +413,51 @@ def _picture(folder, name):
         raise VideoError(folder, f"{name}: {error}") from error
 
 
+class _Source(io.FileIO):
+    """A file that raises the OSError of a read that failed when it is closed: libavformat takes it
+    for the end of the file in some formats, and half a picture for a whole one."""
+
+    error = None
+
+    def __exit__(self, *exception):
+        self.close()
+        if self.error:
+            raise self.error
+
+    def read(self, size=-1):
+        try:
+            return os.read(self.fileno(), size)
+        except OSError as error:
+            self.error = error  # PyAV would print it
+            return b""
+
+    def seek(self, offset, whence=os.SEEK_SET):
+        with contextlib.suppress(OSError):  # a number in the file, or libavformat's AVSEEK_SIZE
+            return super().seek(offset, whence)
+        return -1
+
+
 @contextlib.contextmanager
 def _stream(path):
-    """Path -> (container, video stream), closed at exit. VideoError for PyAV's errors."""
+    """Path -> (container, video stream), closed at exit. VideoError for PyAV's errors, OSError for
+    a read that failed, whatever came of it."""
+    with _Source(path) as source, _stream_of(path, source) as streams:
+        yield streams
+
+
+@contextlib.contextmanager
+def _stream_of(path, source):
     import av
     try:
-        with open(path, "rb") as file:
-            part, end, size = _container_end(file)
+        part, end, size = _container_end(source)
+        source.seek(0)
         if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
             raise VideoError(path, f"truncated: {part} ends at byte {end}, the file at byte {size}")
         # Other formats name further files, anywhere on the disk (playlists), or draw text (tty).
         # pattern_type, of stills: %d in a name means no other files.
         options = dict(format_whitelist=FORMATS, protocol_whitelist="file", pattern_type="none")
         # Tags need not be UTF-8.
-        with av.open(str(path), options=options, metadata_errors="ignore") as container:
+        with av.open(source, options=options, metadata_errors="ignore") as container:
             # ffmpeg's rule: the most pixels, where the default stream has five million more. A
             # cover picture is no video.
             kinds = av.stream.Disposition
@@ -469,7 +499,8 @@ def _open(path):
         max_gap, reorders = 10 if container.format.flags & 0x200 else 30 * 3600, codec.has_b_frames
         # Flags of key frames of other codecs are often false: such a file is decoded in a row.
         sure = codec.codec.intra_only or codec.name in ("h264", "hevc", "vp8", "vp9", "libdav1d")
-        likely = codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora")
+        likely = sure or codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora")
+        sure = sure and container.format.name != "mpeg"  # a packet may begin in the frame before
         for packet in container.demux(stream, *container.streams.audio):
             if packet.stream.index != stream.index:
                 end = float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
@@ -611,10 +642,12 @@ def _jump(path, pts, dts, keys, max_gap):
 
 def _joined(path):
     """Path -> whether the file holds a second Matroska header, as after cat."""
-    header = re.compile(rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)")
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-            return header.search(data, 4) is not None
+    header, data = re.compile(rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"), b""
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            if header.search(data := data[-80:] + block, 4):
+                return True
+    return False
 
 
 def _upright(path, frame):
@@ -697,10 +730,6 @@ def _images(path, ticks, key_ticks, drop):
                     if not run:
                         break
             if not pending:
-                # Where frames are counted, one may be missing: some formats tell of a read that
-                # failed only at their end.
-                for _ in () if len(key_ticks) else container.demux():
-                    pass
                 return
     raise VideoError(path, f"PyAV: the frame of tick {pending[0]} does not decode")
 
@@ -745,6 +774,14 @@ def _dispatch(request):
         raise VideoError(request[0], f"{reason}{type(error).__name__}: {error}") from error
 
 
+def _cpu_seconds(process):
+    """Seconds that a process has computed so far; infinity where there is no /proc."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:
+        # Ticks of Linux: in the program, in the kernel.
+        return sum(map(int, file.read().rpartition(")")[2].split()[11:13])) / 100
+    return math.inf
+
+
 class ChildDecoder:
     """A decoder in a child process. A file that hangs or crashes the child costs a VideoError.
     timeout: seconds to wait for up to 64 frames; for more frames in proportion."""
@@ -763,10 +800,13 @@ class ChildDecoder:
                 self.process = subprocess.Popen([sys.executable, __file__], stdin=theirs)
                 theirs.close()  # then the child's death is an end of file here
             try:
+                began = _cpu_seconds(self.process.pid)
                 self.pipe.send(request)
                 if not self.pipe.poll(patience):
-                    reason = f"no answer within {patience:g} s: encode it anew, or allow more time"
-                    raise VideoError(request[0], reason)
+                    # A disk that hangs lets the child compute nothing.
+                    hangs = _cpu_seconds(self.process.pid) - began < patience / 20
+                    raise VideoError(request[0], f"no answer within {patience:g} s: " + (
+                        "its disk timed out" if hangs else "encode it anew, or allow more time"))
                 error, value = self.pipe.recv()
                 break
             except BaseException as failure:  # Ctrl-C too: a late answer must not serve the next
@@ -852,53 +892,15 @@ class Decoders:
         [child.close() for child in idle]
 
 
-class MemoryCache:
-    """Values by key, shared by threads; the least recently used are dropped.
-
-    Threads that ask for the same key at the same time wait for the first of them. If that thread
-    fails, all get the error. The error is not kept, because the file may be mended later.
-    max_bytes: a larger value is returned and not kept.
-    """
-
-    def __init__(self, max_bytes):
-        self.max_bytes, self.bytes, self.lock = max_bytes, 0, threading.Lock()  # bytes kept now
-        self.entries = {}  # key -> Future of (value, bytes), oldest first
-
-    def get_or_compute(self, key, read, last=True):
-        """Value of `key`: kept, or read by another thread, or read() -> (value, bytes). last: the
-        value itself may be dropped at once, if it is larger than all."""
-        with self.lock:
-            is_owner = key not in self.entries
-            future = self.entries[key] = self.entries.pop(key, None) or Future()  # now the newest
-        if not is_owner:  # outside the lock, which the reading thread needs
-            return future.result()[0]  # or raises the error of the other thread
-        try:
-            value, size = read()  # outside the lock, because this may take seconds
-        except BaseException as error:  # of every kind, or the waiting threads wait for ever
-            with self.lock:
-                del self.entries[key]  # a later call tries again
-            future.set_exception(error)
-            raise
-        with self.lock:
-            future.set_result((value, size))  # wakes the waiting threads
-            self.bytes += size
-            # Usually the first entry, so no list of all entries is made.
-            while self.bytes > self.max_bytes and (oldest := next(
-                    (name for name, entry in self.entries.items()
-                     if entry.done() and (last or name != key)), None)) is not None:
-                self.bytes -= self.entries.pop(oldest).result()[1]
-        return value
-
-
 class FrameCache:
     """Decoded frames and tables of times: from memory, else from a folder, else from decoders."""
 
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
         # witnesses: disk -> its videos that were opened last; if these have gone, the disk has
-        self.folder, self.witnesses = folder and disk_cache.DiskCache(folder, folder_bytes), {}
+        self.folder, self.witnesses = folder and caches.DiskCache(folder, folder_bytes), {}
         # timeout: seconds, see ChildDecoder
-        self.memory, self.decoders = MemoryCache(max_bytes), Decoders(timeout, workers)
+        self.memory, self.decoders = caches.MemoryCache(max_bytes), Decoders(timeout, workers)
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
 
     def index(self, path):

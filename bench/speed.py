@@ -4,8 +4,6 @@ bench/speed.py: this code beside the usual alternatives, each as a ratio of medi
   update    one optimiser step over one group: TRL's GRPOTrainer | grpo.update on the shared prompt
   step      generation and that update: TRL with transformers' generate | rollout.py with vLLM,
             grpo.update, and the new weights into the engine
-  shared    forward and backward of a group: each response after its own copy of the prompt, one
-            sequence per forward | one tree [prompt | o^1 | .. | o^G]
   overview  64 frames of a video: fetch_video of qwen-vl-utils, decord | video.py
   crops     five windows of 10 s, spread over the video, 1 frame a second: the same two | video.py
 
@@ -199,34 +197,6 @@ def compare_trainers(args, policy, codec):
 
 
 # ------------------------------------------------------------------------------------------------
-# shared
-
-
-def compare_prompts(args, policy, codec):
-    """Prints the row and checks that both sides leave the same gradient."""
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 256, args.prompt).tolist()  # ids of letters
-    branches = [model.TokenSpan(rng.integers(0, 256, args.response).tolist(), [1] * args.response)
-                for _ in range(args.group)]  # mask 1: every token of a response is trained
-    unread = [0] * args.prompt
-    alone = [model.TokenSpan(prompt + branch.ids, unread + branch.mask) for branch in branches]
-    packs = {"ours": [model.Tree(model.TokenSpan(prompt, unread), [], branches)],
-             "repeated": [model.Tree(span) for span in alone]}
-    packs = {side: [model.pack_trees(codec, [t]) for t in trees] for side, trees in packs.items()}
-    norms, parameters = {}, model.trained_parameters(policy)
-
-    def backward(side):
-        policy.zero_grad()
-        for pack in packs[side]:
-            (-policy(pack)[0].sum()).backward()
-        norms[side] = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
-
-    print_ratios("shared", alternate({s: partial(backward, s) for s in packs}, args.rounds))
-    if not torch.isclose(*norms.values(), rtol=1e-3):
-        raise RuntimeError(f"the two sides computed different gradients: {norms}")
-
-
-# ------------------------------------------------------------------------------------------------
 # overview, crops
 
 
@@ -329,8 +299,8 @@ def main():
     add = parser.add_argument
     add("--ckpt", help="toy checkpoint, its weights do not matter; not for --only video")
     add("--peers", help="folder of pip install --target with TRL and qwen-vl-utils")
-    add("--only", nargs="+", choices=["trainer", "shared", "video"], help="default: all",
-        default=["trainer", "shared", "video"])
+    add("--only", nargs="+", choices=["trainer", "video"], help="default: both",
+        default=["trainer", "video"])
     add("--images", type=int, default=64, help="pictures of the prompt, trainer")
     add("--prompt", type=int, default=3000, help="tokens of the prompt, about")
     add("--response", type=int, default=600, help="tokens of each response")
@@ -340,7 +310,7 @@ def main():
     add("--height", type=int, choices=[360, 720, 1080], default=720, help="pixels of the video")
     args = parser.parse_args()
     arguments.require_min(1, args, "images", "prompt", "response", "group", "rounds", "seconds")
-    if not args.ckpt and args.only != ["video"]:
+    if not args.ckpt and "trainer" in args.only:
         raise launch.UserError("--ckpt: a toy checkpoint, for all but --only video")
     if args.peers:
         sys.path.append(args.peers)  # behind this environment's torch and transformers
@@ -350,14 +320,10 @@ def main():
     if "video" in args.only:
         with tempfile.TemporaryDirectory() as folder:
             compare_decoders(args, os.path.join(folder, "video.mp4"))
-    if args.only != ["video"]:
+    if "trainer" in args.only and installed("trl", "trl", "update, step"):
         args.ckpt = checkpoint.resolve_checkpoint(args.ckpt)
         codec = chat.load_codec(args.ckpt)
-        policy = checkpoint.load_sharded(args.ckpt, codec, device)
-        if "shared" in args.only:
-            compare_prompts(args, policy, codec)
-        if "trainer" in args.only and installed("trl", "trl", "update, step"):
-            compare_trainers(args, policy, codec)
+        compare_trainers(args, checkpoint.load_sharded(args.ckpt, codec, device), codec)
 
 
 if __name__ == "__main__":

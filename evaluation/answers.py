@@ -101,8 +101,7 @@ def match_open(response, gold):
     form of the gold text, or the predicate of one short sentence that does not hedge or negate. The
     answer may be declared as such and may have a reason, see `statements`. An empty answer never
     matches, nor does a part of a text."""
-    lines = "\n".join(answer_lines(response))
-    forms = answer_forms(lines.replace("\n", " "))
+    forms = answer_forms("\n".join(answer_lines(response)).replace("\n", " "))
     for statement in statements("\n".join(answer_lines(response, blank=True))):
         forms += answer_forms(statement.replace("\n", " "))
         # A text of more than 2,000 characters is no short sentence.

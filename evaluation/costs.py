@@ -138,8 +138,7 @@ def balance_tasks(tasks, parts):
         for at in range(0, len(indices), fair):
             group = indices[at : at + fair]
             # A rough guess is enough: half of the work is answering, half is decoding.
-            cost = len(group) / len(tasks) + weight[path] / total
-            chunks.append((cost, path, group))
+            chunks.append((len(group) / len(tasks) + weight[path] / total, path, group))
     chunks.sort(key=lambda chunk: chunk[1:])  # the order of equal work
     shares = (data.balance_over_ranks(chunks, lambda c: c[0], part, parts) for part in range(parts))
     return [[index for *_, group in share for index in group] for share in shares]

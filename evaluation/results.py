@@ -182,8 +182,7 @@ def read_json(*path):
         with open(path, encoding="utf-8") as f:
             return launch.parse_json(f.read())
     except (OSError, ValueError) as error:
-        reason = f"{error}; finish this evaluation first"
-        raise launch.UserError(f"{path}: {reason}") from None
+        raise launch.UserError(f"{path}: {error}; finish this evaluation first") from None
 
 
 def write_json(value, *path):

@@ -356,7 +356,7 @@ def checksums(folder, names):
 
 def files_in(folder):
     """Sorted names of all files in a folder, relative to the folder."""
-    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    paths = [os.path.join(at, name) for at, _, names in launch.walk(folder) for name in names]
     return sorted(os.path.relpath(path, folder) for path in paths)
 
 

@@ -139,8 +139,7 @@ def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0):
     policy.features = vision
     if reference is not None:
         reference.features = vision
-    stats = grpo.update(policy, reference, recorder, trees, tokens, args)
-    return recorder.grads, stats
+    return recorder.grads, grpo.update(policy, reference, recorder, trees, tokens, args)
 
 
 def plain_grads(hf):

@@ -146,8 +146,7 @@ def open_tasks(toy, tmp_path):
 
 def say(request):
     """Four answers of a group: the judge likes the second, token F1 likes the first."""
-    answers = ["deep red", "crimson", "blue", None]
-    answer = answers[int(request.id.split("/")[2]) % 4]
+    answer = ["deep red", "crimson", "blue", None][int(request.id.split("/")[2]) % 4]
     return "I saw it.\n</think>\n" + (f"<answer>{answer}</answer>" if answer else "")
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -119,8 +120,7 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
 
 
 def test_a_hash_is_64_bits_of_the_sha_256_of_its_parts():
-    digest = hashlib.sha256(b"a%2Fb/1").hexdigest()
-    assert f"{launch.stable_hash('a/b', 1):016x}" == digest[:16]
+    assert f"{launch.stable_hash('a/b', 1):016x}" == hashlib.sha256(b"a%2Fb/1").hexdigest()[:16]
 
 
 def test_what_steers_a_terminal_is_not_printed():
@@ -171,3 +171,10 @@ def test_the_name_of_a_small_file_is_on_the_disk_before_its_writer_goes_on(tmp_p
         os.path.isdir(f"/dev/fd/{handle}")) or real(handle))
     launch.write_atomic(str(tmp_path / "a"), "x")
     assert synced == [False, True] and (tmp_path / "a").read_text() == "x"
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(monkeypatch, tmp_path):
+    assert not [*launch.walk(tmp_path / "none")]
+    monkeypatch.setattr(os, "scandir", mock.Mock(side_effect=OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        [*launch.walk(tmp_path)]

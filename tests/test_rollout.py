@@ -173,8 +173,7 @@ def test_mask_covers_sampled_tokens_only(codec, tasks, frames_of):
 
 def test_format_credit_lies_on_the_tags_and_the_end_of_each_turn(codec, tasks, frames_of):
     """Selective Anchoring credits these places of context.ids and no others."""
-    texts = [calls((0, 8)), ANSWER]
-    episode = play_one(Scripted(codec, texts), tasks, frames_of)
+    episode = play_one(Scripted(codec, [calls((0, 8)), ANSWER]), tasks, frames_of)
     found = ["".join(text_of(codec, [episode.context.ids[t]]) for t in episode.struct
                      if start <= t < end) for start, end in episode.spans]
     tags = ["</think>", "<tool_call>", "</tool_call>"], ["</think>", "<answer>", "</answer>"]
@@ -182,8 +181,7 @@ def test_format_credit_lies_on_the_tags_and_the_end_of_each_turn(codec, tasks, f
 
 
 def test_a_turn_cut_off_by_its_length_is_closed_by_an_unsampled_token(codec, tasks, frames_of):
-    text = calls((0, 8)) + " a red square" * 200
-    engine = Scripted(codec, [text, ANSWER])
+    engine = Scripted(codec, [calls((0, 8)) + " a red square" * 200, ANSWER])
     episode = play_one(engine, tasks, frames_of, replace(AGENT, max_new_tokens=80))
     end = episode.spans[0][1]
     assert episode.finish == ["length", "stop"] and end - episode.spans[0][0] == 80
@@ -282,8 +280,7 @@ def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, 
     kind_of_source = {"video_error": Away, "engine_error": rollout.Source}[kind]
     source, error = kind_of_source(str(toy), video.FrameCache()), Completion("", error="HTTP 500")
     engine = Scripted(codec, [calls((0, 8)), ANSWER], sub=lambda r: replace(error, id=r.id))
-    sampler = rollout.RolloutWorker(engine, codec, source, AGENT)
-    (episode,) = rollout.run(sampler, tasks[:1], 4)
+    (episode,) = rollout.run(rollout.RolloutWorker(engine, codec, source, AGENT), tasks[:1], 4)
     assert episode.status == kind and episode.error.startswith("a call: error: the window")
     assert is_retried(episode.to_dict()) and episode.turns[-1] == ANSWER
     assert grpo.group_by_prompt([episode]) == []

@@ -142,8 +142,7 @@ def test_a_run_goes_on_by_itself_only_where_its_settings_are_the_same(tmp_path, 
 
 
 def test_beginning_anew_deletes_what_was_there(tmp_path):
-    folder = saved_at(tmp_path, "step_000002")
-    runs.replace_link(str(tmp_path / "last"), str(folder))
+    runs.replace_link(str(tmp_path / "last"), str(saved_at(tmp_path, "step_000002")))
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
     runs.clean_run(str(tmp_path), start=0)
     assert os.listdir(tmp_path) == ["log.jsonl"]

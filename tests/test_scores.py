@@ -90,8 +90,7 @@ def test_holm(values, wanted):
 def test_differences_are_paired_and_corrected_over_the_whole_command(made, command, tmp_path):
     """Of nine items, one each in a video, B has 6 right that A has wrong: 2 / 2^6. C has one."""
     a, b = made("a", [0] * 9), made("b", [1] * 6 + [0] * 3)
-    c = made("c", [1] + [0] * 8)
-    lines, kept = compared(command, tmp_path, a, b, c)
+    lines, kept = compared(command, tmp_path, a, b, made("c", [1] + [0] * 8))
     one, two = kept["differences"]
     assert (one["p"], one["p_holm"]) == (2 / 2**6, 4 / 2**6) and (two["p"], two["p_holm"]) == (1, 1)
     assert lines[-2].split()[:8] == ["b", "-", "a", "64", "on", "+0.667", "[+0.333,", "+1.000]!"]

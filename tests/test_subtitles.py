@@ -48,8 +48,7 @@ def settings(script, monkeypatch, toy, data, *flags):
 
 def prompts(engine):
     """-> {task id: ids of its first prompt}"""
-    first = [r for r in engine.requests if not is_sub(r)]
-    return {r.id.split("/")[-3]: r.ids for r in first}
+    return {r.id.split("/")[-3]: r.ids for r in engine.requests if not is_sub(r)}
 
 
 @pytest.mark.process  # three runs

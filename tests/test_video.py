@@ -430,18 +430,19 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
     decoder.process.wait()
     # not the file's fault: a new child is asked
     assert video.crop(minute, 3, 5, cache=cache).seconds.tolist() == [3, 4]
-    with monkeypatch.context() as patched:
-        started = subprocess.Popen
-        sleeper = [sys.executable, "-c", "import time; time.sleep(0.2)"]
-        patched.setattr(subprocess, "Popen", lambda command, **options: started(sleeper, **options))
-        decoder.close()
-        with pytest.raises(VideoError, match="died, twice"):
+    started, decoder.timeout = subprocess.Popen, 1.5
+    for error, program in (("died, twice", "pass"), ("1.5 s: encode it anew", "while 1: pass")):
+        with monkeypatch.context() as patched, pytest.raises(VideoError, match=error):
+            patched.setattr(subprocess, "Popen", lambda _, program=program, **options: started(
+                [sys.executable, "-c", program], **options))
+            decoder.close()
             video.crop(minute, 9, 11, cache=cache)
+    decoder.timeout = 20
     assert video.crop(minute, 9, 11, cache=cache).seconds.tolist() == [9, 10]
     decoder.process.send_signal(signal.SIGSTOP)
     decoder.timeout = 0.3
-    with pytest.raises(VideoError, match="no answer within 0.3 s"):
-        video.crop(minute, 6, 8, cache=cache)
+    with pytest.raises(VideoError, match="no answer within 0.3 s: its disk timed out"):
+        video.crop(minute, 6, 8, cache=cache)  # it computes nothing
     decoder.timeout = 20
     assert video.crop(minute, 6, 8, cache=cache).seconds.tolist() == [6, 7]
     with pytest.raises(VideoError, match="no such file"):
@@ -455,8 +456,12 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
 
 
 def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path, monkeypatch):
-    films, cache = [write(tmp_path / name, 10) for name in ("a.mp4", "b.mp4")], FrameCache()
+    films, cache = [write(tmp_path / f"{n}.mp4", 10) for n in "abz"], FrameCache()
     assert cache.disk_away(["gone"])  # nothing was ever read
+    # The last one, of the held-out rows, is on another disk.
+    monkeypatch.setattr(os, "stat", lambda path, real=os.stat, **more: (
+        SimpleNamespace(st_dev=-1) if path == films[2]
+        and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
     [*map(cache.index, films)]
     os.remove(films[1])  # the one that was opened last
     assert not cache.disk_away(["gone"])

@@ -188,7 +188,7 @@ def videos_below(path):
         raise launch.UserError(f"{path}: no such file or folder{how}")
     if os.path.isfile(path):
         yield path
-    for folder, below, files in os.walk(path):
+    for folder, below, files in launch.walk(path):
         if {"fps", "times.txt", "seconds.txt"} & set(files):  # see docs/your-own-data.md
             below.clear()
             yield folder

@@ -52,8 +52,7 @@ def set_credit_places(episodes: list[rollout.Episode], codec: chat.ChatProcessor
             continue
         for start, end in e.spans:
             pieces = chat.pieces_of(codec, e.context.ids[start:end])
-            mask = rewards.structural_mask(pieces)
-            e.struct += [t for t, flag in enumerate(mask, start) if flag]
+            e.struct += [t for t, flag in enumerate(rewards.structural_mask(pieces), start) if flag]
         # Positions need frames and ids that fit, so an error here means that they do not.
         try:
             model.rope_positions(codec, e.context.ids, e.context.items)

@@ -58,7 +58,7 @@ def read_objects(path, troubles):
 def find_runs(path):
     """Path -> list of the folders, at it and below it, that hold something to show; top down."""
     paths = []
-    for folder, below, files in os.walk(path):  # follows no links: they may lead in a circle
+    for folder, below, files in launch.walk(path):  # no links: they may lead in a circle
         # Leave out checkpoints and a run's rollouts. os.walk goes on from this list, so it is
         # changed in place.
         below[:] = [name for name in sorted(below)
@@ -111,8 +111,7 @@ def load_sources(paths, names, troubles):
         prefix = f"{label}/" if names or len(paths) > 1 else ""  # the only folder's says nothing
         for folder in members:
             below = os.path.relpath(folder, path)
-            name = label if below == "." else prefix + below
-            sources.append(load_source(folder, name, troubles))
+            sources.append(load_source(folder, label if below == "." else prefix + below, troubles))
     # Runs come first, SFT before GRPO, which alone has episodes.
     return sorted(sources, key=lambda source: (not source["log"], bool(source["rows"])))
 
@@ -186,8 +185,7 @@ def shown_turns(row, calls, format_credit):
             answered = call["status"] != "not_run" or call["summary"]
             if answered and call["turn"] == n < len(row["turns"]) - 1:
                 text = call["summary"] or f"[{call['frames']} frames]"  # --crop-response frames
-                response = f"\n<tool_response>\n{text}\n</tool_response>"
-                parts.append(["i", response, None])
+                parts.append(["i", f"\n<tool_response>\n{text}\n</tool_response>", None])
         turns.append(parts)
     return turns
 

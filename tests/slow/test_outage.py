@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import threading
-import types
 
 import pytest
 from fixtures import rows_of, write_rows
@@ -242,17 +240,3 @@ def test_a_batch_without_any_token_is_a_bad_step(train_sft, monkeypatch):
     monkeypatch.setattr(video.FrameCache, "disk_away", lambda self, errors: False)
     code, _, err = train_sft(range(1, 6), "--steps", 6)[:3]
     assert code == 1 and "step 4: no video could be read for 3 steps" in err
-
-
-def test_one_film_that_has_gone_is_no_disk_that_has_gone(toy, tmp_path, monkeypatch):
-    films = [shutil.copy(path, tmp_path) for path in sorted((toy / "videos").iterdir())[:3]]
-    cache, real = video.FrameCache(), os.stat
-    # The last one, of the held-out rows, is on another disk.
-    monkeypatch.setattr(os, "stat", lambda path, **more: (
-        types.SimpleNamespace(st_dev=-1) if path == films[2]
-        and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
-    [*map(cache.index, films)]
-    os.remove(films[1])
-    assert not cache.disk_away(["gone"])
-    os.remove(films[0])
-    assert cache.disk_away(["gone"])

@@ -58,6 +58,7 @@ def untied(world, folder):
     hf, folder = loaded(world), shutil.copytree(world / "init", folder)
     hf.config.tie_word_embeddings, hf.config.text_config.sliding_window = False, 8
     hf.config.text_config.attn_output_gate, hf.config.text_config.qkv_bias = False, True
+    hf.config.text_config.output_gate_type = "sigmoid"
     hf.config.text_config.rope_parameters.pop("mrope_interleaved")
     hf.lm_head.weight = torch.nn.Parameter(0.1 * torch.randn_like(hf.lm_head.weight))
     hf.save_pretrained(folder)

@@ -1,9 +1,9 @@
 """
-plumbing/disk_cache.py (tests/test_video.py): arrays in a folder, for later runs and other
-processes.
+plumbing/caches.py (tests/test_video.py): values in memory, and arrays in a folder for later runs
+and other processes.
 
 Each file holds its CRC-32, and is there whole or not at all. Reads and writes that folder. Used by
-video.py, whose FrameCache keeps decoded frames and tables of times there.
+video.py, whose FrameCache keeps decoded frames and tables of times in both.
 """
 import contextlib
 import io
@@ -12,8 +12,47 @@ import os
 import sys
 import threading
 import zlib
+from concurrent.futures import Future
 
 import numpy as np
+
+
+class MemoryCache:
+    """Values by key, shared by threads; the least recently used are dropped.
+
+    Threads that ask for the same key at the same time wait for the first of them. If that thread
+    fails, all get the error. The error is not kept, because the file may be mended later.
+    max_bytes: a larger value is returned and not kept.
+    """
+
+    def __init__(self, max_bytes):
+        self.max_bytes, self.bytes, self.lock = max_bytes, 0, threading.Lock()  # bytes kept now
+        self.entries = {}  # key -> Future of (value, bytes), oldest first
+
+    def get_or_compute(self, key, read, last=True):
+        """Value of `key`: kept, or read by another thread, or read() -> (value, bytes). last: the
+        value itself may be dropped at once, if it is larger than all."""
+        with self.lock:
+            is_owner = key not in self.entries
+            future = self.entries[key] = self.entries.pop(key, None) or Future()  # now the newest
+        if not is_owner:  # outside the lock, which the reading thread needs
+            return future.result()[0]  # or raises the error of the other thread
+        try:
+            value, size = read()  # outside the lock, because this may take seconds
+        except BaseException as error:  # of every kind, or the waiting threads wait for ever
+            with self.lock:
+                del self.entries[key]  # a later call tries again
+            future.set_exception(error)
+            raise
+        with self.lock:
+            future.set_result((value, size))  # wakes the waiting threads
+            self.bytes += size
+            # Usually the first entry, so no list of all entries is made.
+            while self.bytes > self.max_bytes and (oldest := next(
+                    (name for name, entry in self.entries.items()
+                     if entry.done() and (last or name != key)), None)) is not None:
+                self.bytes -= self.entries.pop(oldest).result()[1]
+        return value
 
 
 class DiskCache:
