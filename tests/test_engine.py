@@ -165,7 +165,7 @@ def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
             engine.poll()
 
 
-@pytest.mark.parametrize("kind", ["vllm", "reference"])
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=pytest.mark.process), "reference"])
 def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, request):
     """A sampled vision placeholder would ask the trainer for a frame that does not exist."""
     engine = (request.getfixturevalue("vllm_engines")("image") if kind == "vllm"
