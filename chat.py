@@ -405,7 +405,7 @@ def config_folder(path: str) -> str | None:
     path = hub.fetch_ckpt(path)
     # sft.py and grpo.py link `last` to the newest checkpoint of their run.
     folders = [path, os.path.join(path, "last")]
-    return next((f for f in folders if os.path.isfile(os.path.join(f, "config.json"))), None)
+    return next((f for f in folders if launch.is_file(os.path.join(f, "config.json"))), None)
 
 
 def check_config(path):
@@ -505,7 +505,7 @@ def small_files(folder):
         path = os.path.join(folder, name)
         ours = name.endswith(kinds) and not name.endswith(".index.json") and name not in run_files
         # 64 MiB; Qwen3's tokenizer.json has 11. A download cache holds links: isfile follows them.
-        if ours and os.path.isfile(path) and os.path.getsize(path) <= 2**26:
+        if ours and launch.is_file(path) and os.path.getsize(path) <= 2**26:
             with open(path, "rb") as f:
                 files[name] = f.read()
     return files
@@ -582,7 +582,7 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
 def end_ids(ckpt):
     """Ids at which generation ends, by the checkpoint's generation_config.json."""
     path = os.path.join(ckpt, "generation_config.json")
-    if not os.path.isfile(path):
+    if not launch.is_file(path):
         return set()
     ends = read_object(path).get("eos_token_id")  # one id, a list of ids, or null
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]

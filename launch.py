@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import os
+import pathlib
 import shutil
 import signal
 import sys
@@ -412,6 +413,11 @@ def walk(path):
         if not isinstance(error, FileNotFoundError):
             raise error
     return os.walk(path, onerror=fail)
+
+
+def is_file(path):
+    """As os.path.isfile, but for an error of the disk, which that takes for no file."""
+    return pathlib.Path(path).is_file()
 
 
 def fsync(path):

@@ -368,7 +368,7 @@ def _pictures(folder):
 def _open_folder(path):
     """Folder of frames -> its table, as of `_open`. Ticks count the images from 0."""
     numbers, names = _pictures(path)
-    clock = [n for n in ("fps", "times.txt", "seconds.txt") if os.path.isfile(f"{path}/{n}")]
+    clock = [n for n in ("fps", "times.txt", "seconds.txt") if launch.is_file(f"{path}/{n}")]
     if not names or len(clock) != 1:
         has = " and ".join(clock) or "neither fps nor times.txt" if names else "no images"
         raise VideoError(path, f"this folder has {has}: add images 000001.jpg, .. and either fps, "

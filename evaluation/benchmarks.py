@@ -551,16 +551,14 @@ def whole_shards(files):
 def locate_file(root, folders, name):
     """Path below the root of a video or a subtitle file, None if there is none."""
     stem, ending = os.path.splitext(name)
-    endings, exists = [ending], os.path.isfile
-    # Videos are shipped re-encoded, or in another spelling.
-    if ending not in (".srt", ".json", ".jsonl"):
+    endings, is_video = [ending], ending not in (".srt", ".json", ".jsonl")
+    if is_video:  # shipped re-encoded, or in another spelling
         endings += [suffix for suffix in (".mp4", ".MP4", ".mkv", ".webm", "") if suffix != ending]
-        exists = os.path.exists  # a folder of frames is a video too
     for folder in folders:
         for ending in endings:
-            path = os.path.join(folder, stem + ending)
-            if exists(os.path.join(root, path)):
-                return path
+            path = os.path.join(root, folder, stem + ending)
+            if launch.is_file(path) or is_video and os.path.isdir(path):  # a folder of frames
+                return os.path.join(folder, stem + ending)
     return None
 
 

@@ -275,7 +275,7 @@ def processor_bounds(ckpt):
     """Checkpoint folder -> (min, max) pixels of an image, as its processor resizes it. Those of
     the published Qwen3-VL, if the folder does not say."""
     path = os.path.join(chat.config_folder(ckpt) or ckpt, "preprocessor_config.json")
-    size = chat.read_object(path).get("size", {}) if os.path.isfile(path) else {}
+    size = chat.read_object(path).get("size", {}) if launch.is_file(path) else {}
     return size.get("shortest_edge", 65536), size.get("longest_edge", 16777216)
 
 
@@ -491,8 +491,7 @@ def paravt_text(tools, crop_response, timed):
 def crop_schema(frames, path):
     """Training's schema. frames: calls return frames. path: a call names the video."""
     schema = rollout.tool_schema("frames" if frames else "summary")[:1]  # crop_video alone
-    function = schema[0]["function"]
-    arguments = function["parameters"]
+    arguments = schema[0]["function"]["parameters"]
     if path:  # the authors' three arguments; the model does not choose the number of frames
         named = {"type": "string", "description": "path of the video"}
         times = {name: arguments["properties"][name] for name in ("start_time", "end_time")}

@@ -44,7 +44,7 @@ def resolve_checkpoint(path):
     needed = [("tokenizer.json",), ("tokenizer_config.json",),
               ("preprocessor_config.json", "processor_config.json")]
     for names in needed:
-        if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
+        if not any(launch.is_file(os.path.join(folder, name)) for name in names):
             raise launch.UserError(f"checkpoint {folder}: {names[0]} is missing; copy it from the "
                                    "checkpoint that this one was made from")
     chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
@@ -105,7 +105,7 @@ def stored_shapes(folder):
 
     names = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
     index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.isfile(index):
+    if launch.is_file(index):
         content = chat.read_object(index)
         with chat.as_user_error(folder, "model.safetensors.index.json"):
             missing = sorted(set(map(str, content["weight_map"].values())) - set(names))
@@ -317,7 +317,7 @@ def adapter_config(ckpt: str) -> dict | None:
     """The settings of a folder of adapters; None for a folder of whole weights, and for none.
     Raises UserError if sft.py or grpo.py did not save the adapters."""
     path = os.path.join(ckpt, "adapter_config.json")
-    if not os.path.isfile(path):
+    if not launch.is_file(path):
         return None
     config = chat.read_object(path)
     if "base_digest" not in config or config.get("lora_alpha") != 2 * config.get("r", 0):

@@ -65,9 +65,8 @@ def draw_window(name, number, args, duration):
 
 def fill_task(reply, task):
     """Fills a task from the reply of the model that writes -> None, or why it is no task."""
-    match = re.search(r"\{.*\}", reply, re.DOTALL)
     try:
-        written = launch.parse_json(match[0])
+        written = launch.parse_json(re.search(r"\{.*\}", reply, re.DOTALL)[0])
         question, answer = written["question"].strip(), str(written["answer"]).strip()
         options = written["options"] if task["type"] == "mcq" else None
         if options:
