@@ -12,12 +12,12 @@ Used by eval.py: --rescore, --compare, --table, --prepare.
 
 import argparse
 import collections
-import glob
 import hashlib
 import itertools
 import json
 import os
 import pathlib
+import re
 import time
 
 import launch
@@ -58,8 +58,8 @@ def read_records(out, digest=None):
     Raises UserError if records are of other settings than `digest`, or of two settings.
     """
     done = {}
-    for path in sorted(glob.glob(os.path.join(glob.escape(out), "records.*.jsonl"))):
-        with open(path, "rb") as f:
+    for name in sorted(n for n in os.listdir(out) if re.fullmatch(r"records\..*\.jsonl", n)):
+        with open(path := os.path.join(out, name), "rb") as f:
             lines = f.read().split(b"\n")
         # A whole line ends in a newline, so the last piece is empty or torn.
         for number, line in enumerate(lines[:-1], 1):
