@@ -160,12 +160,12 @@ class Source(rollout.Source):
         keys = [f"{self.show}{frames.frame_keys[i]}" for i in order]
         return video.Frames(images, frames.seconds, self.show + frames.key, keys)
 
-    def times_from_start(self, spec, num_frames):
+    def times_from_start(self, overview_spec, num_frames):
         """-> seconds of `num_frames` frames at most, as VideoZoomer takes them."""
-        starts, info = self.cache.index(video.resolve(spec["video"], self.root))
+        starts, info = self.cache.index(video.resolve(overview_spec["video"], self.root))
         indices = [int(i * (len(starts) - 1) / max(1, num_frames - 1)) for i in range(num_frames)]
         step = max(1, round(len(starts) / info.duration / self.overview_fps))  # in frames
-        if len(starts) <= step * spec["frames"]:
+        if len(starts) <= step * overview_spec["frames"]:
             indices = range(0, len(starts), step)
         # A video with fewer frames shows no frame twice.
         return [float(starts[index]) for index in dict.fromkeys(indices)]
