@@ -284,7 +284,7 @@ def finish(out, bench_dirs, args, policy, parts=None):
         raise launch.UserError(f"{out}: {missing} items have no record yet; {hint} {out}")
     # Our engine hides no text: there an empty answer is wrong.
     refused = ([] if args.allow_errors
-               else scores.refuse_headlines(results, silent=flags.get("engine") == "openai"))
+               else scores.refuse_headlines(results, refuse_empty=flags.get("engine") == "openai"))
     scores.add_crr(results)
     summary = {"checkpoint": policy}
     if args.judge_model:

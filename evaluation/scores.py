@@ -172,7 +172,7 @@ def summarise(records, bench=None, judged=False):
     return out
 
 
-def refuse_headlines(results, silent=False):
+def refuse_headlines(results, refuse_empty=False):
     """Removes the headline of every result with more than 1% failed items and, if asked, of each
     whose episodes hold no text at all, although none failed -> lines that say why."""
     lines = []
@@ -181,7 +181,7 @@ def refuse_headlines(results, silent=False):
         ended = row["n"] - failed + row["errors"].get("judge_error", 0)
         causes = ", ".join(f"{count} {cause}" for cause, count in row["errors"].items())
         reasons = [f"{failed} of {row['n']} items failed ({causes})"] * (failed > 0.01 * row["n"])
-        if silent and row["silent"] == ended > 0:
+        if refuse_empty and row["silent"] == ended > 0:
             reasons.append(f"none of {ended} answers holds any text (the server may move it to "
                            "reasoning_content: start it without --reasoning-parser, or raise "
                            "--max-new-tokens)")

@@ -20,7 +20,7 @@ from scripted import ANSWER, Scripted, call, calls, is_sub, play, play_one
 import chat
 import model
 import rollout
-from engine import EngineConfig, Request, VllmEngine, cpu_options
+from engine import EngineConfig, Request, VllmEngine, cpu_options, gpu_options
 from plumbing import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,13 +71,16 @@ def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
 
 
 def test_room_on_a_cpu_is_for_the_states_of_gated_delta_layers():
-    """A page of keys and values may be as large as one. Two contexts of two layers, in fp32."""
+    """A page of keys and values may be as large as one. Two contexts of two layers, in fp32. And
+    vLLM knows all options of a GPU."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     text = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=1, head_dim=8,
                            linear_num_value_heads=2, linear_key_head_dim=128,
                            linear_value_head_dim=128)
     config = SimpleNamespace(text_config=text)
     options = cpu_options(config, chat.bases()["qwen3_5"], EngineConfig(32))
+    from vllm.engine.arg_utils import EngineArgs
+    assert gpu_options(EngineConfig(32)).keys() <= EngineArgs.__dataclass_fields__.keys()
     assert options["kv_cache_memory_bytes"] >= 2 * 2 * (2 * 128 * 128 * 4)
     assert options["max_num_batched_tokens"] >= 32  # no prompt is cut
 

@@ -144,8 +144,7 @@ def test_a_healthy_run_shows_no_sign_of_death():
     ("judge", "5 of 8 answers", {"judge_failed": [4] + [5] * 8, "judged": 8}, 2),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, word, changes, since):
-    rows = logged(9, **changes)
-    found = [metrics.run_warnings(rows[:2 * step - 1]) for step in range(1, 10)]
+    found = [metrics.run_warnings(logged(9, **changes)[:2 * n - 1]) for n in range(1, 10)]
     assert set().union(*found) == {name}  # and nothing else is blamed
     assert next(step for step, signs in enumerate(found, 1) if signs) == since
     assert word in found[since - 1][name]

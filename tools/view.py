@@ -178,9 +178,9 @@ def shown_turns(row, calls, format_credit):
         ended = finish[n : n + 1] == ["stop"]
         # An endpoint returns no tokens: then take characters, and "" for the end of a turn.
         tokens = row["pieces"][n] if row["pieces"] else [*str(text), *[""] * ended]
-        pieces = [str(piece) for piece in tokens[:20_000]]  # a page must stay a page
+        turn_pieces = [str(piece) for piece in tokens[:20_000]]  # a page must stay a page
         parts = [["i", "<think>\n", None]] if row["think_open"] else []
-        parts += credit_segments(pieces, ended, format_credit, row.get("advantage") or {})
+        parts += credit_segments(turn_pieces, ended, format_credit, row.get("advantage") or {})
         for call in calls:  # after the last turn nothing was inserted
             answered = call["status"] != "not_run" or call["summary"]
             if answered and call["turn"] == n < len(row["turns"]) - 1:
