@@ -581,7 +581,7 @@ def paper_layout(evaluations):
             systems.append({"group": "measured here", "cells": cells,
                             "label": f"{name}, K {k}, tools {mode} (measured)",
                             "departures": summary.get("departures", [])})
-    notes = list(dict.fromkeys(text for system in systems for text in system["departures"]))
+    notes = list(dict.fromkeys(note for system in systems for note in system["departures"]))
     best = {}  # benchmark -> percent as printed, so that a tie is a tie
     for name in names:
         percents = [system["cells"][name][0] for system in systems
@@ -591,7 +591,7 @@ def paper_layout(evaluations):
     for before, system in zip([{"group": None}, *systems], systems):
         if system["group"] != before["group"]:
             rows.append([system["group"]])
-        marks = ", ".join(str(notes.index(text) + 1) for text in system["departures"])
+        marks = ", ".join(str(notes.index(note) + 1) for note in system["departures"])
         row = [system["label"] + (f" [{marks}]" if marks else "")]
         for column, name in enumerate(names, 1):
             percent, complete, text = system["cells"].get(name, (None, False, "-"))

@@ -314,7 +314,7 @@ def with_user(protocol, text, name):
 def read_prompts(sources):
     """--prompt-file values -> texts. FILE is a text. FILE.py:NAME is the string that the file sets
     NAME to, FILE.py:NAME[key] one of a dictionary. Raises UserError naming the value."""
-    texts = []
+    templates = []
     for source in sources:
         path, _, name = source.partition(".py:")  # a plain text may have any name
         path += ".py" if name else ""
@@ -329,8 +329,8 @@ def read_prompts(sources):
             raise launch.UserError(f"--prompt-file {source}: {error}") from None
         if text is None:
             raise launch.UserError(f"--prompt-file {source}: {path} sets no string {name}")
-        texts.append(text)
-    return texts
+        templates.append(text)
+    return templates
 
 
 def assigned_string(code, name):
