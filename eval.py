@@ -192,7 +192,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         flags = argparse.Namespace(**{**vars(args), "tools": True})
         if bench:
             tasks, notes = benchmarks.read_split(bench, root)
-            results.print_notes(bench, notes)
+            results.print_counts(bench, notes)
             flags.video_root = args.video_root or root
             mode = args.subtitles or benchmarks.splits()[bench].default_subtitles
             if mode != "none" and notes["no subtitles"] == len(tasks):

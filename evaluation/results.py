@@ -359,8 +359,8 @@ def prepare_data(bench, root, path):
     if benchmarks.splits()[bench].default_subtitles == "none":
         tasks = [{**task, "subtitles": None} for task in tasks]
     write_tasks(tasks, path)
-    print_notes(path, notes)
+    print_counts(path, notes)
 
 
-def print_notes(name, notes):
+def print_counts(name, notes):
     print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in notes.items()), flush=True)

@@ -90,7 +90,7 @@ def episode_events(episode, windows):
         for n, call in calls:
             times = call.get("seconds_seen")  # other systems are shown the frames themselves
             window = call["start"], call["end"]
-            looks = [e for e in pending if (e[0]["start"], e[0]["end"]) == window]
+            looks = [look for look in pending if (look[0]["start"], look[0]["end"]) == window]
             if times is None and looks:
                 pending.remove(looks[0])
                 times = looks[0][1]
