@@ -98,6 +98,13 @@ def why(error):
     return getattr(error, "strerror", None) or str(error)
 
 
+def disk_mark(error):
+    """-> "the disk: " for the text of an OSError that does not lie in the file itself; else ""."""
+    own = "ENOENT EACCES EPERM ENOTDIR EISDIR ELOOP ENAMETOOLONG".split()
+    # Without a number, or with one of PyAV's, it lies in the file.
+    return "the disk: " * (errno.errorcode.get(getattr(error, "errno", 0), own[0]) not in own)
+
+
 def printable(text):
     """Text of a model or a data file -> the same without characters that steer a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in str(text))

@@ -446,8 +446,7 @@ def chunk_logprobs(hidden, weight, target, bias, temperature):
     norm = logits.logsumexp(-1)  # [n]
     logp = logits.gather(1, target[:, None])[:, 0] - norm
     with torch.no_grad():  # entropy is logged, never trained
-        probabilities = (logits - norm[:, None]).exp()
-        entropy = norm - (probabilities * logits).sum(-1)
+        entropy = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)
     return logp, entropy
 
 

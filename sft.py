@@ -221,11 +221,11 @@ def batch_packs(chats, step, codec, args, rank, world):
         chats.broken.clear()  # the batch begins an epoch: a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     rank_rows = data.balance_over_ranks(picked, chats.cost, rank, world)
-    packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens)
-    lost = [chats.broken[i] for i in rank_rows if i in chats.broken]
-    away = chats.cache.disk_away(lost)
-    if lost and not away:  # after that look: an outage that passed before costs no chat
-        packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens, retry=True)
+    for retry in (False, True):  # after that look: an outage that passed before costs no chat
+        packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens, retry)
+        lost = [chats.broken[i] for i in rank_rows if i in chats.broken]
+        if (away := chats.cache.disk_away(lost)) or not lost:
+            break
     return packs, frames, away, sorted(chats.broken)
 
 

@@ -239,7 +239,7 @@ def identity(path):
         if os.path.isdir(path):
             return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise VideoError(path, launch.why(error).lower()) from error
+        raise VideoError(path, launch.disk_mark(error) + launch.why(error).lower()) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
         raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
@@ -377,7 +377,7 @@ def _open_folder(path):
         with open(os.path.join(path, clock[0]), encoding="utf-8-sig") as file:
             times, end = np.array(file.read().split(), float), 0.0  # 0: the end is unknown
     except (OSError, ValueError) as error:
-        raise VideoError(path, f"{clock[0]}: {error}") from error
+        raise VideoError(path, f"{launch.disk_mark(error)}{clock[0]}: {error}") from error
     gaps, count = np.diff(numbers), len(names)
     if clock == ["fps"]:
         if len(times) != 1 or not 1e-6 < times[0] <= 1000:
@@ -410,7 +410,7 @@ def _picture(folder, name):
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise VideoError(folder, f"{name}: {error}") from error
+        raise VideoError(folder, f"{launch.disk_mark(error)}{name}: {error}") from error
 
 
 class _Source(io.FileIO):
@@ -769,9 +769,9 @@ def _dispatch(request):
         return starts, duration, len(starts), len(starts) / duration, width, height, *ticks
     except (VideoError, ImportError):  # the latter is not the file's fault
         raise
-    except Exception as error:  # of a file that nobody thought of
-        reason = "needs too much memory: " * isinstance(error, MemoryError)
-        raise VideoError(request[0], f"{reason}{type(error).__name__}: {error}") from error
+    except Exception as e:  # of a file that nobody thought of, or of the disk
+        reason = launch.disk_mark(e) or "needs too much memory: " * isinstance(e, MemoryError)
+        raise VideoError(request[0], f"{reason}{type(e).__name__}: {e}") from e
 
 
 def _cpu_seconds(process):
@@ -800,13 +800,14 @@ class ChildDecoder:
                 self.process = subprocess.Popen([sys.executable, __file__], stdin=theirs)
                 theirs.close()  # then the child's death is an end of file here
             try:
-                began = _cpu_seconds(self.process.pid)
                 self.pipe.send(request)
-                if not self.pipe.poll(patience):
+                answers = self.pipe.poll(0.9 * patience)
+                began = _cpu_seconds(self.process.pid)
+                if not answers and not self.pipe.poll(0.1 * patience):
                     # A disk that hangs lets the child compute nothing.
-                    hangs = _cpu_seconds(self.process.pid) - began < patience / 20
-                    raise VideoError(request[0], f"no answer within {patience:g} s: " + (
-                        "its disk timed out" if hangs else "encode it anew, or allow more time"))
+                    hung = _cpu_seconds(self.process.pid) - began == 0
+                    raise VideoError(request[0], f"{'the disk: ' * hung}no answer in {patience:g} s"
+                                     + ": encode it anew, or allow more time" * (not hung))
                 error, value = self.pipe.recv()
                 break
             except BaseException as failure:  # Ctrl-C too: a late answer must not serve the next
@@ -920,9 +921,7 @@ class FrameCache:
                 table = self.table(path)
                 return len(self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32))
 
-        # ext4 says "cannot allocate memory" if it cannot read a directory.
-        machine = re.compile("(?i)input/output|timed out|stale file|(?<!PyAV): cannot allocate")
-        return any(map(machine.search, errors)) or bool(errors) and not all(
+        return any("the disk: " in text for text in errors) or bool(errors) and not all(
             any(map(decodes, paths)) for paths in [*self.witnesses.values()] or [()])  # a copy
 
     def close(self):

@@ -48,8 +48,7 @@ def run_driver(checkout, script, items, child=None, extra_args=()):
     words = [sys.executable, "-I", "-B", child, os.path.abspath(checkout), script, *extra_args]
     with tempfile.TemporaryDirectory() as empty:
         # Neither keys nor folders of the user: the code must not ask a paid service or download.
-        inherited = ("PATH", "LD_LIBRARY_PATH")
-        env = {name: os.environ[name] for name in inherited if name in os.environ}
+        env = {n: os.environ[n] for n in ("PATH", "LD_LIBRARY_PATH") if n in os.environ}
         env |= {"HOME": empty, "HF_HOME": empty, "TMPDIR": empty, "HF_HUB_OFFLINE": "1",
                 "PARAVT_MMVU_VIDEO_DIR": empty, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}
         try:

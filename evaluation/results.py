@@ -168,7 +168,7 @@ def bench_dir_of(out, bench):
 def list_bench_dirs(folder):
     """-> [(benchmark or None, bench_dir)] of an --out. Raises UserError if there is none."""
     pairs = [(bench, bench_dir_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
-    pairs = [pair for pair in pairs if os.path.exists(os.path.join(pair[1], "tasks.jsonl"))]
+    pairs = [pair for pair in pairs if launch.is_file(os.path.join(pair[1], "tasks.jsonl"))]
     if not pairs:
         raise launch.UserError(f"{folder}: no tasks.jsonl and records here")
     # If --out was used for both, only the benchmarks, because one table cannot hold both.

@@ -527,9 +527,7 @@ def difference_lines(compared):
 
 
 def p_text(p):
-    if p is None:
-        return "-"
-    return "<.0001" if p < 0.0001 else f"{p:.4f}"
+    return "-" if p is None else "<.0001" if p < 0.0001 else f"{p:.4f}"
 
 
 def cost_lines(rows):

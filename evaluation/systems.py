@@ -261,9 +261,8 @@ def flag_checks(args):
 
 def source_of(source, args):
     """rollout.Source -> the Source that reads frames as the system does."""
-    system = all_systems()[args.protocol]
     fields = {**vars(source), "overview_fps": args.overview_fps,
-              "total_pixels": args.total_pixels, **system.reader}
+              "total_pixels": args.total_pixels, **all_systems()[args.protocol].reader}
     if args.engine == "openai":
         fields["jpeg"] = 0  # the client writes JPEGs, and the server's processor resizes them
     elif fields.get("jpeg"):

@@ -60,9 +60,10 @@ def resolve_checkpoint(path):
     if unused := sorted(name for name in strange if not name.startswith(known)):
         raise launch.UserError(f"checkpoint {base}: {unused[0]} is stored, but config.json "
                                "describes a model without it; copy config.json again")
-    if strange := sorted(set(read_adapters(folder)) - set(names)):
-        raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}, which the "
-                               "base does not have")
+    inner = {name for name in names if ".language_model.layers." in name}  # as in add_adapters
+    if strange := sorted(set(read_adapters(folder)) - inner):
+        raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}; this code "
+                               "has them in the layers of the language model of its base alone")
     return os.path.realpath(folder)
 
 

@@ -104,8 +104,8 @@ def digest_of(files, names=True):
     folder does not count, so that data may move."""
     digests = []
     for folder, name in sorted(set(files)):
-        digest = None  # of a missing file
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, name), "rb") as f:
+        path, digest = os.path.join(folder, name), None  # of a missing file
+        with contextlib.suppress(FileNotFoundError, ValueError), open(path, "rb") as f:
             digest = hashlib.file_digest(f, "sha256").hexdigest()
         digests.append((name, digest))
     digests = digests if names else sorted(str([digest]) for _, digest in digests)

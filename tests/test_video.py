@@ -431,7 +431,7 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
     # not the file's fault: a new child is asked
     assert video.crop(minute, 3, 5, cache=cache).seconds.tolist() == [3, 4]
     started, decoder.timeout = subprocess.Popen, 1.5
-    for error, program in (("died, twice", "pass"), ("1.5 s: encode it anew", "while 1: pass")):
+    for error, program in (("died, twice", "pass"), (": no answer in 1.5 s: e", "while 1: pass")):
         with monkeypatch.context() as patched, pytest.raises(VideoError, match=error):
             patched.setattr(subprocess, "Popen", lambda _, program=program, **options: started(
                 [sys.executable, "-c", program], **options))
@@ -441,7 +441,7 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
     assert video.crop(minute, 9, 11, cache=cache).seconds.tolist() == [9, 10]
     decoder.process.send_signal(signal.SIGSTOP)
     decoder.timeout = 0.3
-    with pytest.raises(VideoError, match="no answer within 0.3 s: its disk timed out"):
+    with pytest.raises(VideoError, match="the disk: no answer in 0.3 s"):
         video.crop(minute, 6, 8, cache=cache)  # it computes nothing
     decoder.timeout = 20
     assert video.crop(minute, 6, 8, cache=cache).seconds.tolist() == [6, 7]
@@ -466,8 +466,8 @@ def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path, monkeypatch):
     os.remove(films[1])  # the one that was opened last
     assert not cache.disk_away(["gone"])
     # The kernel may keep a.mp4 in its memory, so a read that fails tells, too.
-    monkeypatch.setattr(video, "_open", lambda p: (_ for _ in ()).throw(OSError("Input/output")))
-    with pytest.raises(VideoError, match="Input/output") as error:
+    monkeypatch.setattr(video, "_open", lambda p: (_ for _ in ()).throw(OSError(108, "shut down")))
+    with pytest.raises(VideoError, match="the disk: .*shut down") as error:
         cache.index(write(tmp_path / "c.mp4", 10))
     assert cache.disk_away([str(error.value)]) and not cache.disk_away(["gone"])
     os.remove(films[0])

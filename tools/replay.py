@@ -106,11 +106,12 @@ def main():
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
-    faults = [read_fault(group, policy.features) for group in groups]
-    # One video, or the disk with all of them.
-    away = source.cache.disk_away([*filter(None, faults)])
-    if any(faults) and not away:  # the disk may have been away for a moment
+    faults = [True] * len(groups)
+    for _ in range(2):  # the disk may have been away for a moment
         faults = [f and read_fault(group, policy.features) for group, f in zip(groups, faults)]
+        # One video, or the disk with all of them.
+        if (away := source.cache.disk_away([*filter(None, faults)])) or not any(faults):
+            break
     if launch.any_rank(away) or not launch.any_rank(not all(faults)):
         raise launch.RunError("videos of these rollouts cannot be read; is the disk there?")
     for group, fault in zip(groups, faults):
