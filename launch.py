@@ -98,6 +98,16 @@ def why(error):
     return getattr(error, "strerror", None) or str(error)
 
 
+@contextlib.contextmanager
+def naming(sample):
+    """An error that is raised inside names the sample below its traceback."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"sample {sample}")
+        raise
+
+
 def disk_mark(error):
     """-> "the disk: " for the text of an OSError that does not lie in the file itself; else ""."""
     own = "ENOENT EACCES EPERM ENOTDIR EISDIR ELOOP ENAMETOOLONG".split()

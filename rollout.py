@@ -532,10 +532,11 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
     slots = asyncio.Semaphore(live)
 
     async def play_and_score(episode):
-        async with slots:  # an episode that waits for its judge keeps no other from being played
-            episode = await play(episode, sampler)
-        check_calls(episode)
-        return await score_episode(episode, sampler.pay, sampler.judge)
+        with launch.naming(episode.task["id"]):
+            async with slots:  # one that waits for its judge keeps no other from being played
+                episode = await play(episode, sampler)
+            check_calls(episode)
+            return await score_episode(episode, sampler.pay, sampler.judge)
 
     # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
     # their numbers go on, so that their seeds differ.

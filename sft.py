@@ -115,8 +115,7 @@ class Chats:
         there, and the row is left out."""
         self.path, self.codec, self.args, self.cache = path, codec, args, cache
         self.max_tokens, self.max_positions = max_tokens, data.max_positions(codec)
-        self.root = video.root_of(args, path)
-        self.rows = data.read_chats(path, faults)
+        self.root, self.rows = video.root_of(args, path), data.read_chats(path, faults)
         self.encoded = OrderedDict()  # row -> chat.Sequence, least recently used first
         self.tokens = 0  # in the encoded rows
         self.broken = {}  # row -> why its video could not be read in this pass over the rows
@@ -233,10 +232,12 @@ def make_packs(chats, indices, codec, pack_tokens, retry=False):
     """Chats -> (Packs, {VisionItem.key: Frames that they show}). A chat is a tree without branches.
     Chats with a broken video are left out. retry: as of Chats.read."""
     # The frames are kept until the forward, so that a video which has gone by then ends no run.
-    frames = {}
+    frames, sequences = {}, []
+    for index in indices:
+        with launch.naming(chats.rows[index]["id"]):
+            sequences.append(chats.read(index, frames, retry))
     # None: a chat with a broken video. A rank may be left without any pack; see forward_backward.
-    sequences = [s for s in (chats.read(i, frames, retry) for i in indices) if s is not None]
-    trees = [model.Tree(model.TokenSpan(s.ids, s.mask), s.items) for s in sequences]
+    trees = [model.Tree(model.TokenSpan(s.ids, s.mask), s.items) for s in sequences if s]
     packs = [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
     return packs, frames
 

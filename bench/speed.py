@@ -146,8 +146,7 @@ def train_with_trl(args, filler, ours):
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    images = [Image.fromarray(image) for image in pictures(args.images)]
-    content = []
+    images, content = [Image.fromarray(image) for image in pictures(args.images)], []
     for i in range(args.images):
         content += [{"type": "text", "text": f"<{i}.0 seconds>"}, {"type": "image"}]
     content.append({"type": "text", "text": filler})

@@ -87,8 +87,7 @@ def qwen(ele: dict, total: int, rate: float, height: int, width: int, patch: int
     if "video_start" in ele or "video_end" in ele:
         first, last = window(total, rate, ele.get("video_start", 0.0),
                              ele.get("video_end", total / rate))
-    count = even_count(ele, last - first + 1, rate)
-    factor = 2 * patch
+    count, factor = even_count(ele, last - first + 1, rate), 2 * patch
     min_pixels = ele.get("min_pixels", 128 * factor**2)
     # Two frames make one grid of patches, which this reader counts once.
     together = ele.get("total_pixels", 128_000 * factor**2 * 0.9) / count * 2

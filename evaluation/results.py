@@ -147,8 +147,7 @@ def grade_record(record, protocol="paravt"):
 def grade_folder(folder, judge):
     """Folder -> {item: record}, graded by the present code, and by a judge if the flags name one.
     judge: flags, see endpoint.judge."""
-    flags = read_json(folder, "args.json")
-    records = read_records(folder)
+    flags, records = read_json(folder, "args.json"), read_records(folder)
     # An older version of the grader may have written the scores, so all records are graded again.
     for record in records.values():
         record.update(grade_record(record, flags["protocol"]))

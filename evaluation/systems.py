@@ -288,8 +288,7 @@ def read_texts(args):
 
 def make_protocol(args):
     """Flags -> (Protocol, hash of its prompt texts)."""
-    system = all_systems()[args.protocol]
-    texts = read_texts(args)
+    system, texts = all_systems()[args.protocol], read_texts(args)
     # Too few texts would fail in the middle of a run, and spare ones would be left out silently.
     if len(texts) != len(system.texts):
         takes = f"--protocol {args.protocol} takes {len(system.texts)}: {system.files}"

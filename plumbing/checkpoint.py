@@ -438,8 +438,7 @@ def full_weights(policy, dtype=None):
     """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), with adapters added.
     vLLM's `reload_weights` takes it. Collective: every rank has to run it to its end. A tied
     lm_head is left out, as in the checkpoint file."""
-    tied = policy.hf.config.tie_word_embeddings
-    state = policy.hf.state_dict()
+    tied, state = policy.hf.config.tie_word_embeddings, policy.hf.state_dict()
     for name, tensor in state.items():
         if (tied and name == "lm_head.weight") or ".lora_" in name:
             continue

@@ -126,8 +126,7 @@ def pytest_collection_modifyitems(config, items):
     if seed is not None:  # a file stays in one piece: its module fixtures are made once
         draw = random.Random(seed)
         files = {name: draw.random() for name in dict.fromkeys(item.path.name for item in items)}
-        order = {item: (files[item.path.name], draw.random()) for item in items}
-        items.sort(key=order.get)
+        items.sort(key={item: (files[item.path.name], draw.random()) for item in items}.get)
         return
     long = [f"test_{name}.py" for name in (  # the second begins while the toy world is made
         "sft", "faults", "survival", "file_faults", "published", "fake_gpu", "hostile", "video",

@@ -106,8 +106,7 @@ class Scripted:
         turn, at most max_tokens."""
         ids = [i for i in chat.encode(self.codec, text) if i not in self.codec.suppress_tokens]
         spoken = ids[: ids.index(self.codec.eos)] if self.codec.eos in ids else ids
-        ids = spoken + [self.codec.eos]
-        ids = ids[: request.max_tokens]
+        ids = (spoken + [self.codec.eos])[: request.max_tokens]
         return Completion(request.id, ids, [-(n + 1) / 7 for n in range(len(ids))],
                           chat.decode(self.codec, ids), ids[-1] == self.codec.eos)
 

@@ -23,8 +23,7 @@ import sft
 from plumbing import checkpoint, policies
 from tools import merge
 
-CPU = torch.device("cpu")
-RANK = 3
+CPU, RANK = torch.device("cpu"), 3
 
 
 @pytest.fixture

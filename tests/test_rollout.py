@@ -180,6 +180,12 @@ def test_format_credit_lies_on_the_tags_and_the_end_of_each_turn(codec, tasks, f
     assert [text.split() for text in found] == [["".join(names) + "<|im_end|>"] for names in tags]
 
 
+def test_an_error_that_nobody_expects_names_the_sample(codec, tasks, frames_of, monkeypatch):
+    monkeypatch.setattr(rollout, "check_calls", lambda episode: 1 / 0)
+    error = pytest.raises(ZeroDivisionError, play_one, Scripted(codec, [ANSWER]), tasks, frames_of)
+    assert error.value.__notes__ == [f"sample {tasks[0]['id']}"]
+
+
 def test_a_turn_cut_off_by_its_length_is_closed_by_an_unsampled_token(codec, tasks, frames_of):
     engine = Scripted(codec, [calls((0, 8)) + " a red square" * 200, ANSWER])
     episode = play_one(engine, tasks, frames_of, replace(AGENT, max_new_tokens=80))

@@ -106,12 +106,11 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
         assert all((p.ndim > 1) == (group["weight_decay"] == 0.01) for p in group["params"])
     args.optimizer = "muon"
     adamw, muon = sft.build_optimizers(policy, args, torch.device("cpu"))
-    in_muon = {id(p) for g in muon.param_groups for p in g["params"]}
+    ids = {id(p) for g in muon.param_groups for p in g["params"]}
     assert muon.param_groups[0]["lr"] == 7e-3
-    assert in_muon == {id(p) for p in policy.hf.model.language_model.layers.parameters()
-                       if p.ndim == 2}
-    assert in_muon | {id(p) for g in adamw.param_groups for p in g["params"]} == trained
-    assert not in_muon & {id(p) for g in adamw.param_groups for p in g["params"]}
+    assert ids == {id(p) for p in policy.hf.model.language_model.layers.parameters() if p.ndim == 2}
+    assert ids | {id(p) for g in adamw.param_groups for p in g["params"]} == trained
+    assert not ids & {id(p) for g in adamw.param_groups for p in g["params"]}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -333,8 +333,7 @@ def our_messages(row, frames, max_frames):
     """A published SFT row -> (messages before the first assistant turn, those from there on).
     frames: of an overview; max_frames: of a window. Raises ValueError with the reason if the row
     cannot be converted."""
-    talk = parse_if_json(row["messages"])
-    media = media_of(row)
+    talk, media = parse_if_json(row["messages"]), media_of(row)
     head, rest, calls = [], [], iter(())
     for message in talk if isinstance(talk, list) else []:
         role, pieces = message["role"], content_pieces(message, media)

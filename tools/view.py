@@ -172,8 +172,7 @@ def credit_segments(pieces, ended, format_credit, advantage):
 
 def shown_turns(row, calls, format_credit):
     """A record -> its turns, each a list of segments: "i" was inserted before or after."""
-    finish = row.get("finish") or []
-    turns = []
+    finish, turns = row.get("finish") or [], []
     for n, text in enumerate(row["turns"]):
         ended = finish[n : n + 1] == ["stop"]
         # An endpoint returns no tokens: then take characters, and "" for the end of a turn.
@@ -205,8 +204,7 @@ def shown_call(call):
 def shown_episode(row, source, source_index):
     """A record of a source -> the page's episode. Other objects raise: see episodes_of."""
     task = row["task"]
-    reward = row.get("reward") or {}
-    advantage = row.get("advantage") or {}
+    reward, advantage = row.get("reward") or {}, row.get("advantage") or {}
     calls = [shown_call(call) for call in row.get("calls") or []]
     looked = (row.get("vision") or [{"seconds": []}])[0]  # the overview was looked at first
     times = row.get("frame_times") or looked["seconds"]  # of an evaluation, of a rollout
