@@ -19,7 +19,7 @@ Writes: --out, whole or not at all.
 """
 import base64
 import bisect
-import glob
+import fnmatch
 import io
 import json
 import os
@@ -73,8 +73,9 @@ def record_files(path):
     """A folder, or JSONL -> its files of rollouts, by step, then rank, and of an evaluation."""
     if os.path.isfile(path):
         return [path]
-    return [file for pattern in ("rollouts/*.jsonl", "records.*jsonl")
-            for file in sorted(glob.glob(f"{glob.escape(path)}/{pattern}"))]
+    return [os.path.join(at, name)
+            for at, pattern in ((f"{path}/rollouts", "*.jsonl"), (path, "records.*jsonl"))
+            for name in sorted(fnmatch.filter(next(launch.walk(at), [()] * 3)[2], pattern))]
 
 
 def load_source(path, name, troubles):
@@ -136,8 +137,7 @@ def subsample(rows, limit):
         by_prompt[str(row.get("group")), str(row.get("K")), str(mode_of(row))].append(row)
     groups = list(by_prompt.values())  # in the order of the files: by step
     few = max(1, round(limit * len(groups) / len(rows))) if rows else 0
-    places = sorted(range(len(groups)), key=lambda n: f"{n:032b}"[::-1])[:few]
-    chosen = []
+    places, chosen = sorted(range(len(groups)), key=lambda n: f"{n:032b}"[::-1])[:few], []
     for group in (groups[n] for n in sorted(places)):
         chosen += group if len(chosen) + len(group) <= limit else []  # groups differ in size
     return chosen
