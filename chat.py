@@ -331,8 +331,7 @@ def turn_ids(codec, text, prompt_ids):
     or without blanks before and a newline after. Control tokens spelled in the text stay text;
     tags (`</think>`, `<tool_call>`) become special tokens, as a model samples them.
     """
-    ids = []
-    bare = text.lstrip()
+    ids, bare = [], text.lstrip()
     if bare.startswith("<think>"):
         ids = think_prefix_ids(codec, prompt_ids)
         text = bare.removeprefix("<think>").removeprefix("\n")
@@ -523,8 +522,8 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
         images, clips = processor.image_processor, processor.video_processor
         vocabulary = (tokenizer := processor.tokenizer).get_vocab()  # token -> id, all of them
         eos = vocabulary["<|im_end|>"]
-        cut = (images.patch_size, images.merge_size, images.temporal_patch_size, images.do_rescale,
-               round(1 / images.rescale_factor), images.do_normalize)
+        cut, clip_cut = [(p.patch_size, p.merge_size, p.temporal_patch_size, p.do_rescale,
+                          round(1 / p.rescale_factor), p.do_normalize) for p in (images, clips)]
         norms = [(tuple(p.image_mean), tuple(p.image_std)) for p in (images, clips)]
     # A tokenizer of another checkpoint has other ids: prompts would hold no frames.
     marks = {"image_pad": config.image_token_id, "video_pad": config.video_token_id,
@@ -547,10 +546,11 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
     # Patches of another size would have other features, or crash deep inside the tower. patchify
     # divides by 255 and normalises, in all cases.
     t = config.vision_config
-    if cut != (wanted := (t.patch_size, t.spatial_merge_size, t.temporal_patch_size, 1, 255, 1)):
-        raise launch.UserError(f"checkpoint {ckpt}: the image processor makes patches (pixels, "
-                               f"merged, frames, rescaled by, normalised) {cut}, and {wanted} are "
-                               "expected; copy preprocessor_config.json again")
+    wanted = (t.patch_size, t.spatial_merge_size, t.temporal_patch_size, 1, 255, 1)
+    if mismatch := {cut, clip_cut if channel == "video" else cut} - {wanted}:
+        raise launch.UserError(f"checkpoint {ckpt}: its processor makes patches {mismatch.pop()} "
+                               f"(pixels, merged, frames, rescaled by, normalised), and {wanted} "
+                               "are expected; copy preprocessor_config.json again")
     # patchify uses one mean and std for both, as vLLM does.
     if channel == "video" and norms[0] != norms[1]:
         raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise "

@@ -351,8 +351,7 @@ def main():
     inputs = runs.input_identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
-    start = state.get("step", 0)
-    best = metrics.best_so_far(state, math.inf)
+    start, best = state.get("step", 0), metrics.best_so_far(state, math.inf)
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.

@@ -774,11 +774,11 @@ def _dispatch(request):
         raise VideoError(request[0], f"{reason}{type(e).__name__}: {e}") from e
 
 
-def _cpu_seconds(process):
-    """Seconds that a process has computed so far; infinity where there is no /proc."""
-    with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:
-        # Ticks of Linux: in the program, in the kernel.
-        return sum(map(int, file.read().rpartition(")")[2].split()[11:13])) / 100
+def _busy_seconds(process):
+    """Seconds in which a process has computed or waited for a core so far; infinity where Linux
+    does not say."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/schedstat") as file:
+        return sum(map(int, file.read().split()[:2])) / 1e9  # of its main thread
     return math.inf
 
 
@@ -802,10 +802,10 @@ class ChildDecoder:
             try:
                 self.pipe.send(request)
                 answers = self.pipe.poll(0.9 * patience)
-                began = _cpu_seconds(self.process.pid)
+                began = _busy_seconds(self.process.pid)
                 if not answers and not self.pipe.poll(0.1 * patience):
-                    # A disk that hangs lets the child compute nothing.
-                    hung = _cpu_seconds(self.process.pid) - began == 0
+                    # A disk that hangs, or gives little, lets the child wait for it.
+                    hung = _busy_seconds(self.process.pid) - began < 0.05 * patience
                     raise VideoError(request[0], f"{'the disk: ' * hung}no answer in {patience:g} s"
                                      + ": encode it anew, or allow more time" * (not hung))
                 error, value = self.pipe.recv()

@@ -621,8 +621,7 @@ def split_options(question):
 
 def answer_letter(answer, options):
     """Gold letter from a letter, a label or an option's text (the first with it), "" for none."""
-    answer = str(answer).strip()
-    letters = string.ascii_uppercase[: len(options)]
+    answer, letters = str(answer).strip(), string.ascii_uppercase[: len(options)]
     # A letter first: an option may itself be the text "A".
     label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
     if label and label[1].upper() in letters:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.endpoint import PROBE, Client, Reply, base_url, error_line, is_retryable
+from plumbing.endpoint import BROKEN_OFF, PROBE, Client, Reply, base_url, error_line, is_retryable
 from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
@@ -333,8 +333,7 @@ class OpenAIEngine(Client):
             counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
             self.usage |= {request.id: counts} if [*map(type, counts)] == [int, int] else {}
             # Half of an answer, or none, with status 200.
-            broken = finish in ("error", "abort", "insufficient_system_resource")
-            if broken or [text, counts[1]] == ["", 0]:
+            if finish in BROKEN_OFF or [text, counts[1]] == ["", 0]:
                 return Completion(request.id, error=f"the server broke off: {finish}"), 0, wait
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
             # An empty text would be graded as an answer that says nothing.

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import launch
 
 MAX_REPLY = 16 * 2**20  # bytes of an answer
+BROKEN_OFF = ("error", "abort", "insufficient_system_resource")  # finish reasons of half an answer
 PROBE = [{"role": "user", "content": "Reply with yes."}]  # messages that any model answers
 
 

@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import Future
 
 import launch
-from plumbing.endpoint import PROBE, Client, Reply, base_url, error_line, is_retryable
+from plumbing.endpoint import BROKEN_OFF, PROBE, Client, Reply, base_url, error_line, is_retryable
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
@@ -118,8 +118,10 @@ class Judge(Client):
         self.waiting -= 1
         verdict, text = None, ""
         with contextlib.suppress(LookupError, TypeError, AttributeError):
-            text = reply.answer["choices"][0]["message"]["content"]
-            verdict = read_verdict(text)
+            choice = reply.answer["choices"][0]
+            text = choice["message"]["content"]
+            cut = str(choice.get("finish_reason")).lower() in BROKEN_OFF
+            verdict = None if cut else read_verdict(text)
         if verdict is None and not self.told:
             self.told = True  # once a run: judge_failed counts all of them
             reason = reply.error or f"neither yes nor no: {str(text)[:100]!r}"
