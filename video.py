@@ -47,6 +47,9 @@ from plumbing import arguments, caches
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
+# H.264's, HEVC's message that only later frames are whole, as of a stream that renews its picture
+# by columns: its type, its length, a number of frames above 0.
+RECOVERY = rb"(?s)\0\0(?:\x01|\0.)(?:\x06|\x4e\x01)\x06[\x01-\x0f][\0-\x7f]"
 CACHE_VERSION = 12  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
@@ -508,15 +511,15 @@ def _open(path):
                 if packet.size and not packet.is_discard and not end > sound + max_gap:
                     sound = max(end, sound)  # in this order: sound may be NaN
                 continue
-            if len(early) < (8 if reorders else 1):
-                early += packet.decode()
+            early += packet.decode() if len(early) < (8 if reorders else 1) else ()
             if packet.size:  # else: the flush at the end
                 sets = _parameter_sets(stream.codec_context, packet)
                 changed |= {kind for kind, new in sets.items() if new}
                 pts = _pts_of(packet, reorders or changed)  # a joined clip may have B-frames
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
-                begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
+                begin = (packet.is_keyframe and changed <= sets.keys() - {"header"}
+                         and not re.search(RECOVERY, bytes(packet)))
                 if codec.name == "mpeg4":  # a joined clip may flag all; two bits tell what it is
                     _, _, picture = bytes(packet).partition(b"\0\0\1\xb6")
                     begin = begin and picture[:1] < b"\x40"  # 00: intra
@@ -791,8 +794,8 @@ class ChildDecoder:
 
     def ask(self, request):
         """Like _dispatch. VideoError also if two children died, or if one stayed silent."""
-        frames = len(request[1]) if len(request) > 1 else 0  # opening a file asks for none
-        patience = self.timeout * max(1.0, frames / 64)  # each frame may need a seek
+        # Each frame may need a seek; opening a file asks for none.
+        patience = self.timeout * max(1.0, len(request[1]) / 64 if len(request) > 1 else 0)
         for _ in range(2):  # a user may have killed the first
             if self.process is None:
                 # multiprocessing would import the caller's script, with torch, in each child.

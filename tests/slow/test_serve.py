@@ -24,8 +24,7 @@ from tools import ask, serve, view
 httpx = pytest.importorskip("httpx", reason="httpx is not installed; vLLM brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; vLLM brings it")
 
-FILM = "videos/rl-0000.mp4"
-QUESTION = "Which colours appear?"
+FILM, QUESTION = "videos/rl-0000.mp4", "Which colours appear?"
 
 
 class Running:

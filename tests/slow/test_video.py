@@ -80,13 +80,12 @@ def h264(params):
 
 
 def hevc(params):
-    return {"codec": "libx265",
-            "x265_params": "keyint=20:scenecut=0:b-adapt=0:log-level=none:" + params}
+    return {"codec": "libx265", "x265_params": "keyint=20:scenecut=0:log-level=none:" + params}
 
 
 GAPS = np.random.default_rng(5).integers(1, 300, 48)  # milliseconds
 CODINGS = {
-    "plain.mp4": h264(""),
+    "plain.mp4": h264(""), "transport.ts": h264(""),
     "pyramid.mp4": h264("b-pyramid=normal:bframes=8:ref=6"),
     "strict.mkv": h264("b-pyramid=strict:bframes=5"),
     "open.mp4": h264("open-gop=1"),
@@ -94,7 +93,6 @@ CODINGS = {
     "fields.mp4": h264("tff=1:interlaced=1"),
     "ten.mp4": {"pixels": "yuv420p10le", **h264("")},
     "varying.mp4": {"milliseconds": (3000 + np.cumsum(GAPS)).tolist(), **h264("")},
-    "transport.ts": h264(""),
     "hevc.mp4": hevc("bframes=8"),  # open GOPs, with leading pictures
     "radl.mkv": hevc("no-open-gop=1:radl=2:bframes=3"),
     "layers.mp4": hevc("temporal-layers=3:bframes=7"),
@@ -124,6 +122,12 @@ def coded(tmp_path_factory):
 @pytest.mark.parametrize("name", CODINGS)
 def test_every_frame_is_that_of_ffmpeg(coded, ffmpeg, name):
     assert_as_shown_by(ffmpeg, coded(name), exact=name not in ("ten.mp4", "fields.mp4"))
+
+
+def test_frames_that_renew_a_part_are_no_key_frames(tmp_path, ffmpeg):
+    ffmpeg(*"-f lavfi -i testsrc2=s=128x96:r=15:d=6 -c:v libx264 -x264-params".split(),
+           "intra-refresh=1:keyint=48:bframes=0", tmp_path / "v.ts")
+    assert_as_shown_by(ffmpeg, tmp_path / "v.ts")
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "ts", "flv"])
