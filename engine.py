@@ -245,8 +245,7 @@ class VllmEngine:
     def poll(self) -> list[Completion]:
         """One step of the engine -> the requests that it finished. Raises RuntimeError if the
         engine saw other ids than the trainer will."""
-        finished = []
-        outputs = self.engine.step() if self.running else ()
+        finished, outputs = [], self.engine.step() if self.running else ()
         for output in (output for output in outputs if output.finished):
             request = self.running.pop(output.request_id)
             # Frames were resized again, or placeholders were expanded in another way.

@@ -434,7 +434,7 @@ def walk(path):
 
 def is_file(path):
     """As os.path.isfile, but for an error of the disk, which that takes for no file."""
-    return pathlib.Path(path).is_file()
+    return len(os.path.basename(path)) < 256 and pathlib.Path(path).is_file()  # else too long
 
 
 def fsync(path):

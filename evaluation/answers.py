@@ -35,8 +35,7 @@ SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
 
 def is_acronym(short, text):
     """Whether `short` is the initials of `text`: DFS, or FDA of "Food and Drug Administration"."""
-    letters = re.sub(r"[.\s]", "", short)
-    words = re.findall(r"[^\W_]+", text)
+    letters, words = re.sub(r"[.\s]", "", short), re.findall(r"[^\W_]+", text)
     content = [word for word in words if word.lower() not in SMALL_WORDS]
     # With and without the small words: FDA, and DOA of "dead on arrival".
     initials = ["".join(word[0] for word in group).upper() for group in (words, content)]

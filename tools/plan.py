@@ -286,8 +286,7 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
         weights = 2 * (n["trained"] + n["tower"])
         attending = layer_kinds(text).count("full_attention")
         per_token = 4 * attending * text.num_key_value_heads * text.head_dim  # K, V
-        profile = profile_bytes(config, gpu_gb)
-        states = SEQUENCES * state_bytes(text)
+        profile, states = profile_bytes(config, gpu_gb), SEQUENCES * state_bytes(text)
         tokens = max(0, int((engine_gb * 1e9 - weights - profile - states) / per_token))
         enough = tokens >= context
         lines.append(f"vLLM: {weights / 1e9:.1f} GB of weights, about {profile / 1e9:.1f} of "

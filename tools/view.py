@@ -155,8 +155,7 @@ def credit_segments(pieces, ended, format_credit, advantage):
     """The sampled tokens of a turn, as texts -> [[kind, text, credit]], neighbours joined."""
     structural = rewards.structural_mask([piece.encode("utf-8", "replace") for piece in pieces])
     task = number(advantage.get("task"))  # None if no advantage was recorded
-    fmt = number(advantage.get("fmt")) or 0.0
-    parts = []
+    fmt, parts = number(advantage.get("fmt")) or 0.0, []
     for n, (piece, tag) in enumerate(zip(pieces, structural)):
         kind = "t" if tag else "s"  # structural, or merely sampled
         if ended and n + 1 == len(pieces):
