@@ -110,7 +110,7 @@ def naming(sample):
 
 def disk_mark(error):
     """-> "the disk: " for the text of an OSError that does not lie in the file itself; else ""."""
-    own = "ENOENT ENOTDIR EISDIR ELOOP ENAMETOOLONG EINVAL".split()  # a ticket may end: not EACCES
+    own = "ENOENT ENOTDIR EISDIR ELOOP ENAMETOOLONG".split()  # no EACCES: a ticket may have ended
     # Without a number, or with one of PyAV's, it lies in the file.
     return "the disk: " * (errno.errorcode.get(getattr(error, "errno", 0), own[0]) not in own)
 
