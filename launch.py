@@ -425,9 +425,12 @@ def unlock():
 
 
 def walk(path):
-    """As os.walk, but a folder that cannot be read raises: os.walk would leave it out."""
+    """As os.walk, but a folder that cannot be read raises: os.walk would leave it out. One that
+    belongs to somebody else, as lost+found, is left out with a line."""
     def fail(error):
-        if not isinstance(error, FileNotFoundError):
+        if isinstance(error, PermissionError):
+            print(f"left out: {error}", file=sys.stderr, flush=True)
+        elif not isinstance(error, FileNotFoundError):
             raise error
     return os.walk(path, onerror=fail)
 
