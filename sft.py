@@ -126,7 +126,8 @@ class Chats:
 
     def __getitem__(self, index):
         """Row -> chat.Sequence, or None if a video of the chat is broken."""
-        return self.read(index, {})
+        with launch.naming(self.rows[index]["id"]):
+            return self.read(index, {})
 
     def read(self, index, by_key, retry=False):
         """As [index]. by_key: a dict that gets {VisionItem.key: Frames}, the frames of the chat.
