@@ -111,8 +111,8 @@ def naming(sample):
 def disk_mark(error):
     """-> "the disk: " for the text of an OSError that does not lie in the file itself; else ""."""
     own = "ENOENT ENOTDIR EISDIR ELOOP ENAMETOOLONG".split()  # no EACCES: a ticket may have ended
-    # Without a number, or with one of PyAV's, it lies in the file.
-    return "the disk: " * (errno.errorcode.get(getattr(error, "errno", 0), own[0]) not in own)
+    code = getattr(error, "errno", None) or 0  # without one, or with one of PyAV's: in the file
+    return "the disk: " * (0 < code < 4096 and errno.errorcode.get(code) not in own)
 
 
 def printable(text):
