@@ -488,9 +488,9 @@ def vllm_overrides(config):
     of the tower."""
     axes = [11, 11, 10] if config.model_type == "qwen3_5" else [24, 20, 20]
     rope = {"mrope_section": axes, **config.text_config.rope_parameters, "mrope_interleaved": True}
-    return {"rms_norm_eps": 1e-6, "text_config": {
-        "tie_word_embeddings": config.tie_word_embeddings, "attn_output_gate": True, "qkv_bias":
-        False, "output_gate_type": "swish", "sliding_window": None, "rope_parameters": rope}}
+    text = dict(tie_word_embeddings=config.tie_word_embeddings, attn_output_gate=True,
+                rope_parameters=rope, output_gate_type="swish", qkv_bias=False, sliding_window=None)
+    return {"rms_norm_eps": 1e-6, "text_config": text}
 
 
 def small_files(folder):

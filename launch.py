@@ -15,13 +15,13 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 # Segments that grow fragment less, since packs differ in length. torch reads this at its first
 # allocation. vLLM 0.32 turns the option off around its own pool, which cannot use it.
@@ -30,6 +30,8 @@ os.environ.pop("PYTHONSAFEPATH", None)  # else decode workers do not find the fi
 
 # ------------------------------------------------------------------------------------------------
 # Errors and main()
+
+DISK = "the disk: "  # marks the text of an error that the machine caused, not the file
 
 
 class UserError(Exception):
@@ -109,10 +111,10 @@ def naming(sample):
 
 
 def disk_mark(error):
-    """-> "the disk: " for the text of an OSError that does not lie in the file itself; else ""."""
-    own = "ENOENT ENOTDIR EISDIR ELOOP ENAMETOOLONG".split()  # no EACCES: a ticket may have ended
-    code = getattr(error, "errno", None) or 0  # without one, or with one of PyAV's: in the file
-    return "the disk: " * (0 < code < 4096 and errno.errorcode.get(code) not in own)
+    """-> DISK for the text of an OSError that does not lie in the file itself; else ""."""
+    # EACCES is none of these: a mount's ticket may have ended. Nor are PyAV's own large numbers.
+    own, code = "ENOENT ENOTDIR EISDIR ELOOP ENAMETOOLONG".split(), getattr(error, "errno", 0) or 0
+    return DISK * (0 < code < 4096 and errno.errorcode.get(code) not in own)
 
 
 def printable(text):
@@ -435,9 +437,11 @@ def walk(path):
     return os.walk(path, onerror=fail)
 
 
-def is_file(path):
-    """As os.path.isfile, but for an error of the disk, which that takes for no file."""
-    return len(os.path.basename(path)) < 256 and pathlib.Path(path).is_file()  # else too long
+def is_file(path, folders=False):
+    """As os.path.isfile, but for an error of the disk, which that takes for no file. folders: a
+    folder counts, too."""
+    # A longer name is an error, too.
+    return len(Path(path).name) < 256 and (Path(path).is_file() or folders and Path(path).is_dir())
 
 
 def fsync(path):

@@ -126,12 +126,15 @@ class Chats:
 
     def __getitem__(self, index):
         """Row -> chat.Sequence, or None if a video of the chat is broken."""
-        with launch.naming(self.rows[index]["id"]):
-            return self.read(index, {})
+        return self.read(index, {})
 
     def read(self, index, by_key, retry=False):
         """As [index]. by_key: a dict that gets {VisionItem.key: Frames}, the frames of the chat.
         retry: try also a row that could not be read, since an outage may have passed."""
+        with launch.naming(self.rows[index]["id"]):
+            return self.encode(index, by_key, retry)
+
+    def encode(self, index, by_key, retry):
         if index in self.broken and not retry:
             return None
         row = self.rows[index]
@@ -233,12 +236,10 @@ def make_packs(chats, indices, codec, pack_tokens, retry=False):
     """Chats -> (Packs, {VisionItem.key: Frames that they show}). A chat is a tree without branches.
     Chats with a broken video are left out. retry: as of Chats.read."""
     # The frames are kept until the forward, so that a video which has gone by then ends no run.
-    frames, sequences = {}, []
-    for index in indices:
-        with launch.naming(chats.rows[index]["id"]):
-            sequences.append(chats.read(index, frames, retry))
+    frames = {}
     # None: a chat with a broken video. A rank may be left without any pack; see forward_backward.
-    trees = [model.Tree(model.TokenSpan(s.ids, s.mask), s.items) for s in sequences if s]
+    sequences = [s for s in (chats.read(i, frames, retry) for i in indices) if s is not None]
+    trees = [model.Tree(model.TokenSpan(s.ids, s.mask), s.items) for s in sequences]
     packs = [model.pack_trees(codec, members) for members in model.fill_packs(trees, pack_tokens)]
     return packs, frames
 

@@ -518,8 +518,8 @@ def _open(path):
                 pts = _pts_of(packet, reorders or changed)  # a joined clip may have B-frames
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
-                begin = (packet.is_keyframe and changed <= sets.keys() - {"header"}
-                         and not re.search(RECOVERY, bytes(packet)))
+                begin = (packet.is_keyframe and changed <= sets.keys() - {"header"} and not (
+                    codec.name in ("h264", "hevc") and re.search(RECOVERY, bytes(packet))))
                 if codec.name == "mpeg4":  # a joined clip may flag all; two bits tell what it is
                     _, _, picture = bytes(packet).partition(b"\0\0\1\xb6")
                     begin = begin and picture[:1] < b"\x40"  # 00: intra
@@ -805,11 +805,11 @@ class ChildDecoder:
             try:
                 self.pipe.send(request)
                 answers = self.pipe.poll(0.9 * patience)
-                began = _busy_seconds(self.process.pid)
+                began = 0.0 if answers else _busy_seconds(self.process.pid)
                 if not answers and not self.pipe.poll(0.1 * patience):
                     # A disk that hangs, or gives little, lets the child wait for it.
                     hung = _busy_seconds(self.process.pid) - began < 0.05 * patience
-                    raise VideoError(request[0], f"{'the disk: ' * hung}no answer in {patience:g} s"
+                    raise VideoError(request[0], launch.DISK * hung + f"no answer in {patience:g} s"
                                      + ": encode it anew, or allow more time" * (not hung))
                 error, value = self.pipe.recv()
                 break
@@ -924,7 +924,7 @@ class FrameCache:
                 table = self.table(path)
                 return len(self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32))
 
-        return any("the disk: " in text for text in errors) or bool(errors) and not all(
+        return any(launch.DISK in text for text in errors) or bool(errors) and not all(
             any(map(decodes, paths)) for paths in [*self.witnesses.values()] or [()])  # a copy
 
     def close(self):

@@ -557,7 +557,7 @@ def locate_file(root, folders, name):
     for folder in folders:
         for ending in endings:
             path = os.path.join(root, folder, stem + ending)
-            if launch.is_file(path) or is_video and os.path.isdir(path):  # a folder of frames
+            if launch.is_file(path, folders=is_video):  # a folder of frames
                 return os.path.join(folder, stem + ending)
     return None
 

@@ -151,7 +151,7 @@ def archive_path(path):
     absolute path of a file that is there stays. Raises ValueError if no part of the path is known.
     """
     path = path.removeprefix("file://") if "/" in path else path.replace("\\", "/")  # of Windows
-    if os.path.isabs(path) and not launch.is_file(path) and not os.path.isdir(path):
+    if os.path.isabs(path) and not launch.is_file(path, folders=True):
         # The publisher's machine made the path absolute. The archive's own tree begins here.
         at = [path.find(f"/{top}/") for top in ("longvt_source", "museg", "selfqa")]
         if max(at) < 0:

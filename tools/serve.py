@@ -188,7 +188,7 @@ class VideoStore:
     def path_below(self, path: str) -> str:
         """A path as a client writes it -> the path below --video-root."""
         with contextlib.suppress(video.VideoError, ValueError):
-            if launch.is_file(real := video.resolve(path, self.root)) or os.path.isdir(real):
+            if launch.is_file(video.resolve(path, self.root), folders=True):
                 return os.path.relpath(os.path.join(self.root, path), self.root)
         # One line for both, so that no client learns which files lie elsewhere.
         raise Refused(404, "no such video below --video-root")
@@ -380,7 +380,7 @@ def bounded_answer(codec, event: dict, limit: int | None) -> tuple[str, str]:
     if event["status"] != "ok":
         cure = "; ask with fewer frames, or start serve.py with a smaller --max-pixels"
         text = f"{event['status']}: {event['error']}{cure * (event['status'] == 'context')}"
-        raise Refused(500 if "engine_error: " in text or "the disk: " in text else 400, text)
+        raise Refused(500 if "engine_error: " in text or launch.DISK in text else 400, text)
     text = event["text"] or ""
     ids = chat.encode(codec, text)
     if limit and len(ids) > limit:
@@ -664,7 +664,7 @@ def probe_video(source, root, path):
         return source.cache.table(video.resolve(path, root)).info
     except video.VideoError as error:  # not str(error): that holds a path of this machine
         reason = f"the video cannot be read: {error.why.replace(root, '')[:200]}"
-        raise Refused(500 if "the disk: " in reason else 400, reason) from None
+        raise Refused(500 if launch.DISK in reason else 400, reason) from None
 
 
 def http_server(app, agents, log_level="warning", **config):
