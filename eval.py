@@ -176,7 +176,7 @@ class Suite:
     bench: str | None
     tasks: list  # the first --limit
     agent: rollout.AgentConfig
-    source: rollout.Source  # of the videos and subtitles
+    source: rollout.VideoSource  # of the videos and subtitles
     out: str = ""  # leaf folder of the records
     digest: str = ""  # see results.settings_digest
     done: dict = None  # item with a finished record -> seconds of that episode

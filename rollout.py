@@ -53,7 +53,7 @@ from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
 from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
 from plumbing.subtitles import task_subtitles
-from video import Source
+from video import VideoSource
 
 # ------------------------------------------------------------------------------------------------
 # Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one
@@ -265,7 +265,7 @@ class RolloutWorker:
 
     engine: object  # submit(Request), abort(id), poll() -> [Completion], max_seqs: the batch
     codec: chat.ChatProcessor
-    source: Source
+    source: VideoSource
     agent: AgentConfig
     pay: rewards.RewardConfig = rewards.RewardConfig()  # the terms of the reward and their weights
     judge: object = None  # plumbing.judge.Judge, whose verdicts pay open answers; None: token F1
@@ -643,8 +643,8 @@ def from_dict(row: dict) -> Episode:
 
 def add_agent_arguments(parser, tools: bool = True) -> None:
     """Flags and settings of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields
-    of AgentConfig, those of Source, the engine. tools=False leaves --tools to the caller (eval.py
-    runs both modes)."""
+    of AgentConfig, those of VideoSource, the engine. tools=False leaves --tools to the caller
+    (eval.py runs both modes)."""
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     for f in fields(AgentConfig):
         if f.metadata["is_setting"]:
@@ -665,9 +665,9 @@ def add_agent_arguments(parser, tools: bool = True) -> None:
     parser.add_setting("max_num_seqs", "sequences in the engine's batch", 64)
 
 
-def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, Source]:
-    """Parsed flags -> (AgentConfig, Source). data_path: of the task file, None for a benchmark.
-    Raises UserError naming the flag."""
+def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, VideoSource]:
+    """Parsed flags -> (AgentConfig, VideoSource). data_path: of the task file, None for a
+    benchmark. Raises UserError naming the flag."""
     agent = AgentConfig(**{f.name: getattr(args, f.name) for f in fields(AgentConfig)})
     arguments.require_min(1, args, "max_new_tokens", "max_model_len", "max_parallel",
                           "max_num_seqs")
@@ -681,15 +681,16 @@ def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, Source]:
     min_setting = min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens)
     if not min_setting > 0 or agent.sub_fps == float("inf"):
         raise launch.UserError("--set: sub_fps, sub_frames, sub_max_new_tokens must be above 0")
-    min_pixels = getattr(args, "min_pixels", Source.min_pixels)  # eval.py alone has the setting
+    min_pixels = getattr(args, "min_pixels", VideoSource.min_pixels)  # eval.py alone has it
     arguments.require_min(min_pixels, args, "max_pixels")
     root = video.root_of(args, data_path)
     # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
     spoken = partial(task_subtitles, which=args.subtitles) if args.subtitles != "none" else None
-    return agent, Source(root, video.frame_cache(args), min_pixels, args.max_pixels,
-                         subtitles=spoken, snap=args.snap == "keyframe", own_labels=bool(data_path))
+    return agent, VideoSource(
+        root, video.frame_cache(args), min_pixels, args.max_pixels, subtitles=spoken,
+        snap=args.snap == "keyframe", own_labels=bool(data_path))
 
 
 def check_positions(codec, agent) -> None:

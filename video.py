@@ -1,5 +1,5 @@
 """video.py (tests/test_video.py): a video, a file or a folder of frames -> frames with timestamps,
-cached; and Source, where the frames of a task come from.
+cached; and VideoSource, where the frames of a task come from.
 
 T frames of H x W pixels; s_i = start of frame i in seconds, s_0 = 0; D = duration.
   frame on display at t   = the last i with s_i <= t; the frame's time is s_i, not t
@@ -251,7 +251,7 @@ def identity(path):
 
 
 @dataclass
-class Source:
+class VideoSource:
     """Where frames come from: the root folder, size bounds, the cache of this stage."""
 
     root: str
@@ -416,7 +416,7 @@ def _picture(folder, name):
         raise VideoError(folder, f"{launch.disk_mark(error)}{name}: {error}") from error
 
 
-class _Source(io.FileIO):
+class _VideoSource(io.FileIO):
     """A file that raises the OSError of a read that failed when it is closed: libavformat takes it
     for the end of the file in some formats, and half a picture for a whole one."""
 
@@ -444,7 +444,7 @@ class _Source(io.FileIO):
 def _stream(path):
     """Path -> (container, video stream), closed at exit. VideoError for PyAV's errors, OSError for
     a read that failed, whatever came of it."""
-    with _Source(path) as source, _stream_of(path, source) as streams:
+    with _VideoSource(path) as source, _stream_of(path, source) as streams:
         yield streams
 
 

@@ -91,8 +91,8 @@ def filler_text(codec, args):
     return "frame " * max(1, int((args.prompt - picture * args.images) / word))
 
 
-class Stills(rollout.Source):
-    """A Source whose root is the Frames of every task."""
+class Stills(rollout.VideoSource):
+    """A VideoSource whose root is the Frames of every task."""
 
     def load(self, spec):
         return self.root

@@ -7,7 +7,7 @@ evaluation/frame_sources.py (tests/test_protocols.py): where the frames of an ev
                   first to the last
 
 A server resizes the frames that it gets once more, by the bounds of the checkpoint's own processor.
-The engine in this process does not, so `Source` does: both engines then see the same pixels.
+The engine in this process does not, so `VideoSource` does: both engines then see the same pixels.
 
 Reads videos and subtitles. Writes no file.
 """
@@ -33,8 +33,8 @@ class ServerVideo(video.Frames):
 
 
 @dataclass
-class Source(rollout.Source):
-    """A rollout.Source whose frames are those of a publisher's reader."""
+class PublisherSource(rollout.VideoSource):
+    """A rollout.VideoSource whose frames are those of a publisher's reader."""
 
     overview_fps: float = 0.0  # frames per second, K at most; 0 = always K
     total_pixels: int = 0  # of the overview, all frames together; 0 = no bound

@@ -28,8 +28,8 @@ from evaluation.protocol_loop import Protocol, Reply, add_video, fill_template
 
 TURNS = 3  # rounds of calls, in the scripts that made the table
 QUALITY = 85  # of JPEGs
-# Fields of frame_sources.Source: qwen_vl_utils' defaults for the overview, the driver's own for a
-# window.
+# Fields of frame_sources.PublisherSource: qwen_vl_utils' defaults for the overview, the driver's
+# own for a window.
 READER = {"overview_grid": "qwen", "grounding_as_video": True, "short_is_blind": True,
           "jpeg": QUALITY, "min_pixels": 100352, "crop_pixels": 50176, "crop_min_pixels": 784,
           "written_lines": True}

@@ -64,19 +64,18 @@ def read_records(out, digest=None):
         # A whole line ends in a newline, so the last piece is empty or torn.
         for number, line in enumerate(lines[:-1], 1):
             try:
-                record = launch.parse_json(line)
-                item = (record["task"]["id"], record["budget"], scores.mode_of(record),
-                        record["sample"])
-                digest = digest or record["digest"]  # None: of the first record
+                row = launch.parse_json(line)
+                item = row["task"]["id"], row["budget"], scores.mode_of(row), row["sample"]
+                digest = digest or row["digest"]  # None: of the first record
             except (ValueError, KeyError, TypeError):
                 reason = "not JSON, or no record; delete the line or the file"
                 raise launch.UserError(f"{path}:{number}: {reason}") from None
-            if record["digest"] != digest:
+            if row["digest"] != digest:
                 raise launch.UserError(f"{out} holds records of another checkpoint or other "
                                        "settings; choose another --out")
             # Files of several ranks come in any order, so the error may be read last.
-            if not (item in done and runs.is_retried(record)):
-                done[item] = record
+            if not (item in done and runs.is_retried(row)):
+                done[item] = row
     return done
 
 

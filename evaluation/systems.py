@@ -79,7 +79,7 @@ class System:
     # args -> (windows beside the overview, frames of each)
     crop_frames_in_context: callable = lambda args: (0, 0)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
-    reader: dict = field(default_factory=dict)  # fields of frame_sources.Source
+    reader: dict = field(default_factory=dict)  # fields of frame_sources.PublisherSource
 
 
 def all_systems():
@@ -207,7 +207,7 @@ def add_arguments(parser):
     add("user_file", "FILE[.py:NAME]: the user turn, if --prompt-file is the system text", type=str)
     add("stamps", "a frame follows its time; protocols with other stamps keep theirs", True)
     add("overview_fps", "frames per second of video, at most --frames; 0 = always --frames", 0.0)
-    add("min_pixels", "of a frame after resizing", rollout.Source.min_pixels)
+    add("min_pixels", "of a frame after resizing", rollout.VideoSource.min_pixels)
     add("total_pixels", "of the overview's frames together, each within its bounds; 0 = any", 0)
     add("dispatch", "turns: a turn ends after one call", "parallel", choices=["parallel", "turns"])
 
@@ -260,14 +260,14 @@ def flag_checks(args):
 
 
 def source_of(source, args):
-    """rollout.Source -> the Source that reads frames as the system does."""
+    """rollout.VideoSource -> the PublisherSource that reads as the system does."""
     fields = {**vars(source), "overview_fps": args.overview_fps,
               "total_pixels": args.total_pixels, **all_systems()[args.protocol].reader}
     if args.engine == "openai":
         fields["jpeg"] = 0  # the client writes JPEGs, and the server's processor resizes them
     elif fields.get("jpeg"):
         fields["processor"] = processor_bounds(args.ckpt)
-    return frame_sources.Source(**fields)
+    return frame_sources.PublisherSource(**fields)
 
 
 def processor_bounds(ckpt):

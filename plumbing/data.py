@@ -125,7 +125,7 @@ def balance_over_ranks(items, cost, rank, world):
     return parts[rank]
 
 
-def preflight(tasks: list, source: video.Source, num_frames: int, context: int,
+def preflight(tasks: list, source: video.VideoSource, num_frames: int, context: int,
               prompt_tokens) -> list:
     """Opens every video, reads subtitles, and counts the tokens of every first prompt with
     `num_frames`; prints the counts. prompt_tokens: (task, spec, Frames, times, subtitles) ->

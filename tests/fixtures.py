@@ -127,7 +127,7 @@ def frames_of(toy):
     import rollout
     import video
 
-    return rollout.Source(str(toy), video.FrameCache())
+    return rollout.VideoSource(str(toy), video.FrameCache())
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def source(toy):
     import rollout
     import video
 
-    return rollout.Source(str(toy), video.FrameCache())
+    return rollout.VideoSource(str(toy), video.FrameCache())
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ FILM = {"id": "q", "video": "videos/rl-0000.mp4", "question": "Which?", "options
 
 def sampler(codec, toy, *main, **more):
     engine = Scripted(codec, list(main), **more)
-    return rollout.RolloutWorker(engine, codec, rollout.Source(str(toy), video.FrameCache()), AGENT)
+    return rollout.RolloutWorker(engine, codec, video.VideoSource(toy, video.FrameCache()), AGENT)
 
 
 def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, capsys):
@@ -42,7 +42,7 @@ def test_an_answer_without_a_window_that_the_machine_lost_is_none(codec, toy, ca
     def away(source, spec, fingerprint):
         raise video.VideoError(spec["video"], "no such file")
 
-    monkeypatch.setattr(rollout.Source, "load_window", away)
+    monkeypatch.setattr(rollout.VideoSource, "load_window", away)
     ask.ask(sampler(codec, toy, calls((0, 8)), "x</think><answer>red</answer>"), [FILM], 4)
     assert re.search("answer: none .*video_error", capsys.readouterr().out)
 

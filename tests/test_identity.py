@@ -194,7 +194,7 @@ def replace_film(folder):
 
 
 def test_a_window_beyond_the_end_of_a_film_that_was_replaced_is_no_fault_of_the_model(films):
-    source, spec = rollout.Source(str(films), video.FrameCache()), {"video": "rl-0000.mp4"}
+    source, spec = rollout.VideoSource(str(films), video.FrameCache()), {"video": "rl-0000.mp4"}
     film = video.identity(video.resolve(spec["video"], source.root))
     replace_film(films)
     for window in ({"start": 900, "end": 901}, {"times": [900.0]}):

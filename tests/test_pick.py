@@ -28,7 +28,7 @@ def recorded(codec, toy, tmp_path_factory):
             return calls((0, 8), (90, 80), (16, 24))
         return {"a": GOOD if sample in "12" else BAD, "b": BAD, "c": GOOD}[name]
 
-    source = rollout.Source(str(toy), video.FrameCache())
+    source = rollout.VideoSource(str(toy), video.FrameCache())
     episodes = play(Scripted(codec, main, sub="0 red"), TASKS, source, group=4)
     return write_rows(tmp_path_factory.mktemp("made") / "r.jsonl", [e.to_dict() for e in episodes])
 

@@ -32,7 +32,7 @@ def recorded(toy, codec, tasks, tmp_path_factory):
     temperature 1."""
     from transformers import Qwen3VLForConditionalGeneration
 
-    source = rollout.Source(str(toy), video.FrameCache())
+    source = rollout.VideoSource(str(toy), video.FrameCache())
     hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
     episodes = [e for task, k in zip(tasks[:3], (4, 8, 4))
                 for e in make_group(codec, source, task, frames=k)]

@@ -231,7 +231,7 @@ def responses(codec, episode, turn=0):
 def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, tasks, toy):
     """Good or bad, every call is answered, and the answers come as ONE user turn with ONE
     generation prompt after it."""
-    class Broken(rollout.Source):
+    class Broken(rollout.VideoSource):
         def load(self, spec):
             if spec.get("start") == 30:
                 raise video.VideoError(spec["video"], "it is broken here")
@@ -279,11 +279,11 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
 def test_a_window_that_the_machine_lost_is_no_fault_of_the_policy(codec, tasks, toy, kind):
     """The disk goes between the overview and the call, or a request fails: the episode is counted
     as failed, tried again by the next start, and not trained on."""
-    class Away(rollout.Source):
+    class Away(rollout.VideoSource):
         def load_window(self, spec, fingerprint):
             raise video.VideoError(spec["video"], "no such file")
 
-    kind_of_source = {"video_error": Away, "engine_error": rollout.Source}[kind]
+    kind_of_source = {"video_error": Away, "engine_error": rollout.VideoSource}[kind]
     source, error = kind_of_source(str(toy), video.FrameCache()), Completion("", error="HTTP 500")
     engine = Scripted(codec, [calls((0, 8)), ANSWER], sub=lambda r: replace(error, id=r.id))
     (episode,) = rollout.run(rollout.RolloutWorker(engine, codec, source, AGENT), tasks[:1], 4)
@@ -341,7 +341,7 @@ def test_an_engine_error_ends_the_episode_and_keeps_what_there_was(codec, tasks,
 
 
 def test_a_group_shares_budget_frames_and_prompt(codec, tasks, toy, opened):
-    source = rollout.Source(str(toy), video.FrameCache())
+    source = rollout.VideoSource(str(toy), video.FrameCache())
     engine = Scripted(codec, [calls((0, 8)), ANSWER])
     episodes = play(engine, tasks, source, frames="gated", group=4, step=3)
     assert len(episodes) == 4 * len(tasks) and len({e.num_frames for e in episodes}) > 1
@@ -402,14 +402,14 @@ def test_no_episode_waits_for_another(codec, tasks, frames_of):
 def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_path, toy):
     os.symlink(toy / "videos", tmp_path / "videos")
     (tmp_path / "empty.mp4").touch()
-    source = rollout.Source(str(toy), video.FrameCache())
+    source = rollout.VideoSource(str(toy), video.FrameCache())
     source.root = str(tmp_path) if name == "empty.mp4" else str(toy)
     broken, engine = {**tasks[0], "id": "broken", "video": name}, Scripted(codec, [ANSWER])
     bad = play(engine, [broken], source, group=2)
     assert [e.status for e in bad] == ["video_error"] * 2 and why in bad[0].error
     assert not engine.requests
     engine = Scripted(codec, ["I saw red red red.\n</think>\n<answer>red</answer>"])
-    good = play(engine, [tasks[1], broken, tasks[2]], rollout.Source(str(toy), video.FrameCache()))
+    good = play(engine, [tasks[1], broken, tasks[2]], video.VideoSource(toy, video.FrameCache()))
     assert [e.status for e in good] == ["ok", "video_error", "ok"]
     assert bad[0].reward["total"] == 0.0 and json.dumps(bad[0].to_dict())
     assert rollout.from_dict(bad[0].to_dict()).context is None

@@ -38,7 +38,7 @@ def write(folder, **more):
 
 
 def settings(script, monkeypatch, toy, data, *flags):
-    """Flags of a script -> (args, tasks, Agent, Source)."""
+    """Flags of a script -> (args, tasks, Agent, VideoSource)."""
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--preset", "toy", "--ckpt",
                                       str(toy / "init"), "--data", str(data), "--frames", "4",
                                       *flags])

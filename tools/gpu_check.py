@@ -75,8 +75,8 @@ CHUNK = 512  # tokens of one step of the engine: a prompt of frames takes severa
 
 
 def toy_inputs(args, wide=False, pixels=32 * 32, channel="image"):
-    """-> (random checkpoint, codec, four tasks, Source) of the world that main makes. wide: layers
-    as large as those of the 2B, and its number of tokens. pixels: of a frame; 1,024 are a token."""
+    """-> (random checkpoint, codec, four tasks, VideoSource) of main's world. wide: layers as large
+    as those of the 2B, and its number of tokens. pixels: of a frame; 1,024 are a token."""
     ckpt, root = os.path.join(args.folder, "wide"), os.path.join(args.folder, "toy")
     if not wide:
         ckpt = os.path.join(root, "init")
@@ -84,7 +84,7 @@ def toy_inputs(args, wide=False, pixels=32 * 32, channel="image"):
         toy.build_init(ckpt, random.Random(0), 0, 2048, 28, 16, 6144, vocab=151936)
     dist.barrier()
     tasks = data.read_tasks(os.path.join(root, "rl.jsonl"))[:4]
-    source = rollout.Source(root, video.FrameCache(), min_pixels=pixels, max_pixels=pixels)
+    source = rollout.VideoSource(root, video.FrameCache(), min_pixels=pixels, max_pixels=pixels)
     return ckpt, chat.load_codec(ckpt, channel), tasks, source
 
 

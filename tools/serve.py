@@ -502,7 +502,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         max_tokens: int | None = Field(None, ge=1)
         max_completion_tokens: int | None = Field(None, ge=1)
         n: Literal[1] | None = None
-        tools: None = None  # the agent has its own
+        tools: tuple[()] | None = None  # the agent has its own
         options: list[Annotated[str, Field(max_length=2_500)]] | None = Field(
             None, min_length=2, max_length=26)
         answer_type: Literal["open", "list", "grounding"] | None = None

@@ -16,9 +16,9 @@ TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which is first?
 
 
 def shown(toy, show, **more):
-    """-> Source of eval.py that shows frames in this way."""
-    source = rollout.Source(str(toy), video.FrameCache())
-    return frame_sources.Source(**vars(source), show=show, **more)
+    """-> VideoSource of eval.py that shows frames in this way."""
+    source = rollout.VideoSource(str(toy), video.FrameCache())
+    return frame_sources.PublisherSource(**vars(source), show=show, **more)
 
 
 def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monkeypatch):

@@ -132,7 +132,7 @@ def test_what_is_read_and_is_no_flag_may_not_change_in_silence(ended, start, sta
 def recorded(codec, toy):
     """Rows of a rollout JSONL: two samples of one task, each with one call."""
     engine = Scripted(codec, [calls((0, 8)), "I saw it.\n</think>\n<answer>0 red</answer>"])
-    source = rollout.Source(str(toy), video.FrameCache())
+    source = rollout.VideoSource(str(toy), video.FrameCache())
     return [e.to_dict() for e in play(engine, [task("a")], source, group=2)]
 
 
@@ -164,7 +164,7 @@ def test_a_record_that_no_rollout_wrote_is_refused_with_the_field(recorded, faul
 
 
 def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, codec):
-    source = rollout.Source(str(films), video.FrameCache())
+    source = rollout.VideoSource(str(films), video.FrameCache())
 
     def main(request):
         replace_film(films)

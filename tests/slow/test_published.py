@@ -156,7 +156,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(world):
-    return rollout.Source(str(world), video.FrameCache())
+    return rollout.VideoSource(str(world), video.FrameCache())
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ class Running:
         self.args = SimpleNamespace(**{**defaults, **flags})
         engine = self.engine = engine or Scripted(codec, answered)
         self.engine.close = lambda: None
-        source = rollout.Source(str(root), video.FrameCache())
+        source = rollout.VideoSource(str(root), video.FrameCache())
         self.store = serve.VideoStore(str(root), 2**24)
         self.agents = serve.Agents(rollout.RolloutWorker(engine, codec, source, AGENT), self.args)
         self.guard = serve.make_app(self.agents, self.store, self.args, key)
@@ -109,7 +109,7 @@ def running(codec, toy):
 
 def asked_in_terminal(codec, toy):
     """The answer of tools/ask.py."""
-    source = rollout.Source(str(toy), video.FrameCache())
+    source = rollout.VideoSource(str(toy), video.FrameCache())
     sampler = rollout.RolloutWorker(Scripted(codec, answered), codec, source, AGENT)
     task = {"id": "q", "video": FILM, "question": QUESTION, "options": None, "answer": None,
             "type": "open"}
@@ -154,7 +154,7 @@ def test_frames_as_images_options_and_stream_null(running):
     times = [part for n in range(2) for part in (text(f"<{n + 1.5} seconds>"), image(jpeg(n)))]
     for content, more, seconds in ((times, {}, [1.5, 2.5]),
                                    (times[1::2], {"fps": 0.5}, [0.0, 2.0])):
-        response = server.post(*content, text(words), stream=None, **more)
+        response = server.post(*content, text(words), stream=None, tools=[], **more)
         assert content_of(response).startswith("red")
         assert response.json()["trace"][0]["times"] == seconds
     assert serve.question_task(words) == {
