@@ -99,7 +99,7 @@ def frame_times(codec, item):
     return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
 
 
-def pieces_of(codec, ids):
+def token_bytes_of(codec, ids):
     """Ids -> the bytes of each; b"" for ids beyond the tokenizer, since vocabularies are padded."""
     return [codec.token_bytes[i] if i < len(codec.token_bytes) else b"" for i in ids]
 
@@ -108,7 +108,7 @@ def decode(codec: ChatProcessor, ids: list[int], keep_end: bool = False) -> str:
     """Sampled ids -> text for parsing and logs. Drops the end of turn unless keep_end."""
     ids = [i for i in ids if keep_end or i != codec.eos]
     # Join before decoding: one character may be spread over several tokens.
-    return b"".join(pieces_of(codec, ids)).decode("utf-8", errors="replace")
+    return b"".join(token_bytes_of(codec, ids)).decode("utf-8", errors="replace")
 
 
 def escape_special_tokens(codec, text, literals=None):

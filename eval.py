@@ -93,7 +93,7 @@ def build_parser():
     add("--live", type=int, default=0, help="episodes at once; 0 = twice max_num_seqs")
     add("--quiet", action="store_true", help="no progress bar; the tables stay")
 
-    rollout.add_agent_arguments(parser, tools=False)
+    rollout.add_agent_arguments(parser, tools_flag=False)
     # Training samples at 0.7, and its engine shares the card with the trainer.
     # subtitles: as the benchmark asks.
     parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9, subtitles=None)

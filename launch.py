@@ -31,7 +31,7 @@ os.environ.pop("PYTHONSAFEPATH", None)  # else decode workers do not find the fi
 # ------------------------------------------------------------------------------------------------
 # Errors and main()
 
-DISK = "the disk: "  # marks the text of an error that the machine caused, not the file
+MACHINE = "the machine: "  # marks the text of an error that the machine caused, not the file
 
 
 class UserError(Exception):
@@ -110,11 +110,12 @@ def naming(sample):
         raise
 
 
-def disk_mark(error):
-    """-> DISK for the text of an OSError that does not lie in the file itself; else ""."""
-    # EACCES is none of these: a mount's ticket may have ended. Nor are PyAV's own large numbers.
-    own, code = "ENOENT ENOTDIR EISDIR ELOOP ENAMETOOLONG".split(), getattr(error, "errno", 0) or 0
-    return DISK * (0 < code < 4096 and errno.errorcode.get(code) not in own)
+def machine_mark(error):
+    """-> MACHINE for the text of an OSError that does not lie in the file itself; else ""."""
+    # EACCES is none of these: a mount's ticket may have ended. Nor is ELOOP: containers answer so
+    # where a mount is missing. Nor are PyAV's own large numbers.
+    own, code = "ENOENT ENOTDIR EISDIR ENAMETOOLONG".split(), getattr(error, "errno", 0) or 0
+    return MACHINE * (0 < code < 4096 and errno.errorcode.get(code) not in own)
 
 
 def printable(text):

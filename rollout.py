@@ -363,7 +363,7 @@ async def load_overview(episode, sampler):
         episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
     episode.timing["video_s"], episode.subtitles = episode.duration, subtitles
     # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
-    if source.own_labels and (fault := data.label_fault(episode.task, episode.duration)):
+    if source.check_labels and (fault := data.label_fault(episode.task, episode.duration)):
         episode.fail("label_error", fault)
         return None
     return spec, frames, subtitles
@@ -381,7 +381,7 @@ def record_turn(episode, codec, completion, finish):
     start = len(episode.context.ids)
     episode.context.add_sampled(completion.ids, completion.logps)
     episode.spans.append([start, start + len(completion.ids)])
-    pieces = chat.pieces_of(codec, completion.ids)  # the bytes of each token
+    pieces = chat.token_bytes_of(codec, completion.ids)  # the bytes of each token
     # The places of the tokens that carry format credit.
     episode.struct += [t for t, flag in enumerate(rewards.structural_mask(pieces), start) if flag]
     # For the page, which draws token by token. Rewards read `turns`.
@@ -641,15 +641,15 @@ def from_dict(row: dict) -> Episode:
                    **{name: row[name] for name in RECORD_FIELDS})
 
 
-def add_agent_arguments(parser, tools: bool = True) -> None:
+def add_agent_arguments(parser, tools_flag: bool = True) -> None:
     """Flags and settings of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields
-    of AgentConfig, those of VideoSource, the engine. tools=False leaves --tools to the caller
+    of AgentConfig, those of VideoSource, the engine. tools_flag=False leaves --tools to the caller
     (eval.py runs both modes)."""
     add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
     for f in fields(AgentConfig):
         if f.metadata["is_setting"]:
             parser.add_setting(f.name, f.metadata["help"], f.default)
-        elif tools or f.name != "tools":
+        elif tools_flag or f.name != "tools":
             kind = {"action": yes_no} if f.type is bool else {"type": f.type}
             add(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"],
                 choices=f.metadata["choices"], **kind)
@@ -690,7 +690,7 @@ def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, VideoSourc
     spoken = partial(task_subtitles, which=args.subtitles) if args.subtitles != "none" else None
     return agent, VideoSource(
         root, video.frame_cache(args), min_pixels, args.max_pixels, subtitles=spoken,
-        snap=args.snap == "keyframe", own_labels=bool(data_path))
+        snap=args.snap == "keyframe", check_labels=bool(data_path))
 
 
 def check_positions(codec, agent) -> None:

@@ -189,8 +189,8 @@ def root_of(args, path):
 def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, snap=False):
     """Path -> Frames, at most `num_frames`. snap: take key frames if they are near enough; fast in
     long files. Raises VideoError, ValueError for num_frames < 1."""
-    cache = cache or FrameCache(0)
-    table, keys = cache.table(path), cache.key_indices(path) if snap else ()
+    table = (cache := cache or FrameCache(0)).table(path)
+    keys = np.flatnonzero(np.isin(table.ticks, table.key_ticks)) if snap else ()
     indices = overview_indices(table.starts, table.info.duration, num_frames, keys)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
@@ -202,16 +202,14 @@ def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
     The first frame may start before `start`, because it is on display at that time. Raises
     VideoError also.
     """
-    cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
+    starts, info = (cache := cache or FrameCache(0)).index(path)  # [N] seconds
     indices = crop_indices(starts, info.duration, start, end, num_frames, fps, max_frames)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
 
 def frames_at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
     """Path, times in seconds -> Frames on display at these times. ValueError: all lie outside."""
-    cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
+    starts, info = (cache := cache or FrameCache(0)).index(path)  # [N] seconds
     valid_times = [t for t in times if 0 <= t < info.duration]  # seconds; other times are left out
     if not valid_times:
         raise ValueError(f"no time lies in the video, which runs from 0 to {info.duration:g} s")
@@ -242,7 +240,7 @@ def identity(path):
         if os.path.isdir(path):
             return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise VideoError(path, launch.disk_mark(error) + launch.why(error).lower()) from error
+        raise VideoError(path, launch.machine_mark(error) + launch.why(error).lower()) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
         raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
@@ -261,7 +259,7 @@ class VideoSource:
     crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
     subtitles: object = None  # (task, seconds of the frames [K], root) -> text of its file, or ""
     snap: bool = False  # overviews take nearby key frames, see overview_indices
-    own_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
+    check_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
 
     def overview_spec(self, task, num_frames):
         """The overview of a task, as `load` reads it and as a rollout records it."""
@@ -380,7 +378,7 @@ def _open_folder(path):
         with open(os.path.join(path, clock[0]), encoding="utf-8-sig") as file:
             times, end = np.array(file.read().split(), float), 0.0  # 0: the end is unknown
     except (OSError, ValueError) as error:
-        raise VideoError(path, f"{launch.disk_mark(error)}{clock[0]}: {error}") from error
+        raise VideoError(path, f"{launch.machine_mark(error)}{clock[0]}: {error}") from error
     gaps, count = np.diff(numbers), len(names)
     if clock == ["fps"]:
         if len(times) != 1 or not 1e-6 < times[0] <= 1000:
@@ -413,7 +411,7 @@ def _picture(folder, name):
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise VideoError(folder, f"{launch.disk_mark(error)}{name}: {error}") from error
+        raise VideoError(folder, f"{launch.machine_mark(error)}{name}: {error}") from error
 
 
 class _VideoSource(io.FileIO):
@@ -773,16 +771,16 @@ def _dispatch(request):
     except (VideoError, ImportError):  # the latter is not the file's fault
         raise
     except Exception as e:  # of a file that nobody thought of, or of the disk
-        reason = launch.disk_mark(e) or "needs too much memory: " * isinstance(e, MemoryError)
+        reason = launch.machine_mark(e) or "needs too much memory: " * isinstance(e, MemoryError)
         raise VideoError(request[0], f"{reason}{type(e).__name__}: {e}") from e
 
 
-def _busy_seconds(process):
-    """Seconds in which a process has computed or waited for a core so far; infinity where Linux
-    does not say."""
+def _core_seconds(process):
+    """Seconds in which a process has computed, and has waited for a core, so far [2]; NaN and 0
+    where Linux does not say."""
     with contextlib.suppress(OSError), open(f"/proc/{process}/schedstat") as file:
-        return sum(map(int, file.read().split()[:2])) / 1e9  # of its main thread
-    return math.inf
+        return np.array(file.read().split()[:2], float) / 1e9  # of its main thread
+    return np.array([math.nan, 0.0])
 
 
 class ChildDecoder:
@@ -804,32 +802,37 @@ class ChildDecoder:
                 theirs.close()  # then the child's death is an end of file here
             try:
                 self.pipe.send(request)
-                answers = self.pipe.poll(0.9 * patience)
-                began = 0.0 if answers else _busy_seconds(self.process.pid)
-                if not answers and not self.pipe.poll(0.1 * patience):
+                times = []  # of the child, after each tenth of the patience without an answer
+                while not self.pipe.poll(0.1 * patience):
+                    times.append(_core_seconds(self.process.pid))
+                    # It waits for a core while others keep the machine busy: that does not count.
+                    if len(times) - (times[-1] - times[0])[1] / (0.1 * patience) < 9.5:
+                        continue
                     # A disk that hangs, or gives little, lets the child wait for it.
-                    hung = _busy_seconds(self.process.pid) - began < 0.05 * patience
-                    raise VideoError(request[0], launch.DISK * hung + f"no answer in {patience:g} s"
-                                     + ": encode it anew, or allow more time" * (not hung))
+                    hung = bool((times[-1] - times[-2]) @ (1, 0.5) < 0.05 * patience)
+                    cure = ": encode it anew, or allow more time" * (not hung)
+                    reason = launch.MACHINE * hung + f"no answer in {patience:g} s{cure}"
+                    raise VideoError(request[0], reason)
                 error, value = self.pipe.recv()
                 break
             except BaseException as failure:  # Ctrl-C too: a late answer must not serve the next
-                self.close()
+                status = self.close()
                 if not isinstance(failure, (EOFError, OSError)):  # else the child died
                     raise
         else:
-            error, value = "the decoder process died, twice", None
+            # Only the kernel's SIGKILL came before ours: it had no memory left.
+            error = launch.MACHINE * (status == -9) + "the decoder process died, twice"
         if error is not None:  # the child lives on
             raise VideoError(request[0], error) if isinstance(error, str) else error
         return value
 
     def close(self):
-        """Ends the child. The next request starts another."""
-        if self.process is not None:
-            self.process.kill()  # terminate would need a handler, and C code never runs one
-            self.process.wait()  # or the child stays a zombie until this process ends
+        """Ends the child -> its exit status."""
+        process, self.process = self.process, None  # the next request starts another
+        if process is not None:
+            process.kill()  # terminate would need a handler, and C code never runs one
             self.pipe.close()
-            self.process = None  # the next request starts another
+            return process.wait()  # or the child stays a zombie until this process ends
 
 
 def _serve():
@@ -892,8 +895,8 @@ class Decoders:
 
     def close(self):
         """Ends the idle children. A child in use stays and is idle later."""
-        idle, self.idle = self.idle, []
-        [child.close() for child in idle]
+        while self.idle:
+            self.idle.pop().close()
 
 
 class FrameCache:
@@ -911,10 +914,6 @@ class FrameCache:
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
         return (table := self.table(path)).starts, table.info
 
-    def key_indices(self, path):
-        """Path -> indices of the key frames, at which a decoder can begin."""
-        return np.flatnonzero(np.isin((table := self.table(path)).ticks, table.key_ticks))
-
     def disk_away(self, errors):
         """Whether a disk with videos has gone. errors: texts of the VideoErrors just met; without
         one, no disk has. Either the machine failed a read, or of none of a disk's four videos that
@@ -924,7 +923,7 @@ class FrameCache:
                 table = self.table(path)
                 return len(self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32))
 
-        return any(launch.DISK in text for text in errors) or bool(errors) and not all(
+        return any(launch.MACHINE in text for text in errors) or bool(errors) and not all(
             any(map(decodes, paths)) for paths in [*self.witnesses.values()] or [()])  # a copy
 
     def close(self):

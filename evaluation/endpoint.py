@@ -401,23 +401,23 @@ def content_parts(content, frames, numbers, selected, clip=None, jpeg=90):
     if isinstance(content, str):
         return [text_part(content)]
     parts = []
-    for item in content:
-        if item["type"] == "text":
-            parts.append(text_part(item["text"]))
+    for piece in content:
+        if piece["type"] == "text":
+            parts.append(text_part(piece["text"]))
             continue
         video = next(frames)
         # frame_sources.ServerVideo: the server reads the file
         url = f"file://{video.path}" if hasattr(video, "path") else ""
         if video is clip:
-            pieces = [jpeg_url(image, jpeg).partition(",")[2] for image in video.images]
-            url = "data:video/jpeg;base64," + ",".join(pieces)
+            jpegs = [jpeg_url(image, jpeg).partition(",")[2] for image in video.images]
+            url = "data:video/jpeg;base64," + ",".join(jpegs)
         if url:
             parts.append({"type": "video_url", "video_url": {"url": url}})
             continue
         for index, (image, seconds) in enumerate(zip(video.images, video.seconds)):
             if next(numbers) not in selected:  # without its time too
                 continue
-            stamp = chat.stamp_text(seconds, index, item.get("stamp"))
+            stamp = chat.stamp_text(seconds, index, piece.get("stamp"))
             if stamp:
                 parts.append(text_part(stamp))
             parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image, jpeg)}})

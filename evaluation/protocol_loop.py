@@ -247,7 +247,7 @@ def cut_after(codec, completion, tags, since=None):
     # In bytes: a turn may hold half a character, and ids are cut where the tag is whole.
     # An endpoint returns text without ids.
     pieces = ([character.encode() for character in completion.text] if completion.ids is None
-              else chat.pieces_of(codec, completion.ids))
+              else chat.token_bytes_of(codec, completion.ids))
     text = b"".join(pieces)
     start = max(0, text.find(since.encode())) if since else 0
     ends = [at + len(tag) for tag in map(str.encode, tags) if (at := text.find(tag, start)) >= 0]

@@ -60,18 +60,21 @@ def clean_run(out, start):
 
 
 def input_identities(ckpts, files, subtitles=()):
-    """-> {what a run reads: [digest, name]}, for resume_point. Collective: rank 0 reads. ckpts:
-    {flag: folder, as resolved}. files: {flag: [path or None]}. subtitles: [(folder, name)]. Not the
-    videos, which are terabytes: each record holds the identity of its own."""
-    inputs = None
-    if launch.rank_and_world()[0] == 0:
-        files = {flag: [path for path in paths if path] for flag, paths in files.items()}
+    """-> {what a run reads: [digest, name]}, for resume_point. Collective: one rank of each machine
+    reads. Raises UserError if two machines hold different bytes. ckpts: {flag: folder, as
+    resolved}. files: {flag: [path or None]}. subtitles: [(folder, name)]. Not the videos, which are
+    terabytes: each record holds the identity of its own."""
+    inputs = {}
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # a machine may have copies of its own
         # A renamed file is the same data.
-        inputs = {flag: [digest_of(map(os.path.split, paths), names=False),
-                         " ".join(paths) or "none"] for flag, paths in files.items()}
+        inputs = {flag: [digest_of(map(os.path.split, filter(None, paths)), names=False),
+                         " ".join(filter(None, paths)) or "none"] for flag, paths in files.items()}
         inputs |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
         inputs["subtitles"] = [digest_of(subtitles), None]
-    return launch.broadcast([inputs])[0]
+    first, *others = filter(None, launch.gather_rows([inputs]))
+    if differ := [f for f in first if any(other[f][0] != first[f][0] for other in others)]:
+        raise launch.UserError(f"{differ[0]}: another machine of this run holds other bytes")
+    return first
 
 
 def content_digest(ckpt):
@@ -191,9 +194,8 @@ def claim_file(out, args, inputs, names, required):
     # Not os.path.exists, which would take a fault of the disk for no file.
     paths = [os.path.join(folder, n) for n in (name, f"{name}.part") if n in os.listdir(folder)]
     old = chat.read_object(args_path(out)) if paths and os.path.isfile(args_path(out)) else {}
-    old_run = {"args": old, "inputs": old.get("inputs")}
-    differ = (settings_diff(args, inputs, old_run) if old.get("inputs")
-              else [f"{args_path(out)} is missing or old"])
+    differ = (settings_diff(args, inputs, {"args": old, "inputs": old["inputs"]})
+              if old.get("inputs") else [f"{args_path(out)} is missing or old"])
     if paths and differ:
         raise launch.UserError(f"{paths[0]} holds rollouts of other settings: "
                                f"{', '.join(differ[:3])}; choose another --out, or delete the file")
@@ -304,8 +306,7 @@ def undamaged_checkpoint(out):
         damaged += ["state.json"] * (state.get("own_crc32") not in (None, state_crc32(state)))
         if not damaged:
             return folder, state
-        launch.print0(f"{folder}: {damaged[0]} has other bytes than were saved; going on from an "
-                      "older checkpoint")
+        launch.print0(f"{folder}: {damaged[0]} has other bytes than were saved; using an older one")
     return None, {}
 
 

@@ -55,7 +55,7 @@ def subtitle_text(lines, seconds=None):
     return "\n".join(text for text, _ in itertools.groupby(texts))
 
 
-@functools.lru_cache(2**14)  # check_subtitles reads all: a disk that goes later takes none away
+@functools.cache  # check_subtitles reads all: a disk that goes later takes none away
 def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
     """
     SRT, WebVTT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of
@@ -90,7 +90,8 @@ def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # Another encoding is not guessed: a wrong guess shows the model wrong words.
         reason = "not UTF-8: convert it, as with iconv -f GB18030 -t UTF-8, or -f CP1252"
-        reason = reason if isinstance(error, UnicodeError) else type(error).__name__
+        reason = reason if isinstance(error, UnicodeError) else (
+            launch.machine_mark(error) + type(error).__name__)
         raise ValueError(f"{path}: unreadable subtitles ({reason})") from None
 
 

@@ -41,7 +41,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
         last = number == len(turns) - 1
         ids = chat.encode(codec, text) + ([] if cut and last else [codec.eos])
         episode.spans.append([len(context.ids), len(context.ids) + len(ids)])
-        mask = rewards.structural_mask(chat.pieces_of(codec, ids))
+        mask = rewards.structural_mask(chat.token_bytes_of(codec, ids))
         episode.struct += [t for t, one in enumerate(mask, len(context.ids)) if one]
         context.add_sampled(ids, [-1.0] * len(ids))
         episode.turns.append(text)

@@ -45,8 +45,7 @@ def test_endpoint_gets_frames_after_their_times_and_one_user_turn_of_responses(t
     def reply(body):
         if "short window" in body["messages"][0]["content"]:
             return "a red square"
-        return "<think>\n" + (calls((0, 8), (9, 5), (8, 16)) if len(body["messages"]) < 4
-                              else ANSWER)
+        return "<think>\n" + (ANSWER if body["messages"][3:] else calls((0, 8), (9, 5), (8, 16)))
 
     with Server(reply) as server:
         episode = ask(server, tasks, frames_of, prefill=True)
@@ -141,8 +140,7 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
     ((404, {"error": {"message": "The model `m` does not exist."}}), 0,
      ("The model `m` does not exist.", "--model m", "/v1")),
     ((400, {"message": "top_k is not known " + "x" * 900}), 0, ("HTTP 400: top_k is not known",)),
-    ((503, "loading\x1b[2J"), 2, ("HTTP 503: loading", "server's log")),
-])  # fmt: skip
+    ((503, "loading\x1b[2J"), 2, ("HTTP 503: loading", "server's log"))])
 def test_a_server_that_refuses_is_found_before_the_run(reply, wait, why, monkeypatch, no_pause):
     """One line with the address, the server's words and the flag to look at, never the key."""
     monkeypatch.setenv("SOME_KEY", "s3cret-value\n")

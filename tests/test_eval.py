@@ -149,6 +149,7 @@ def test_table_and_summary_say_the_same(world):
     assert done.engine.closed
 
 
+@pytest.mark.process  # three evaluations
 def test_a_headline_with_more_than_one_percent_errors_is_refused(world, tmp_path):
     refused = world(allow=False)
     assert refused.code == 2 and refused.err.count("\n") == 1
@@ -205,8 +206,7 @@ def episode(*turns, task=ROWS[0], status="ok", think_open=True):
     (["<think>red"], False, 0.0),
     # the last turn counts
     (["x</think><answer>red</answer>", "y</think><answer>blue</answer>"], True, 0.0),
-    ([], True, 0.0),
-])  # fmt: skip
+    ([], True, 0.0)])
 def test_the_last_answer_or_the_text_after_the_thought_is_graded(turns, think_open, score):
     assert results.grade_record(episode(*turns, think_open=think_open))["score"] == score
 
@@ -339,8 +339,7 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     (("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"), (),
      "no server answers at http://127.0.0.1:9"),
     (("--prompt-file", "/no/such.txt"), (), "--prompt-file"),
-    (("--set", "overview_fps=-1"), (), "overview_fps"),
-])  # fmt: skip
+    (("--set", "overview_fps=-1"), (), "overview_fps")])
 def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
     done = world(*flags, drop=drop)
     assert done.code == 2 and why in done.err and "Traceback" not in done.err

@@ -62,11 +62,8 @@ def test_docstring_example_runs():
 
 
 @pytest.mark.parametrize("start, end, want", [
-    (1, 2, (1.0, 2.0)),
-    (1.5, "2.5", (1.5, 2.5)),
-    ("01:30", "1:45.5", (90.0, 105.5)),
-    ("1:00:00", "1:00:10", (3600.0, 3610.0)),
-    ("90:00", "5401", (5400.0, 5401.0)),
+    (1, 2, (1.0, 2.0)), (1.5, "2.5", (1.5, 2.5)), ("01:30", "1:45.5", (90.0, 105.5)),
+    ("1:00:00", "1:00:10", (3600.0, 3610.0)), ("90:00", "5401", (5400.0, 5401.0)),
     (-5, 2, (-5.0, 2.0)),  # the episode clamps it: only it knows the duration
 ])  # fmt: skip
 def test_times_are_read_as_seconds(start, end, want):
@@ -100,8 +97,7 @@ def test_times_are_read_as_seconds(start, end, want):
     # nothing is evaluated
     ("<tool_code>crop_video(1+1, 3)</tool_code>", "start_time is not a time"),
     ("<tool_code>crop_video(" + "(" * 3000 + "</tool_code>", "not a whole call"),
-    ("<tool_code>" + "f(" * 5000 + "</tool_code>", "too long"),
-])  # fmt: skip
+    ("<tool_code>" + "f(" * 5000 + "</tool_code>", "too long")])
 def test_each_bad_call_gets_an_entry_that_says_why(text, want):
     assert want in the_call(text).error
 
@@ -128,8 +124,7 @@ def test_num_frames_is_a_whole_number_or_null(frames, want):
     "<tool_code>crop_video(1, 2)</tool_code>",
     "<tool_code>\nprint(crop_video('0:01', end_time=\"0:02\"))\n</tool_code>",
     '<tool_code>crop_video("a (1), b.mp4", 1, 2)</tool_code>',
-    "<tool_code>crop_video(video_path='v.mp4', start=1, end=0:02)",
-])  # fmt: skip
+    "<tool_code>crop_video(video_path='v.mp4', start=1, end=0:02)"])
 def test_every_dialect_gives_the_same_call(text):
     assert the_call(text) == rewards.ToolCall("crop_video", 1.0, 2.0, None, None)
 
@@ -193,8 +188,7 @@ def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
     (["<tool_response>A</tool_response>B"], "B"),
     (["<tool_call>{"], None),
     (["x</think>C<answer>B</answer>"], "B"),
-    ([], None),
-])  # fmt: skip
+    ([], None)])
 def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
     assert rewards.answer_or_tail(turns) == want
 
@@ -229,8 +223,7 @@ def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
     ("I choose the dog, not the cat", None),
     ("<action>A</action><observation>it is A</observation>B", "B"), ("<think>so B</think>", None),
     ("dog.", "B"), ("It is option (c), a hot dog.", "C"),
-    ("A shows two, C four.\nB", "B"),
-])  # fmt: skip
+    ("A shows two, C four.\nB", "B")])
 def test_letter_is_read_by_policy(response, want):
     assert rewards.extract_letter(response, PETS) == want
 
@@ -254,8 +247,7 @@ def test_letter_is_read_by_policy(response, want):
     ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
     ("from 00:03 until 00:09", (3, 9)), ("starts at 3 seconds and ends at 9 seconds", (3, 9)),
     ("3s-9s", (3, 9)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
-    ("start 9, end 3", None), ("it lasts 6 seconds", None), ("2024-2025 frames", None),
-])  # fmt: skip
+    ("start 9, end 3", None), ("it lasts 6 seconds", None), ("2024-2025 frames", None)])
 def test_span_is_read_in_seconds(response, want):
     assert rewards.extract_span(response) == want
 
@@ -264,8 +256,7 @@ def test_span_is_read_in_seconds(response, want):
     ((0, 10), (5, 15), 5 / 15), ((0, 10), (0, 10), 1), ((0, 1), (1, 2), 0), ((0, 1), (5, 6), 0),
     (None, (0, 1), 0),
     ((2, 4), (0, 10), 0.2), ((5, 5), (0, 10), 0), ((6, 5), (0, 10), 0), ((math.nan, 5), (0, 10), 0),
-    ((0, math.inf), (0, 10), 0),
-])  # fmt: skip
+    ((0, math.inf), (0, 10), 0)])
 def test_iou_equals_hand_computed_values(span, gold, want):
     assert rewards.temporal_iou(span, gold) == approx(want)
 
@@ -279,8 +270,7 @@ def test_half_of_a_labelled_span_has_to_be_in_the_video():
     ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"),
     ("5.0", "five"),
     ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"), ("well known", "well-known"),
-    ("007", "7"), ("(A)", "A"),
-])  # fmt: skip
+    ("007", "7"), ("(A)", "A")])
 def test_open_answers_match_after_normalising(response, gold):
     assert match_open(response, gold) and rewards.accuracy(response, "open", gold) == 1.0
 
@@ -289,8 +279,7 @@ def test_open_answers_match_after_normalising(response, gold):
     ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"),
     ("zoom", "dolly zoom"),
     ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"), ("50", "50%"),
-    ("red or blue", "red"),
-])  # fmt: skip
+    ("red or blue", "red")])
 def test_open_answers_that_differ_do_not_match(response, gold):
     assert not match_open(response, gold)
 
@@ -299,8 +288,7 @@ def test_open_answers_that_differ_do_not_match(response, gold):
     ("red car red", "red red car", 1.0),  # multisets: order is free, repeats count
     ("red red red", "red", 0.5),  # 2 * 1 / (3 + 1)
     ("red car", "blue car", 0.5), ("blue", "red", 0.0), ("", "red", 0.0), ("", "", 0.0),
-    ("the", "A", 0.0),
-])  # fmt: skip
+    ("the", "A", 0.0)])
 def test_token_f1_counts_multisets(response, gold, want):
     assert rewards.token_f1(response, gold) == approx(want)
 

@@ -593,8 +593,7 @@ def command(toy, tmp_path, monkeypatch, start):
     (("--set", "frame_cache_dir_gb=nan"), "frame_cache_dir_gb"),
     (("--num-generations", "0"), "num_generations"),
     (("--video-root", "/no/such/place"), "no such folder"),
-    (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder"),
-])  # fmt: skip
+    (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     code, err = command(*flags)
     assert code == 2 and why in err and "Traceback" not in err
@@ -607,8 +606,7 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     ([{k: v for k, v in GOOD.items() if k != "video"}], "missing 'video'"),
     ([{**GOOD, "type": "mcq", "options": [1, 2], "answer": "A"}], "options"),
     ([{**GOOD, "question": 5}], "question"), ([{**GOOD, "video": "videos/none.mp4"}],
-                                              "can be read"),
-])  # fmt: skip
+                                              "can be read")])
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)
     assert code == 2 and why in err and "Traceback" not in err and err.count("\n") == 1

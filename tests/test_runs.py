@@ -68,6 +68,18 @@ def test_files_count_by_content_and_by_name_but_not_by_folder(tmp_path):
     assert plain[0] == plain[2] != plain[1]
 
 
+def test_machines_that_hold_other_bytes_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("{}")
+    own = runs.input_identities({}, files := {"--data": [str(tmp_path / "a.jsonl"), None]})
+    other = {**own, "--data": [own["--data"][0], "elsewhere"]}
+    # {}: of a second rank on this machine
+    monkeypatch.setattr(launch, "gather_rows", lambda rows: [*rows, {}, other])
+    assert runs.input_identities({}, files) == own
+    other["--data"] = ["other bytes", own["--data"][1]]
+    with pytest.raises(launch.UserError, match="^--data: another machine"):
+        runs.input_identities({}, files)
+
+
 def test_three_bad_steps_in_a_row_end_a_run_and_a_blind_last_one(tmp_path):
     runs.check_run(9, 2, str(tmp_path), True, False)
     runs.check_run(9, 2, str(tmp_path), False, True)

@@ -219,7 +219,7 @@ def parse_args():
     add("--tools", nargs=1, choices=["on", "off"], default=["on"], help="offer crop_video")
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
-    rollout.add_agent_arguments(parser, tools=False)
+    rollout.add_agent_arguments(parser, tools_flag=False)
     add("--subtitles", dest="subtitle_file", metavar="FILE",
         help="of the video, SRT or WebVTT: lines spoken while a frame is shown")
     # One answer, the same each time.

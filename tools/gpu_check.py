@@ -279,11 +279,11 @@ def unshared(trees):
     """The same sequences without shared prompts: one tree per sequence, in branch order."""
     out = []
     for tree in trees:
-        prompt = tree.prefix
+        prefix = tree.prefix
         for branch in tree.branches:
             # Only the branches get the sampler's log-probs, later.
-            values = {name: prompt.values[name] + tail for name, tail in branch.values.items()}
-            span = model.TokenSpan(prompt.ids + branch.ids, prompt.mask + branch.mask, values)
+            values = {name: prefix.values[name] + tail for name, tail in branch.values.items()}
+            span = model.TokenSpan(prefix.ids + branch.ids, prefix.mask + branch.mask, values)
             out.append(model.Tree(span, tree.items))
     return out
 

@@ -51,7 +51,7 @@ def set_credit_places(episodes: list[rollout.Episode], codec: chat.ChatProcessor
         if e.context is None:
             continue
         for start, end in e.spans:
-            pieces = chat.pieces_of(codec, e.context.ids[start:end])
+            pieces = chat.token_bytes_of(codec, e.context.ids[start:end])
             e.struct += [t for t, flag in enumerate(rewards.structural_mask(pieces), start) if flag]
         # Positions need frames and ids that fit, so an error here means that they do not.
         try:

@@ -251,7 +251,7 @@ class VideoStore:
 # One engine for all clients
 
 
-class Question:
+class RunningQuestion:
     """One question under way: a coroutine in the engine's thread, whose events are read in the loop
     of HTTP."""
 
@@ -374,17 +374,17 @@ def reasoning_line(event: dict) -> str:
     return ""
 
 
-def bounded_answer(codec, event: dict, limit: int | None) -> tuple[str, str]:
-    """The answer event -> (content, finish_reason). limit: tokens of the content. Raises Refused if
+def bounded_answer(codec, event: dict, max_tokens: int | None) -> tuple[str, str]:
+    """The answer event -> (content, finish_reason). max_tokens: of the content. Raises Refused if
     the episode failed."""
     if event["status"] != "ok":
         cure = "; ask with fewer frames, or start serve.py with a smaller --max-pixels"
         text = f"{event['status']}: {event['error']}{cure * (event['status'] == 'context')}"
-        raise Refused(500 if "engine_error: " in text or launch.DISK in text else 400, text)
+        raise Refused(500 if "engine_error: " in text or launch.MACHINE in text else 400, text)
     text = event["text"] or ""
     ids = chat.encode(codec, text)
-    if limit and len(ids) > limit:
-        return chat.decode(codec, ids[:limit]).rstrip("\N{REPLACEMENT CHARACTER}"), "length"
+    if max_tokens and len(ids) > max_tokens:
+        return chat.decode(codec, ids[:max_tokens]).rstrip("\N{REPLACEMENT CHARACTER}"), "length"
     return text, "length" if event["cut"] else "stop"
 
 
@@ -610,7 +610,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
                     **question_task(question, body.options, body.answer_type)}
             work = partial(agents.play, task=task, num_frames=body.frames or default, agent=agent,
                            root=root)
-            under_way = Question(agents, work, ended)
+            under_way = RunningQuestion(agents, work, ended)
         except Refused:
             ended()
             raise
@@ -625,10 +625,10 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
             while len(episodes) > 100:
                 episodes.popitem(last=False)
 
-        limit = body.max_completion_tokens or body.max_tokens
+        codec, max_tokens = agents.sampler.codec, body.max_completion_tokens or body.max_tokens
         if body.stream:
-            return Stream(stream_lines(head, told(), agents.sampler.codec, limit), under_way.close)
-        answer = asyncio.create_task(completion_body(head, told(), agents.sampler.codec, limit))
+            return Stream(stream_lines(head, told(), codec, max_tokens), under_way.close)
+        answer = asyncio.create_task(completion_body(head, told(), codec, max_tokens))
         watcher = asyncio.create_task(wait_for_disconnect(request))
         try:
             await asyncio.wait([answer, watcher], return_when=asyncio.FIRST_COMPLETED)
@@ -664,7 +664,7 @@ def probe_video(source, root, path):
         return source.cache.table(video.resolve(path, root)).info
     except video.VideoError as error:  # not str(error): that holds a path of this machine
         reason = f"the video cannot be read: {error.why.replace(root, '')[:200]}"
-        raise Refused(500 if launch.DISK in reason else 400, reason) from None
+        raise Refused(500 if launch.MACHINE in reason else 400, reason) from None
 
 
 def http_server(app, agents, log_level="warning", **config):
@@ -684,10 +684,10 @@ async def wait_for_disconnect(request):
         pass
 
 
-async def completion_body(head, events, codec, limit) -> dict:
+async def completion_body(head, events, codec, max_tokens) -> dict:
     """All events -> one answer."""
     trace = [event async for event in events]
-    content, finish = bounded_answer(codec, trace[-1], limit)
+    content, finish = bounded_answer(codec, trace[-1], max_tokens)
     message = {"role": "assistant", "content": content,
                "reasoning_content": "".join(map(reasoning_line, trace))}
     choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
@@ -695,7 +695,7 @@ async def completion_body(head, events, codec, limit) -> dict:
             "usage": trace[-1]["usage"], "trace": trace}
 
 
-async def stream_lines(head, events, codec, limit):
+async def stream_lines(head, events, codec, max_tokens):
     """Events -> lines of a stream."""
     def line(delta, finish=None, **fields):
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
@@ -706,7 +706,7 @@ async def stream_lines(head, events, codec, limit):
         yield line({"role": "assistant", "content": ""})
         async for event in events:
             yield line({"reasoning_content": reasoning_line(event)}, trace=[event])
-        content, finish = bounded_answer(codec, event, limit)
+        content, finish = bounded_answer(codec, event, max_tokens)
         yield line({"content": content}, finish, usage=event["usage"])
     except Refused as error:  # the status has gone out, so the error is a line of its own
         yield f"data: {json.dumps(error_body(error.status, error))}\n\n"

@@ -200,14 +200,7 @@ def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path, decod
     ("a.m3u8", "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{secret}\n#EXT-X-ENDLIST\n"),
     ("a.mp4", "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{secret}\n#EXT-X-ENDLIST\n"),
     ("a.ffconcat", "ffconcat version 1.0\nfile '{secret}'\n"),
-    ("a.sdp", "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\n"
-              "m=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"),
-    ("a.mpd", '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" '
-              'mediaPresentationDuration="PT2S"><Period><AdaptationSet mimeType="video/mp4">'
-              '<Representation id="0" bandwidth="9"><BaseURL>{secret}</BaseURL></Representation>'
-              "</AdaptationSet></Period></MPD>"),
     ("a.txt", "the password is red\n" * 9), ("a.ans", "\x1b[31mthe password is red\n" * 9),
-    ("a.nfo", "the password is red\n" * 9), ("a.srt", "1\n00:00:00,000 --> 00:00:01,000\nred\n"),
 ])
 @pytest.mark.parametrize("timeout", [None, 20])
 def test_files_that_name_others_or_are_text_are_no_videos(tmp_path, name, text, timeout):
@@ -222,10 +215,9 @@ def test_files_that_name_others_or_are_text_are_no_videos(tmp_path, name, text, 
     cache.close()
 
 
-@pytest.mark.parametrize("timeout", [None, 20])
-def test_a_huge_picture_is_refused_and_the_run_goes_on(tmp_path, timeout):
+def test_a_huge_picture_is_refused_and_the_run_goes_on(tmp_path):
     Image.new("RGB", (8200, 8200)).save(tmp_path / "huge.png")
-    small, cache = write(tmp_path / "small.mp4", 8), video.FrameCache(0, timeout=timeout)
+    small, cache = write(tmp_path / "small.mp4", 8), video.FrameCache(0, timeout=20)
     with pytest.raises(video.VideoError, match="8200x8200 pixels are too many"):
         video.overview(tmp_path / "huge.png", 4, cache=cache)
     assert len(video.overview(small, 4, cache=cache).images) == 4

@@ -77,7 +77,7 @@ def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it_and_no_step_
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
 
 
-@pytest.mark.parametrize("disk, error", [("away", "the disk: error 5"), ("there", "is empty")])
+@pytest.mark.parametrize("disk, error", [("away", "the machine: error 5"), ("there", "is empty")])
 def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
         monkeypatch, run_grpo, hard_tasks, varied_rewards, disk, error):
     """Overviews come from the cache, so the rollouts without calls are well; after an outage they
@@ -94,7 +94,7 @@ def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
 
     def ask(self, request):
         if gone.is_set() and disk == "away":
-            raise video.VideoError(request[0], "the disk: error 5")
+            raise video.VideoError(request[0], "the machine: error 5")
         return real_ask(self, request)
 
     monkeypatch.setattr(rollout, "run", run)

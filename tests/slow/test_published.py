@@ -215,7 +215,7 @@ def test_bytes_of_tokens_rebuild_any_text(codecs, text):
         assert b"".join(codec.token_bytes[i] for i in ids) == wanted
     plain = codec.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert chat.decode(codec, ids, keep_end=True) == plain
-    assert "".join(chat.text_pieces(chat.pieces_of(codec, ids))) == plain
+    assert "".join(chat.text_pieces(chat.token_bytes_of(codec, ids))) == plain
 
 
 @SLOW
@@ -232,12 +232,12 @@ def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec
     """`>B` is one token: were it structural, a lost tag (A_fmt = -1) would cancel what the right
     letter earned (A_task = +1)."""
     ids = chat.encode(codec, "<answer>B</answer>") + [codec.eos]
-    pieces = chat.pieces_of(codec, ids)
+    pieces = chat.token_bytes_of(codec, ids)
     assert pieces == [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"]
     assert rewards.structural_mask(pieces) == [True, True, False, True, True, True, True]
     for letter in "ACDEFGHIJ":
         ids = chat.encode(codec, f"x<answer>{letter}</answer>.")
-        assert rewards.structural_mask(chat.pieces_of(codec, ids))[3] is False
+        assert rewards.structural_mask(chat.token_bytes_of(codec, ids))[3] is False
 
 
 # ------------------------------------------------------------------------------------------------

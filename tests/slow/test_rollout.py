@@ -62,7 +62,7 @@ def test_a_span_beyond_the_end_of_its_video_is_a_counted_outcome(codec, toy, tas
     """The length is known once the overview is made: nothing is sampled for such a label, and a run
     of hours goes on. A benchmark's labels are its publisher's: they are asked as they are."""
     task = {**tasks[0], "type": "grounding", "answer": span}
-    own, engine = replace(frames_of, own_labels=True), Scripted(codec, [ANSWER])
+    own, engine = replace(frames_of, check_labels=True), Scripted(codec, [ANSWER])
     episode = play_one(engine, [task], own)
     assert (episode.status == "label_error") == beyond
     if beyond:
