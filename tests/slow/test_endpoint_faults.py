@@ -12,6 +12,7 @@ import pytest
 
 import eval as evaluation
 import grpo
+import launch
 import rollout
 from evaluation import endpoint
 from evaluation.endpoint import ChatRequest
@@ -80,6 +81,13 @@ def ask(url, monkeypatch, **more):
     assert found, "no completion within 20 s"
     engine.close()
     return found[0]
+
+
+def test_a_run_ends_if_no_server_answers_for_server_wait(monkeypatch):
+    away = "http://127.0.0.1:9/v1"
+    with pytest.raises(launch.UserError, match="no server has answered for 0.5 s"):
+        ask(away, monkeypatch, give_up=1, server_wait=0.5)
+    assert "ConnectError" in ask(away, monkeypatch, give_up=0).error
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

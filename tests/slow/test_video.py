@@ -2,6 +2,7 @@
 Rare files and the corners of the caches of video.py:
 python -m pytest tests/slow/test_video.py -q
 """
+import argparse
 import base64
 import contextlib
 import os
@@ -531,3 +532,10 @@ def test_a_picture_in_tiles_is_refused(tmp_path):
         b"u9qd2+Jh5TloA{&Y;q9k@x54-O$1h?hRtW")))
     with pytest.raises(video.VideoError, match="one picture in several tiles"):
         video.FrameCache(0).index(path)[1]
+
+
+def test_settings_of_the_frame_cache():
+    args = argparse.Namespace(frame_cache_gb=0.5, decode_timeout=7, frame_cache_dir=None,
+                              frame_cache_dir_gb=1.0)
+    cache = video.frame_cache(args)
+    assert cache.memory.max_bytes == 2**29 and cache.decoders.timeout == 7
