@@ -158,16 +158,10 @@ PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</an
 
 
 @pytest.mark.parametrize("turns, want", [
-    ([], None),
-    (["B"], None),
-    (["<answer></answer>"], None),
-    (["<answer> . </answer>"], None),
-    (["<answer><b></b></answer>"], None),
-    (["<answer>B</answer>"], "B"),
-    (["<answer>B"], "B"),
+    ([], None), (["B"], None), (["<answer></answer>"], None), (["<answer> . </answer>"], None),
+    (["<answer><b></b></answer>"], None), (["<answer>B</answer>"], "B"), (["<answer>B"], "B"),
     (["<answer>A</answer><answer>B</answer>"], "B"),
-    (["<answer>B</answer><answer> </answer>"], "B"),
-    (["<answer>A<answer>B"], "B"),
+    (["<answer>B</answer><answer> </answer>"], "B"), (["<answer>A<answer>B"], "B"),
     (["<answer>A</answer>", "no tag here"], None),
     (["<think><answer>A</answer></think><answer>B</answer>"], "B"),
     # the forced prefix: the turn began inside the thought
@@ -180,15 +174,9 @@ def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
 
 
 @pytest.mark.parametrize("turns, want", [
-    (["<think>A</think> B "], "B"),
-    (["hm</think>B"], "B"),
-    (["<think>A"], None),
-    (["B"], "B"),
-    ([f"{CALL} B"], "B"),
-    (["<tool_response>A</tool_response>B"], "B"),
-    (["<tool_call>{"], None),
-    (["x</think>C<answer>B</answer>"], "B"),
-    ([], None)])
+    (["<think>A</think> B "], "B"), (["hm</think>B"], "B"), (["<think>A"], None), (["B"], "B"),
+    ([f"{CALL} B"], "B"), (["<tool_response>A</tool_response>B"], "B"),
+    (["<tool_call>{"], None), (["x</think>C<answer>B</answer>"], "B"), ([], None)])
 def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
     assert rewards.answer_or_tail(turns) == want
 
