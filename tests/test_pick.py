@@ -76,6 +76,12 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     assert "2 of 3 prompts have a good rollout: 4 chats, 2 of main agents" in done.stdout
     rows = rows_of(out)
     assert "Question:" in rows[1]["messages"][1]["content"][1]["text"] and "tools" in rows[0]
+    rows = rows_of(recorded)
+    twice = [{**r, "K": r["K"] + n, "group": f"{n}{r['group']}"} for n in (0, 1) for r in rows]
+    write_rows(tmp_path / "twice.jsonl", twice)  # two prompts of each video
+    for count, flags in ((8, []), (4, ["--per-video", 1])):
+        run_script("tools/pick.py", tmp_path / "twice.jsonl", "--best", out, *flags)
+        assert len(rows_of(out)) == count
     run_script("tools/pick.py", recorded, "--best", out, "--no-sub-question", "--no-tools",
                "--least", 0)
     rows = rows_of(out)
