@@ -224,12 +224,12 @@ def batch_packs(chats, step, codec, args, rank, world):
         chats.broken.clear()  # the batch begins an epoch: a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     rank_rows = data.balance_over_ranks(picked, chats.cost, rank, world)
-    for retry in (False, True):  # after that look: an outage that passed before costs no chat
+    for retry in (False, True):  # a read that failed once, or an outage that passes, costs no chat
         packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens, retry)
         lost = [chats.broken[i] for i in rank_rows if i in chats.broken]
-        if (away := chats.cache.disk_away(lost)) or not lost:
+        if not lost:
             break
-    return packs, frames, away, sorted(chats.broken)
+    return packs, frames, chats.cache.disk_away(lost), sorted(chats.broken)
 
 
 def make_packs(chats, indices, codec, pack_tokens, retry=False):

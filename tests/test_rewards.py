@@ -72,10 +72,8 @@ def test_times_are_read_as_seconds(start, end, want):
 
 
 @pytest.mark.parametrize("text, want", [
-    ("<tool_call>{}</tool_call>", "no tool name"),
-    ("<tool_call></tool_call>", "JSON"),
-    ("<tool_call>", "JSON"),
-    ("<tool_call>[1]</tool_call>", "JSON object"),
+    ("<tool_call>{}</tool_call>", "no tool name"), ("<tool_call></tool_call>", "JSON"),
+    ("<tool_call>", "JSON"), ("<tool_call>[1]</tool_call>", "JSON object"),
     ("<tool_call>" + "[" * 3000 + "</tool_call>", "JSON"),  # RecursionError inside the parser
     ("<tool_call>" + "[" * 5000 + "</tool_call>", "too long"),
     ('<tool_call>{"name": "x"}</tool_call>', "unknown tool 'x'"),

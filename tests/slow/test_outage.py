@@ -197,6 +197,19 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
     assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
 
 
+def test_a_read_that_fails_once_costs_no_chat(train_sft, monkeypatch):
+    real, tries = video.load, iter(range(99))
+
+    def load(spec, *more, **named):
+        if next(tries) in (0, 4):
+            raise video.VideoError(spec["video"], f"{launch.MACHINE}error 5")
+        return real(spec, *more, **named)
+
+    monkeypatch.setattr(video, "load", load)
+    *_, log = train_sft((), "--steps", 2)
+    assert [(row["bad_steps"], row["skipped_chats"]) for row in log[:2]] == [(0, 0)] * 2
+
+
 @pytest.mark.parametrize("away", ["val 0", "range(3, 6)"])
 def test_an_outage_that_has_passed_makes_no_best(train_sft, tmp_path, away):
     """Of the only evaluation, or of its second half."""

@@ -259,10 +259,8 @@ def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(runn
     ("POST", "/v1/chat/completions", {"Host": "example.org"}, 403),
     ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}, 415),
     ("GET", "/videos/../../etc/passwd", {}, 404),
-    ("GET", "/videos/%2e%2e/%2e%2e/etc/passwd", {}, 404),
-    ("GET", "/videos/videos", {}, 404),
-    ("GET", "/episodes/none", {}, 404),
-    ("PUT", "/videos", {}, 400),
+    ("GET", "/videos/%2e%2e/%2e%2e/etc/passwd", {}, 404), ("GET", "/videos/videos", {}, 404),
+    ("GET", "/episodes/none", {}, 404), ("PUT", "/videos", {}, 400),
 ])
 def test_the_door_is_guarded(running, method, path, headers, status):
     server = running()
