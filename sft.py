@@ -224,12 +224,19 @@ def batch_packs(chats, step, codec, args, rank, world):
         chats.broken.clear()  # the batch begins an epoch: a disk that was away may be back
     picked = launch.batch_indices(step, args.batch_size, len(chats.rows), args.seed)
     rank_rows = data.balance_over_ranks(picked, chats.cost, rank, world)
-    for retry in (False, True):  # a read that failed once, or an outage that passes, costs no chat
-        packs, frames = make_packs(chats, rank_rows, codec, args.pack_tokens, retry)
-        lost = [chats.broken[i] for i in rank_rows if i in chats.broken]
-        if not lost:
-            break
-    return packs, frames, chats.cache.disk_away(lost), sorted(chats.broken)
+    return *read_packs(chats, rank_rows, codec, args.pack_tokens), sorted(chats.broken)
+
+
+def read_packs(chats, rows, codec, pack_tokens, retry=False, away=False):
+    """As make_packs, and whether the disk with the videos has gone. What could not be read is tried
+    once more: a read that fails once, or an outage that passes, costs no chat. away: whether it had
+    gone at the first try, since it may be back."""
+    packs, frames = make_packs(chats, rows, codec, pack_tokens, retry)
+    lost = [chats.broken[i] for i in rows if i in chats.broken]
+    away = bool(lost) and (away or chats.cache.disk_away(lost))
+    if lost and not retry:
+        return read_packs(chats, rows, codec, pack_tokens, True, away)
+    return packs, frames, away
 
 
 def make_packs(chats, indices, codec, pack_tokens, retry=False):
@@ -315,21 +322,18 @@ def held_out_loss(policy, chats, args, rank, world):
     went away meanwhile. Collective."""
     import torch
 
-    nats, tokens, rows = 0.0, 0, range(len(chats.rows))
+    nats, tokens, blind, rows = 0.0, 0, False, range(len(chats.rows))
     chats.broken.clear()  # as in batch_packs
     # In batches: the frames of all chats would not fit into memory.
     for batch in (rows[i:i + args.batch_size] for i in rows[::args.batch_size]):
-        packs, policy.features.frames = make_packs(chats, batch[rank::world], policy.codec,
-                                                   args.pack_tokens)
+        packs, policy.features.frames, away = read_packs(
+            chats, batch[rank::world], policy.codec, args.pack_tokens)
+        blind = blind or away
         # No policy.eval(): our attention has no dropout, so both modes compute the same.
         with torch.no_grad():
             loss, n = forward_backward(policy, packs)
         nats, tokens = nats + loss * n, tokens + n
-    lost = sorted(chats.broken)
-    away = chats.cache.disk_away([*chats.broken.values()])
-    # Chats that can be read now were left out by an outage, which may have passed after that look.
-    away = launch.any_rank(any([chats.read(i, {}, True) is not None for i in lost]) or away)
-    return math.nan if away or not tokens else nats / tokens
+    return math.nan if launch.any_rank(blind) or not tokens else nats / tokens
 
 
 # ------------------------------------------------------------------------------------------------

@@ -105,13 +105,12 @@ def main():
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
-    faults = [True] * len(groups)
-    for _ in range(2):  # the disk may have been away for a moment
+    faults, looks = [True] * len(groups), []
+    for _ in range(2):  # a read may fail once, and the disk may have been away for a moment
         faults = [f and read_fault(group, policy.features) for group, f in zip(groups, faults)]
         # One video, or the disk with all of them.
-        if (away := source.cache.disk_away([*filter(None, faults)])) or not any(faults):
-            break
-    if launch.any_rank(away) or not launch.any_rank(not all(faults)):
+        looks.append(source.cache.disk_away([*filter(None, faults)]))
+    if launch.any_rank(any(faults) and any(looks)) or not launch.any_rank(not all(faults)):
         raise launch.RunError("videos of these rollouts cannot be read; is the disk there?")
     for group, fault in zip(groups, faults):
         if fault:

@@ -166,7 +166,7 @@ def train_sft(absent, toy, tmp_path, start, monkeypatch):
     batch is named by its number, an evaluation by "val" and its number, its rows by their range."""
     data = write_rows(tmp_path / "d.jsonl", small_rows(toy, count=9))
     held = write_rows(tmp_path / "val.jsonl", small_rows(toy, "sft_val", 6))
-    real = {name: getattr(sft, name) for name in ("batch_packs", "held_out_loss", "make_packs")}
+    real = {name: getattr(sft, name) for name in ("batch_packs", "held_out_loss", "read_packs")}
 
     def train(away, *flags):
         evaluations = iter(range(99))
@@ -174,8 +174,9 @@ def train_sft(absent, toy, tmp_path, start, monkeypatch):
             away, step, lambda: real["batch_packs"](chats, step, *more)))
         monkeypatch.setattr(sft, "held_out_loss", lambda *given: absent(
             away, f"val {next(evaluations)}", lambda: real["held_out_loss"](*given)))
-        monkeypatch.setattr(sft, "make_packs", lambda chats, rows, *a, **k: absent(
-            away, str(rows), lambda: real["make_packs"](chats, rows, *a, **k)))
+        monkeypatch.setattr(sft, "read_packs", lambda chats, rows, codec, size, *again: absent(
+            () if again else away, str(rows),
+            lambda: real["read_packs"](chats, rows, codec, size, *again)))
         ended = start(sft, "--ckpt", toy / "init", "--data", data, "--val", held, "--out",
                       tmp_path / "out", "--batch-size", 3, "--lr", 1e-3, "--set",
                       "gradient_checkpointing=false", "--eval-every", 0, *flags)
