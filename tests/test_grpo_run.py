@@ -74,7 +74,7 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
     assert ahead == [1]  # frames of the next step, while this one is sampled
     assert all(torch.equal(weights[n], base[n]) for n in base)
     at = 1
-    with pytest.raises(launch.RunError, match="^step 2: no video could be read for 1 step"):
+    with pytest.raises(launch.RunError, match="^step 2: videos could not be read for 1 step"):
         run_grpo(*flags, out="last")
 
 

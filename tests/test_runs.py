@@ -84,7 +84,7 @@ def test_three_bad_steps_in_a_row_end_a_run_and_a_blind_last_one(tmp_path):
     runs.check_run(9, 2, str(tmp_path), True, False)
     runs.check_run(9, 2, str(tmp_path), False, True)
     for bad, blind, last in ((3, False, False), (3, True, False), (1, True, True)):
-        with pytest.raises(launch.RunError, match=f"10: no {'vid' if blind else 'fin'}.*{bad}"):
+        with pytest.raises(launch.RunError, match=f"10: {'vid' if blind else 'no fin'}.*{bad}"):
             runs.check_run(9, bad, str(tmp_path), blind, last)
 
 

@@ -148,7 +148,7 @@ def test_grpo_ends_on_all_ranks_if_the_disk_of_one_has_gone(run, tmp_path):
         grpo.sample_batch = sample_batch
     """, "--steps", 8)
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "step 4: no video could be read for 3 steps; is the disk there?" in done.stderr
+    assert "step 4: videos could not be read for 3 steps; is the disk there?" in done.stderr
     rows = list(map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines()))
     assert [row["skipped_update"] for row in rows][1:] == [1, 1]
 

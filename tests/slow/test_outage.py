@@ -101,7 +101,7 @@ def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
     monkeypatch.setattr(video.Decoders, "ask", ask)
     flags = ("--data", hard_tasks, *LIVE, "--frames", 4, "--steps", 4, "--save-every", 1)
     if disk == "away":
-        with pytest.raises(launch.RunError, match="^step 4: no video could be read for 3 steps; is "
+        with pytest.raises(launch.RunError, match="^step 4: videos could not be read for 3 steps; is "
                            "the disk there.*step_000001$"):
             run_grpo(*flags)
     else:
@@ -190,7 +190,7 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
     flags = ("--steps", 6, "--save-every", 2)
     code, _, err, log = train_sft(range(2, 6), *flags)
     assert code == 1 and len(err.splitlines()) == 1, err
-    assert "step 5: no video could be read for 3 steps; is the disk there?" in err
+    assert "step 5: videos could not be read for 3 steps; is the disk there?" in err
     # Nothing was saved at step 4: the weights there were those of step 2.
     assert err.rstrip().endswith("step_000002")
     code, out, err, log = train_sft((), *flags)  # it is back
@@ -253,4 +253,4 @@ def test_a_batch_without_any_token_is_a_bad_step(train_sft, monkeypatch):
     """Whatever the reason: the videos that were opened last may be on another disk."""
     monkeypatch.setattr(video.FrameCache, "disk_away", lambda self, errors: False)
     code, _, err = train_sft(range(1, 6), "--steps", 6)[:3]
-    assert code == 1 and "step 4: no video could be read for 3 steps" in err
+    assert code == 1 and "step 4: videos could not be read for 3 steps" in err
