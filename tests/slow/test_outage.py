@@ -101,8 +101,8 @@ def test_windows_alone_that_cannot_be_read_teach_no_policy_to_do_without(
     monkeypatch.setattr(video.Decoders, "ask", ask)
     flags = ("--data", hard_tasks, *LIVE, "--frames", 4, "--steps", 4, "--save-every", 1)
     if disk == "away":
-        with pytest.raises(launch.RunError, match="^step 4: videos could not be read for 3 steps; is "
-                           "the disk there.*step_000001$"):
+        with pytest.raises(launch.RunError, match="^step 4: videos could not be read for 3 steps; "
+                           "is the disk there.*step_000001$"):
             run_grpo(*flags)
     else:
         _, last, _ = run_grpo(*flags)
