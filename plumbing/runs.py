@@ -32,12 +32,12 @@ from plumbing import hub
 # The folder of a run
 
 
-def claim_run(out, inputs):
+def claim_run(out, data_paths):
     """Makes the folder of a training run this run's own, or raises UserError before any long work:
     no log replaces an input, and no other run writes there."""
     rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
     outputs = [os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)]
-    launch.check_outputs(outputs, inputs)
+    launch.check_outputs(outputs, data_paths)
     launch.lock(out)  # until this process ends: two runs would delete each other's files
 
 
@@ -246,7 +246,7 @@ def is_retried(record):
 
 def update_links(folder, state):
     """On rank 0, after a save and at a start: `last` links to the newest checkpoint `folder` and
-    `best` to the one that its state names; older ones are deleted. The run has all that it needs,
+    `best` to the one that its state names; others are pruned. The run has all that it needs,
     so an error is one line, and the run goes on."""
     out = os.path.dirname(folder)
     try:

@@ -351,7 +351,7 @@ def check_forwards(table, device, args):
             check_forms(table, name, policy, rank_trees, wanted, bounds)
 
 
-def check_attention(table, device, args):
+def check_kernels(table, device, args):
     """FlexAttention with model.block_mask against sdpa with the dense mask of the same pack."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -504,7 +504,7 @@ def stages():
         "rollouts": (check_rollouts, True, "train nothing; send OUT.json and OUT.log (in a "
                      "container first --ipc=host)"),
         "forwards": (check_forwards, True, verdict),
-        "attention": (check_attention, True, "make venv GPU=1 brings the triton of this torch; "
+        "attention": (check_kernels, True, "make venv GPU=1 brings the triton of this torch; "
                       "FLA_TILELANG=1 takes other gated-delta kernels"),
         "steps": (check_steps, True, verdict),
         "grpo": (check_grpo, False, "read OUT.log, send it with OUT.json"),
