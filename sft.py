@@ -471,7 +471,7 @@ def step_line(r, steps, eta):
     return (f"step {r['step']:04d}/{steps:04d} | loss {r['loss']:.4f} | lr {r['lr']:.2e} | "
             f"gn {r['grad_norm']:.2f} | {r['trained_tokens']} of {r['tokens']} tok | "
             f"{r['tokens_per_s']:.0f} tok/s | wait {r['wait_s']:.2f}s step {r['step_s']:.2f}s | "
-            f"eta {eta / 60:.1f}m")
+            f"eta {eta / 60:.1f}m{' | skipped' * bool(r['bad_steps'])}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import string
 import sys
 import time
@@ -193,8 +194,8 @@ def videos_below(path):
             below.clear()
             yield folder
             continue
-        yield from (os.path.join(folder, file) for file in files if file.lower().endswith(
-            (*".mp4 .mkv .webm .mov .avi .m4v .mpg .ts .m2ts .flv .wmv .ogv .3gp .gif".split(),)))
+        names = r"(?i)\.(mp4|mkv|webm|mov|avi|m4v|mpe?g|vob|m?ts|m2ts|mxf|flv|wmv|asf|ogv|3gp|gif)$"
+        yield from (os.path.join(folder, file) for file in files if re.search(names, file))
 
 
 # ------------------------------------------------------------------------------------------------
