@@ -60,6 +60,8 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
         return "options must be a list of strings, or null"
     if not isinstance(row.get("subtitles") or "", str):
         return "subtitles must be the path of a file, or null"
+    if not (isinstance(e := row.get("evidence") or [], list) and all(map(rewards.span_text, e))):
+        return "evidence must be a list of windows [start, end] in seconds, or null"
     # The type chooses the reward, so a misspelt one must not pass.
     if row["type"] not in [*rewards.task_types()]:  # a list, since JSON may hold any value
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
@@ -89,16 +91,14 @@ def subtitle_files(args, *read: tuple[str, list]) -> list:
     return [(root, row["subtitles"]) for root, rows in read for row in rows if row.get("subtitles")]
 
 
-def label_fault(task: dict, duration: float, evidence=()) -> str | None:
+def label_fault(task: dict, end: float, evidence=()) -> str | None:
     """-> None, or why the video cannot show the answer, or one of the windows `evidence`, whose end
-    may lie beyond. duration: seconds of the video."""
-    for window in evidence:
-        if not rewards.span_text(window) or window[0] >= duration:
-            return f"evidence {window} begins at no second of the video, which has {duration:g} s"
-    within = rewards.task_types()[task["type"]].within
-    if task["answer"] is None or within(task["answer"], duration):
+    may lie beyond. end: seconds of the video."""
+    if late := [window for window in evidence if window[0] >= end]:
+        return f"evidence {late[0]} begins at no second of the video, which has {end:g} s"
+    if task["answer"] is None or rewards.task_types()[task["type"]].within(task["answer"], end):
         return None
-    return f"the answer, {task['answer']} s, lies beyond the video, which has {duration:g} s"
+    return f"the answer, {task['answer']} s, lies beyond the video, which has {end:g} s"
 
 
 def report_check(faults, of):
@@ -131,7 +131,7 @@ def preflight(tasks: list, source: video.VideoSource, num_frames: int, context: 
     `num_frames`; prints the counts. prompt_tokens: (task, spec, Frames, times, subtitles) ->
     tokens. -> faults, a line each. Builds no model.
 
-    read_tasks has checked labels, but not against the video's end, and no evidence."""
+    read_tasks has checked labels and evidence, but not against the video's end."""
     from concurrent.futures import ThreadPoolExecutor
 
     from tqdm import tqdm

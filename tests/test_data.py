@@ -29,14 +29,14 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("mcq", "Apple", FOUR), "letter"), (labelled("mcq", "E", FOUR), "letter"),
     (labelled("mcq", "A. Milne", FOUR), "letter"), (labelled("mcq", "A, B", FOUR), "letter"),
     (labelled("mcq", 1, FOUR), "the letter of"),
-    (labelled("grounding", [25, 25]), "0 <= start < end"),
-    (labelled("grounding", [-1, 5]), "0 <= start < end"),
+    (labelled("grounding", [25, 25]), "<= start"), (labelled("grounding", [-1, 5]), "<= start"),
     (labelled("grounding", [0, 10**400]), "in seconds"),
     (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", "1 - 5"), "in sec"),
     (labelled("grounding", [1, 2, 3]), "in sec"), (labelled("grounding", [None, 5]), "in sec"),
     (labelled("open", "x") | {"question": 5}, "text"), (labelled("open", "<b></b>"), "a letter or"),
     (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
     (labelled("list", ", ,"), "letter or a digit"),
+    *[(labelled("open", "x") | {"evidence": e}, "list of windows") for e in (5, [5, 10])],
     (labelled("mcq", "A", [str(n) for n in range(27)]), "letters for 26")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
     path = write_rows(tmp_path / "tasks.jsonl", [labelled("open", "fine"), {**task, "id": "u"}])
