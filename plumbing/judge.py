@@ -68,8 +68,8 @@ class Judge(Client):
         self.url = args.judge_url.rstrip("/") + "/chat/completions"
         super().__init__(args.judge_key_env)
         self.room = asyncio.Semaphore(16)  # requests at once
-        self.waiting = self.failed = 0  # answers that wait; tries in a row that no server answered
-        self.told = False  # of a failure
+        # Answers that wait; tries in a row that no server answered; whether the user knows.
+        self.waiting, self.failed, self.told = 0, 0, False
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
             reply = self.run(self.post_with_retries(PROBE)).result()
             if reply.error:
@@ -104,8 +104,9 @@ class Judge(Client):
             if self.ending or self.failed > 4:
                 return Reply(0, error="the judge is away")
             reply = await self.post(self.url, body, 60.0)
-            self.failed = self.failed + 1 if reply.error and is_retryable(reply.status) else 0
-            if not self.failed or attempt == 4:
+            again = bool(reply.error) and is_retryable(reply.status)
+            self.failed = self.failed + 1 if again and reply.status != 429 else 0  # 429: it is up
+            if not again or attempt == 4:
                 return reply
             await self.pause(max(2.0**attempt, min(reply.wait, 60.0)))
 

@@ -202,8 +202,7 @@ def episode(*turns, task=ROWS[0], status="ok", think_open=True):
     (["I saw it.</think>red"], True, 1.0),  # evaluation asks what was said, with the tag or without
     (["I saw it.</think>blue"], True, 0.0),
     (["red"], True, 0.0),  # a thought that was forced open and never closed: drafts are no answer
-    (["red"], False, 1.0),
-    (["<think>red"], False, 0.0),
+    (["red"], False, 1.0), (["<think>red"], False, 0.0),
     # the last turn counts
     (["x</think><answer>red</answer>", "y</think><answer>blue</answer>"], True, 0.0),
     ([], True, 0.0)])

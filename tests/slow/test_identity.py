@@ -142,8 +142,7 @@ def recorded(codec, toy):
 
 FAULTS = {
     "mask shorter": changed(["mask"], lambda mask: mask[:-1]),
-    "logp is NaN": changed(["logps", -1], float("nan")),
-    "no spans": changed(["spans"], []),
+    "logp is NaN": changed(["logps", -1], float("nan")), "no spans": changed(["spans"], []),
     "span beyond the end": changed(["spans", -1, 1], lambda end: end + 1),
     "sub without frames": changed(["calls", 0, "sub", "vision"], []),
     "task of no type": changed(["task", "type"], "mc"),

@@ -166,8 +166,7 @@ CALL = ("<tool_call>\n<function=crop_video>\n<parameter=start_time>\n{}\n</param
 
 
 @pytest.mark.parametrize("body, wanted", [
-    (CALL.format(8, 16), (8.0, 16.0)),
-    (CALL.format("0:08", "1:00.5"), (8.0, 60.5)),
+    (CALL.format(8, 16), (8.0, 16.0)), (CALL.format("0:08", "1:00.5"), (8.0, 60.5)),
     (CALL.format(8, 16).replace("\n", ""), (8.0, 16.0)),
     (CALL.format(8, 16).removesuffix("\n</tool_call>"), (8.0, 16.0)),
     (CALL.format(8, 16).replace("start_time", "start").replace("end_time", "end"), (8.0, 16.0)),
