@@ -284,10 +284,10 @@ def evaluate(args):
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
     meta = {**vars(args), "prompt_hash": prompts, "code": runs.code_digests("evaluation")}
-    for suite in suites if rank == 0 else []:
-        if not suite.part:
-            results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-            results.write_json(meta, suite.out, "args.json")
+    written = [suite for suite in suites if rank == 0 and not suite.part]
+    for suite in written:
+        results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
+        results.write_json(meta, suite.out, "args.json")
     if needed:
         name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
         # This rank's tasks of every job.
@@ -296,11 +296,10 @@ def evaluate(args):
     faulthandler.cancel_dump_traceback_later()  # no more resets: waiting and grading take long
     if world > 1:
         launch.any_rank(False)  # a barrier: all records are written
-    if engine and args.engine == "openai" and rank == 0:
+    if engine and args.engine == "openai":
         # Record which model answered: the same name may stand for another model next month.
-        for suite in suites:
-            if not suite.part:
-                results.write_json(meta | {"served": sorted(engine.served)}, suite.out, "args.json")
+        for suite in written:
+            results.write_json(meta | {"served": sorted(engine.served)}, suite.out, "args.json")
     if rank == 0:
         results.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                        {s.out: s.tasks for s in suites if s.part})

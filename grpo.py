@@ -321,14 +321,13 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
     that decode the overviews of the next step meanwhile and during the update."""
     ranks = launch.rank_and_world()
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
-    rank_tasks, order = tasks_of_rank(tasks, step, args, *ranks)
+    part, order = tasks_of_rank(tasks, step, args, *ranks)
     pump = EngineLoop(sampler.engine, sampler.threads)
     if decoders:  # they begin as soon as no decode of this step waits
         following, _ = tasks_of_rank(tasks, step + 1, args, *ranks)
         prefetch_overviews(decoders, following, step + 1, args, sampler.source, pump.quiet)
     try:
-        episodes = list(rollout.run(sampler, rank_tasks, args.frames, args.num_generations, step,
-                                    pump=pump))
+        episodes = [*rollout.run(sampler, part, args.frames, args.num_generations, step, pump=pump)]
     finally:
         pump.quiet.set()  # else the threads of `decoders` would outlive an error
     # Again what the machine spoilt: a short outage may have passed, and without the windows that it
@@ -336,8 +335,7 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
     done = {(e.group, e.sample) for e in episodes if e.status not in runs.MACHINE_FAULTS}
     if len(done) < len(episodes):
         episodes = [e for e in episodes if (e.group, e.sample) in done]
-        episodes += rollout.run(sampler, rank_tasks, args.frames, args.num_generations, step,
-                                done=done)
+        episodes += rollout.run(sampler, part, args.frames, args.num_generations, step, done=done)
     for e in episodes:
         # One line per task, not one per sample of its group.
         if e.status in ("video_error", "label_error") and e.sample == 0:

@@ -422,12 +422,11 @@ async def load_windows(records, calls, episode, sampler, turn, spec_of=None) -> 
     return windows
 
 
-async def load_window(spec, episode, sampler):
+async def load_window(spec, episode, worker):
     """-> (what the record of a call says of its window, spec clamped to the video, Frames or None).
     spec: as video.load reads it."""
     try:
-        spec, frames = await sampler.pump.load(sampler.source.load_window, spec,
-                                               episode.fingerprint)
+        spec, frames = await worker.pump.load(worker.source.load_window, spec, episode.fingerprint)
     except (video.VideoError, ValueError) as error:
         return load_error(error), spec, None
     return {"start": spec["start"], "end": spec["end"]}, spec, frames
@@ -862,8 +861,7 @@ def main():
     for path in (args.out, runs.args_path(args.out)):
         for leftover in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
             os.remove(leftover)
-    done = {(row["group"], row["sample"]) for row in rows}
-    if len(done) == wanted:
+    if len(rows) == wanted:
         write_rollouts(rows, args.out)  # perhaps a kill came first
         return launch.print0(f"nothing to do: {args.out} has all {wanted} rollouts")
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
@@ -873,25 +871,33 @@ def main():
     sampler = RolloutWorker(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
 
     runs.write_args(runs.args_path(args.out), args, inputs=inputs)
-    stop_event, began = launch.stop_on_signal(), time.monotonic()
-    episodes = run(sampler, tasks, args.frames, args.num_generations, args.step, done=done)
+    stop_event, began, before = launch.stop_on_signal(), time.monotonic(), len(rows)
+
+    def sample():
+        for _ in range(2):  # once more what the machine spoilt: an outage may have passed
+            done = {(row["group"], row["sample"]) for row in rows if not runs.is_retried(row)}
+            yield from run(sampler, tasks, args.frames, args.num_generations, args.step, done=done)
+
+    episodes = sample()
     with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
         if part.tell():
             part.write("\n")  # ends a line that a kill has torn
-        for episode in tqdm(episodes, total=wanted, initial=len(done), disable=None):
+        for episode in tqdm(episodes, total=wanted, initial=before, disable=None):
             launch.reset_watchdog(args.patience)  # an engine that hangs ends the run
             rows.append(episode.to_dict())
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone
-            if len(rows) - len(done) <= args.show:
+            if len(rows) - before <= args.show:
                 print(episode_text(episode, codec), flush=True)
             if stop_event.is_set():
                 break
+    rows = [*{(row["group"], row["sample"]): row for row in rows}.values()]  # the last try counts
     write_rollouts(rows, args.out)
-    print(f"{summary_line(rows, len(rows) - len(done), time.monotonic() - began)} -> {args.out}")
-    if len(rows) < wanted:
-        raise launch.RunError(f"stopped after {len(rows)} of {wanted} rollouts; the same command "
-                              "goes on")
+    print(f"{summary_line(rows, len(rows) - before, time.monotonic() - began)} -> {args.out}")
+    errors = [str(row["error"]) for row in rows if runs.is_retried(row)]
+    if len(rows) < wanted or source.cache.disk_away(errors):
+        raise launch.RunError(f"stopped after {len(rows) - len(errors)} of {wanted} rollouts; the "
+                              "same command goes on")
     sampler.engine.close()  # on a GPU this ends the process
 
 

@@ -448,9 +448,8 @@ def compare(evaluations):
             if difference is None:  # no item in common
                 continue
             _, counts = video_sums(records, bench)
-            videos, items = int(counts.any(1).sum()), int(counts.sum())
-            row = {"name": name, "minus": minus, "bench": bench, "K": k, "tools": mode, "n": items,
-                   "videos": videos}
+            row = {"name": name, "minus": minus, "bench": bench, "K": k, "tools": mode,
+                   "n": int(counts.sum()), "videos": int(counts.any(1).sum())}
             results = [*base["results"], *summary["results"]]
             if any(r["headline"] is None for r in results if cell_of(r) == cell):
                 # Too many items failed in one of the two.
