@@ -53,8 +53,7 @@ def same_update(a, b, base, tolerance=2e-3):
 
 @pytest.mark.parametrize("flag", [
     ("--lr", 1e-4), ("--set", "max_grad_norm=1e-3"), ("--temperature", 0.5),
-    ("--format-credit", "sequence"),
-    ("--format-credit", "none"),
+    ("--format-credit", "sequence"), ("--format-credit", "none"),
     ("--set", "minibatches=2"), ("--beta", 5.0, "--set", "minibatches=2", "--lr", 1e-2),
     ("--set", "clip_eps=1e-4", "--set", "minibatches=2")],
                          ids=lambda f: " ".join(map(str, f)))

@@ -66,8 +66,7 @@ def test_options_are_lettered_once():
 
 
 SCRIPTS = {
-    "direct": [(ANSWER, 0)],
-    "one call": [(calls((0, 8)), 1), (ANSWER, 0)],
+    "direct": [(ANSWER, 0)], "one call": [(calls((0, 8)), 1), (ANSWER, 0)],
     "three calls": [(calls((0, 8), (16, 24), (40, 48)), 3), (ANSWER, 0)],
     "two tool turns": [(calls((0, 8), (16, 24)), 2), (calls((40, 48)), 1), (ANSWER, 0)],
 }

@@ -139,20 +139,32 @@ def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no
     assert best == [True, True, False]
 
 
-def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy, monkeypatch):
-    """The same ones, by their seeds: else the rest would be those that looked at no window."""
-    flags = "--data", toy / "rl.jsonl", "--steps", 1, *LIVE
-    good, real = read_rollouts(run_grpo(*flags, out="good")[2]), rollout.run
-
-    def spoilt(*given, done=(), **named):
+def spoil_first_try(monkeypatch):
+    """The first call of rollout.run loses samples to the disk."""
+    def spoilt(*given, done=(), real=rollout.run, **named):
         for e in real(*given, done=done, **named):
             if e.sample and not done:
                 e.fail("video_error", "a call: Input/output error")
             yield e
 
     monkeypatch.setattr(rollout, "run", spoilt)
+
+
+def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy, monkeypatch):
+    """The same ones, by their seeds: else the rest would be those that looked at no window."""
+    flags = "--data", toy / "rl.jsonl", "--steps", 1, *LIVE
+    good = read_rollouts(run_grpo(*flags, out="good")[2])
+    spoil_first_try(monkeypatch)
     rows = read_rollouts(run_grpo(*flags, out="spoilt")[2])
     assert [(e["status"], e["ids"]) for e in rows] == [("ok", e["ids"]) for e in good]
+
+
+def test_rollouts_of_the_command_line_are_tried_twice(run_grpo, start, toy, tmp_path, monkeypatch):
+    spoil_first_try(monkeypatch)  # run_grpo: its engine
+    out = tmp_path / "r.jsonl"
+    code, _, err = start(rollout, "--preset", "toy", "--ckpt", toy / "init", "--out", out,
+                         "--data", toy / "rl.jsonl", "--frames", 4, "--num-generations", 2)
+    assert code == 0 and [row["status"] for row in rows_of(out)] == ["ok"] * 12, err
 
 
 # ------------------------------------------------------------------------------------------------

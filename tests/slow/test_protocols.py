@@ -114,8 +114,7 @@ class Babble:
 
 @pytest.mark.parametrize("more", [
     {}, {"max_turns": 1, "think_prefix": False}, {"tools": False},
-    {"max_model_len": 200, "max_new_tokens": 24},
-    {"max_parallel": 1, "sub_question": False}])
+    {"max_model_len": 200, "max_new_tokens": 24}, {"max_parallel": 1, "sub_question": False}])
 def test_both_loops_leave_the_same_records(more, toy, codec, source):
     """48 episodes of each kind. ParaVT as it is trained, by training's own loop and as a protocol:
     ids, masks, log-probs, calls, summaries, rewards and what went wrong."""

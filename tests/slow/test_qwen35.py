@@ -92,8 +92,7 @@ def alone(hf, codec, trees, temperature=1.0):
 
 
 LAYOUTS = {
-    "one tree": [(9, [3, 1, 5])],
-    "shorter than the convolution": [(1, [1, 2]), (2, [1])],
+    "one tree": [(9, [3, 1, 5])], "shorter than the convolution": [(1, [1, 2]), (2, [1])],
     "two trees": [(70, [3, 64, 65]), (5, [128, 2])],
     "around a chunk": [(63, [1]), (64, [1, 64]), (65, [63, 63])],
     "equal prefixes": [(20, [4, 4]), (20, [4]), (21, [])],

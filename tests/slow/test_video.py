@@ -88,11 +88,9 @@ GAPS = np.random.default_rng(5).integers(1, 300, 48)  # milliseconds
 CODINGS = {
     "plain.mp4": h264(""), "transport.ts": h264(""),
     "pyramid.mp4": h264("b-pyramid=normal:bframes=8:ref=6"),
-    "strict.mkv": h264("b-pyramid=strict:bframes=5"),
-    "open.mp4": h264("open-gop=1"),
+    "strict.mkv": h264("b-pyramid=strict:bframes=5"), "open.mp4": h264("open-gop=1"),
     "refresh.mp4": h264("intra-refresh=1"),  # no whole key frames: late seeks
-    "fields.mp4": h264("tff=1:interlaced=1"),
-    "ten.mp4": {"pixels": "yuv420p10le", **h264("")},
+    "fields.mp4": h264("tff=1:interlaced=1"), "ten.mp4": {"pixels": "yuv420p10le", **h264("")},
     "varying.mp4": {"milliseconds": (3000 + np.cumsum(GAPS)).tolist(), **h264("")},
     "hevc.mp4": hevc("bframes=8"),  # open GOPs, with leading pictures
     "radl.mkv": hevc("no-open-gop=1:radl=2:bframes=3"),
