@@ -269,7 +269,7 @@ def main():
         tasks = [group[0].task for group in grouped if low <= mean_accuracy(group) <= high]
         write_rows(args.band[2], tasks)
         print(f"{len(tasks)} of {len(grouped)} tasks have a mean R_acc of {low:g} to {high:g} "
-              f"-> {args.band[2]}")
+              f"(of {sum(map(math.isnan, map(mean_accuracy, grouped)))} none ran) -> {args.band[2]}")
 
 
 if __name__ == "__main__":
