@@ -268,8 +268,8 @@ def main():
     if args.band:
         tasks = [group[0].task for group in grouped if low <= mean_accuracy(group) <= high]
         write_rows(args.band[2], tasks)
-        print(f"{len(tasks)} of {len(grouped)} tasks have a mean R_acc of {low:g} to {high:g} "
-              f"(of {sum(map(math.isnan, map(mean_accuracy, grouped)))} none ran) -> {args.band[2]}")
+        print(f"{len(tasks)} of {len(grouped)} tasks have a mean R_acc of {low:g} to {high:g} (of "
+              f"{sum(map(math.isnan, map(mean_accuracy, grouped)))} none ran) -> {args.band[2]}")
 
 
 if __name__ == "__main__":
