@@ -412,7 +412,7 @@ async def load_windows(records, calls, episode, sampler, turn, spec_of=None) -> 
     agent, windows = sampler.agent, [(None, None)] * len(calls)
     runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or window_spec)(calls[i], episode.task, agent) for i in runnable]
-    loaded = await asyncio.gather(*(load_window(spec, episode, sampler) for spec in specs))
+    loaded = await asyncio.gather(*[load_window(s, episode.fingerprint, sampler) for s in specs])
     for i, (result, spec, frames) in zip(runnable, loaded):
         records[i].update(result)
         if frames is not None:
@@ -422,11 +422,11 @@ async def load_windows(records, calls, episode, sampler, turn, spec_of=None) -> 
     return windows
 
 
-async def load_window(spec, episode, worker):
+async def load_window(spec, fingerprint, sampler):
     """-> (what the record of a call says of its window, spec clamped to the video, Frames or None).
-    spec: as video.load reads it."""
+    spec: as video.load reads it. fingerprint: of the file at the overview."""
     try:
-        spec, frames = await worker.pump.load(worker.source.load_window, spec, episode.fingerprint)
+        spec, frames = await sampler.pump.load(sampler.source.load_window, spec, fingerprint)
     except (video.VideoError, ValueError) as error:
         return load_error(error), spec, None
     return {"start": spec["start"], "end": spec["end"]}, spec, frames
@@ -470,7 +470,7 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
     spec: the window, as video.load reads it. number: of the call among those of its turn that run.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    result, spec, frames = await load_window(spec, episode, sampler)
+    result, spec, frames = await load_window(spec, episode.fingerprint, sampler)
     if frames is None:
         return result
     messages = sub_messages(task, spec, agent.sub_question)

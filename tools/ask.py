@@ -189,12 +189,12 @@ def videos_below(path):
         raise launch.UserError(f"{path}: no such file or folder{how}")
     if os.path.isfile(path):
         yield path
+    names = r"(?i)\.(mp4|mkv|webm|mov|avi|m4v|mpe?g|vob|m?ts|m2ts|mxf|flv|wmv|asf|ogv|3gp|gif)$"
     for folder, below, files in launch.walk(path):
         if {"fps", "times.txt", "seconds.txt"} & set(files):  # see docs/your-own-data.md
             below.clear()
             yield folder
             continue
-        names = r"(?i)\.(mp4|mkv|webm|mov|avi|m4v|mpe?g|vob|m?ts|m2ts|mxf|flv|wmv|asf|ogv|3gp|gif)$"
         yield from (os.path.join(folder, file) for file in files if re.search(names, file))
 
 

@@ -352,7 +352,8 @@ def check_forwards(table, device, args):
 
 
 def check_kernels(table, device, args):
-    """FlexAttention with model.block_mask against sdpa with the dense mask of the same pack."""
+    """FlexAttention with model.block_mask against sdpa with the dense mask of the same pack; then
+    the gated-delta kernels, see check_delta."""
     from torch.nn.attention.flex_attention import flex_attention
 
     _, codec, trees, _ = make_trees(args)
