@@ -330,12 +330,6 @@ def sample_batch(sampler, tasks, step, args, decoders=None):
         episodes = [*rollout.run(sampler, part, args.frames, args.num_generations, step, pump=pump)]
     finally:
         pump.quiet.set()  # else the threads of `decoders` would outlive an error
-    # Again what the machine spoilt: a short outage may have passed, and without the windows that it
-    # cost, the rest would teach the policy to make no calls.
-    done = {(e.group, e.sample) for e in episodes if e.status not in runs.MACHINE_FAULTS}
-    if len(done) < len(episodes):
-        episodes = [e for e in episodes if (e.group, e.sample) in done]
-        episodes += rollout.run(sampler, part, args.frames, args.num_generations, step, done=done)
     for e in episodes:
         # One line per task, not one per sample of its group.
         if e.status in ("video_error", "label_error") and e.sample == 0:
@@ -556,24 +550,23 @@ def evaluate(log, sampler, val_tasks, step, args):
     no task or if the disk is away, ids of the tasks that failed, which it leaves out). The K, the
     seeds and so the noise of a task are the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
-    (rank, world), rows = launch.rank_and_world(), {}
+    (rank, world), rows = launch.rank_and_world(), []
     # Without tools too: the difference is the worth of calling. A policy that calls although no
-    # tool is offered shows here. Again, if the machine failed: an outage may have passed.
-    for tools in (True, False, True, False):
+    # tool is offered shows here.
+    for tools in (True, False):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
         tester = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
-        tasks = [t for t in val_tasks[rank::world] if not rows.get((t["id"], tools), {}).get("ran")]
-        for e in rollout.run(tester, tasks, args.frames, 1, 0):
+        for e in rollout.run(tester, val_tasks[rank::world], args.frames, 1, 0):
             # The whole evaluation may take longer than `patience`, one episode may not.
             launch.reset_watchdog(args.patience)
-            if e.error and tools and step == 0 and (e.task["id"], tools) not in rows:
+            if e.error and tools and step == 0:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
-            rows[e.task["id"], tools] = {
+            rows.append({
                 "id": str(e.task["id"]), "tools": tools, "status": e.status, "K": e.num_frames,
                 "acc": e.reward.get("acc"), "judge": e.reward.get("judge"), "type": e.task["type"],
-                "ran": e.status not in runs.MACHINE_FAULTS, "error": str(e.error)}
-    acc, unread = metrics.log_held_out(log, step, [*rows.values()])
-    errors = [row["error"] for row in rows.values() if not row["ran"]] or unread
+                "ran": e.status not in runs.MACHINE_FAULTS, "error": str(e.error)})
+    acc, unread = metrics.log_held_out(log, step, rows)
+    errors = [row["error"] for row in rows if not row["ran"]] or unread
     return math.nan if launch.any_rank(source.cache.disk_away(errors)) else acc, unread
 
 

@@ -515,15 +515,39 @@ def load_error(error) -> dict:
 
 
 def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=run_episode,
-        pump=None, done=()):
+        pump=None, done=(), tries=2):
     """THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
     scored Episodes, in the order in which they finish.
 
     frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
     task. step: enters every seed and every draw of K, and is the version of the weights in a
     record. play: coroutine function (Episode, RolloutWorker) -> Episode. pump: a new EngineLoop,
-    for a caller that watches it. done: (group, sample) of episodes to leave out.
+    for a caller that watches it. done: (group, sample) of episodes to leave out. tries: how often
+    an episode is played whose video cannot be read. It comes once, after all others.
     """
+    # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
+    # their numbers go on, so that their seeds differ.
+    counts, rollouts = collections.Counter(), []
+    for task in tasks:
+        name, first = launch.join_key(step, task["id"]), counts[task["id"]]
+        rollouts += [(task, name, n) for n in range(first, first + group) if (name, n) not in done]
+        counts[task["id"]] += group
+    while rollouts:
+        unread, tries = [], tries - 1
+        episodes = play_all(sampler, rollouts, frames, step, play, pump)
+        with contextlib.closing(episodes):  # if the caller stops early
+            for episode in episodes:
+                # An outage may have passed by then. Without the windows that it cost, the rest
+                # would teach the policy to make no calls.
+                if tries and episode.status == "video_error":  # engines ask again themselves
+                    unread.append((episode.task, episode.group, episode.sample))
+                else:
+                    yield episode
+        rollouts, pump = unread, None
+
+
+def play_all(sampler, rollouts, frames, step, play, pump=None):
+    """As `run`, each rollout once. rollouts: [(task, group, sample)]."""
     sampler = replace(sampler, pump=pump or EngineLoop(sampler.engine, sampler.threads))
 
     # More episodes than the engine's batch keep the batch full while some of them decode.
@@ -537,17 +561,11 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
             check_calls(episode)
             return await score_episode(episode, sampler.pay, sampler.judge)
 
-    # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
-    # their numbers go on, so that their seeds differ.
-    counts, numbered, seed = collections.Counter(), [], sampler.agent.seed
-    for task in tasks:
-        numbered.append((task, launch.join_key(step, task["id"]), counts[task["id"]]))
-        counts[task["id"]] += group
     # A generator: an Episode and its coroutine exist only once there is room for them.
+    seed = sampler.agent.seed
     coroutines = (play_and_score(Episode(
         task, name, sample, draw_num_frames(frames, seed, step, task["id"]), step))
-        for task, name, first in numbered for sample in range(first, first + group)
-        if (name, sample) not in done)
+        for task, name, sample in rollouts)
     finished = in_flight(sampler.pump, coroutines, live + 256 * (sampler.judge is not None))
 
     async def following():
@@ -872,13 +890,8 @@ def main():
 
     runs.write_args(runs.args_path(args.out), args, inputs=inputs)
     stop_event, began, before = launch.stop_on_signal(), time.monotonic(), len(rows)
-
-    def sample():
-        for _ in range(2):  # once more what the machine spoilt: an outage may have passed
-            done = {(row["group"], row["sample"]) for row in rows if not runs.is_retried(row)}
-            yield from run(sampler, tasks, args.frames, args.num_generations, args.step, done=done)
-
-    episodes = sample()
+    done = {(row["group"], row["sample"]) for row in rows}
+    episodes = run(sampler, tasks, args.frames, args.num_generations, args.step, done=done)
     with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
         if part.tell():
             part.write("\n")  # ends a line that a kill has torn
@@ -891,7 +904,6 @@ def main():
                 print(episode_text(episode, codec), flush=True)
             if stop_event.is_set():
                 break
-    rows = [*{(row["group"], row["sample"]): row for row in rows}.values()]  # the last try counts
     write_rollouts(rows, args.out)
     print(f"{summary_line(rows, len(rows) - before, time.monotonic() - began)} -> {args.out}")
     errors = [str(row["error"]) for row in rows if runs.is_retried(row)]

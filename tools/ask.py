@@ -132,7 +132,7 @@ def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_o
     rows = []
     for task in tasks:
         # Another seed for each question; the step has no other meaning here.
-        (episode,) = rollout.run(sampler, [task], frames, step=len(rows), play=narrated)
+        (episode,) = rollout.run(sampler, [task], frames, step=len(rows), play=narrated, tries=1)
         rows.append(episode.to_dict())
     return rows
 

@@ -113,15 +113,8 @@ def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no
         monkeypatch, run_grpo, toy, tmp_path):
     """What the machine spoilt is tried again at once. If that fails too, the mean of the other rows
     is no `best` while the disk is away."""
-    real, spoilt = rollout.run, []
-
-    def run(sampler, tasks, frames, group, *more, **named):
-        for episode in real(sampler, tasks, frames, group, *more, **named):
-            if group == 1 and len(tasks) in spoilt and episode.task["id"] == tasks[0]["id"]:
-                episode.fail("video_error", "Input/output error")
-            yield episode
-
-    monkeypatch.setattr(rollout, "run", run)
+    first, spoilt = rows_of(toy / "rl.jsonl")[0]["id"], []
+    spoil(monkeypatch, lambda e, rollouts: len(rollouts) in spoilt and e.task["id"] == first)
     monkeypatch.setattr(video.FrameCache, "disk_away", lambda self, errors: bool(errors))
     val = toy / "val3.jsonl"
     val.write_text("\n".join((toy / "rl.jsonl").read_text().splitlines()[:3]))
@@ -139,15 +132,19 @@ def test_an_outage_within_an_evaluation_costs_no_row_and_one_that_stays_makes_no
     assert best == [True, True, False]
 
 
-def spoil_first_try(monkeypatch):
-    """The first call of rollout.run loses samples to the disk."""
-    def spoilt(*given, done=(), real=rollout.run, **named):
-        for e in real(*given, done=done, **named):
-            if e.sample and not done:
+def spoil(monkeypatch, is_lost):
+    """Episodes for which is_lost(episode, rollouts of this try) lose a window to the disk."""
+    def spoilt(sampler, rollouts, *given, real=rollout.play_all):
+        for e in real(sampler, rollouts, *given):
+            if is_lost(e, rollouts):
                 e.fail("video_error", "a call: Input/output error")
             yield e
 
-    monkeypatch.setattr(rollout, "run", spoilt)
+    monkeypatch.setattr(rollout, "play_all", spoilt)
+
+
+def spoil_first_try(monkeypatch):
+    spoil(monkeypatch, lambda e, rollouts: e.sample and not all(n for *_, n in rollouts))
 
 
 def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy, monkeypatch):
