@@ -533,12 +533,9 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
             raise launch.UserError(f"checkpoint {ckpt}: <|{name}|> is id {stored_id} in the "
                                    f"tokenizer, {i} in config.json; copy its files again")
     owner = processor if processor.chat_template else tokenizer
-    if not owner.chat_template:
-        raise launch.UserError(f"checkpoint {ckpt}: no chat template; copy chat_template.json or "
-                               "chat_template.jinja from the checkpoint that it was made from")
     for name, value in (template_kwargs or {}).items():
         # {% statements %} and {{ expressions }}: a misspelt name would change nothing.
-        code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template)
+        code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template or "")
         if name not in re.findall(r"\w+", " ".join(code)):
             raise launch.UserError(f"--set chat_template_kwargs: the chat template of {ckpt} does "
                                    f"not read {name}")
@@ -564,10 +561,13 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
     added = [t for t in tokenizer.get_added_vocab() if t.startswith("<")]
     # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n". A
     # template that declares tools shows how to call one.
-    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {}}}
+    tool = {"type": "function", "function": {"name": "look", "description": "x", "parameters": {}}}
     with as_user_error(ckpt, "chat template"):
-        prompt = owner.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool],
-                                           tokenize=False, add_generation_prompt=True)
+        prompt = owner.chat_template and owner.apply_chat_template(
+            [{"role": "user", "content": "x"}], tools=[tool], tokenize=False,
+            add_generation_prompt=True)
+    if '"look"' not in (prompt or ""):
+        raise launch.UserError(f"checkpoint {ckpt}: no chat template with tools; copy its base's")
     return ChatProcessor(
         tokenizer=tokenizer, processor=processor, channel=channel, eos=eos, **marks,
         patch=cut[0], merge=cut[1], temporal=cut[2], mean=norms[0][0], std=norms[0][1],

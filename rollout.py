@@ -534,8 +534,8 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
         counts[task["id"]] += group
     while rollouts:
         unread, tries = [], tries - 1
-        episodes = play_all(sampler, rollouts, frames, step, play, pump)
-        with contextlib.closing(episodes):  # if the caller stops early
+        # Closed if the caller stops early.
+        with contextlib.closing(play_all(sampler, rollouts, frames, step, play, pump)) as episodes:
             for episode in episodes:
                 # An outage may have passed by then. Without the windows that it cost, the rest
                 # would teach the policy to make no calls.
@@ -562,10 +562,8 @@ def play_all(sampler, rollouts, frames, step, play, pump=None):
             return await score_episode(episode, sampler.pay, sampler.judge)
 
     # A generator: an Episode and its coroutine exist only once there is room for them.
-    seed = sampler.agent.seed
-    coroutines = (play_and_score(Episode(
-        task, name, sample, draw_num_frames(frames, seed, step, task["id"]), step))
-        for task, name, sample in rollouts)
+    coroutines = (play_and_score(Episode(task, name, n, draw_num_frames(
+        frames, sampler.agent.seed, step, task["id"]), step)) for task, name, n in rollouts)
     finished = in_flight(sampler.pump, coroutines, live + 256 * (sampler.judge is not None))
 
     async def following():

@@ -211,6 +211,7 @@ FILES = {
     "another head": (lambda f: head(f, 1.5), "ties lm_head.weight to model.language_model.embed"),
     "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
     "no template": (gone("chat_template.jinja"), "no chat template"),
+    "no tools": (lambda f: (f / "chat_template.jinja").write_text("plain"), "chat template"),
     "no processor": (gone("processor_config.json"), "preprocessor_config.json is missing"),
     "other processor": (lambda f: change(f, "processor_config.json", "image_processor",
                                          patch_size=14), "processor makes patches"),
