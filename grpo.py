@@ -561,10 +561,10 @@ def evaluate(log, sampler, val_tasks, step, args):
             launch.reset_watchdog(args.patience)
             if e.error and tools and step == 0:
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
-            rows.append({
-                "id": str(e.task["id"]), "tools": tools, "status": e.status, "K": e.num_frames,
-                "acc": e.reward.get("acc"), "judge": e.reward.get("judge"), "type": e.task["type"],
-                "ran": e.status not in runs.MACHINE_FAULTS, "error": str(e.error)})
+            rows.append(dict(
+                id=str(e.task["id"]), tools=tools, status=e.status, K=e.num_frames,
+                acc=e.status == "ok" and e.reward.get("acc"), judge=e.reward.get("judge"),
+                type=e.task["type"], ran=e.status not in runs.MACHINE_FAULTS, error=str(e.error)))
     acc, unread = metrics.log_held_out(log, step, rows)
     errors = [row["error"] for row in rows if not row["ran"]] or unread
     return math.nan if launch.any_rank(source.cache.disk_away(errors)) else acc, unread
