@@ -429,7 +429,7 @@ def check_config(path):
     # Quantizers write their settings at the top of the file or into a section. vLLM drops a part of
     # this bias, and reads other kinds of RoPE, or no factor, in another way than transformers.
     if bad := re.search('"quantization_config": (?!null)|"attention_bias": true|"factor": null|'
-                        '"rope_type": "(?!axial|default|mrope|yarn)[^"]*"', json.dumps(config)):
+                        '"(rope_)?type": "(?!axial|default|mrope|yarn)[^"]*"', json.dumps(config)):
         raise launch.UserError(f"checkpoint {folder}: {bad[0]} in config.json: such weights "
                                "cannot be trained; give the BF16 checkpoint as published")
     # Files that may ask for Python code of the checkpoint's own, which is never run.

@@ -324,7 +324,8 @@ def _container_end(file):
     """Open file -> (part of the container, byte at which the header says that it ends, bytes)."""
     head, size = file.read(64), os.fstat(file.fileno()).st_size  # lengths of AVI and Matroska
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-        return "RIFF", 8 + int.from_bytes(head[4:8], "little"), size  # + 0 if never finished
+        # All ones: written to a pipe. 0: never finished.
+        return "RIFF", 8 + int.from_bytes(head[4:8], "little") % 0xFFFFFFFF, size
     at = head.find(b"\x18\x53\x80\x67") + 4  # Matroska: a Segment's length follows this mark
     if head[:4] == b"\x1aE\xdf\xa3" and 4 <= at <= len(head) - 8 and head[at]:
         used = 9 - head[at].bit_length()  # bytes of the number: the zero bits in front, plus one
@@ -820,8 +821,8 @@ class ChildDecoder:
                 if not isinstance(failure, (EOFError, OSError)):  # else the child died
                     raise
         else:
-            # Only the kernel's SIGKILL came before ours: it had no memory left.
-            error = launch.MACHINE * (status == -9) + "the decoder process died, twice"
+            # SIGKILL, SIGTERM: there was no memory left. 1: Python itself could not start.
+            error = launch.MACHINE * (status in (-9, -15, 1)) + "the decoder process died, twice"
         if error is not None:  # the child lives on
             raise VideoError(request[0], error) if isinstance(error, str) else error
         return value

@@ -679,8 +679,7 @@ def control_table(named, markdown=False):
             rows.append([*([name] if name else []), row["bench"] or "data", f"{row['K']}",
                          row["tools"], row["show"], f"{row['n']}", percents["headline"],
                          percents["chance"], difference, p_text(row["p"]), p_text(row["p_holm"])])
-    head = ["benchmark", "K", "tools", "show", "n", "headline", "chance", "minus real frames", "p",
-            "Holm"]
+    head = "benchmark K tools show n headline chance".split() + ["minus real frames", "p", "Holm"]
     head = [*(["system"] if named[0][0] else []), *head]
     title = "does the answer need the video? (percent)"
     if markdown:

@@ -318,8 +318,9 @@ class Log:
 
     def close(self, step, steps):
         """Prints how the run ended."""
-        minutes = (time.monotonic() - self.began) / 60
-        end = f"done: {steps - self.start} steps in {minutes:.1f} min -> {self.out}/last"
+        idle = sum(bool(row.get("bad_steps") or row.get("skipped_update")) for row in self.rows)
+        end = (f"done: {steps - self.start} steps in {(time.monotonic() - self.began) / 60:.1f} min"
+               f" -> {self.out}/last" + f" ({idle} of {steps} moved no weight)" * bool(idle))
         if step < steps:
             end = f"stopped after step {step} of {steps}; the same command goes on from {self.out}"
         print(end, flush=True)

@@ -433,7 +433,8 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
     started, decoder.timeout = subprocess.Popen, 1.5
     for error, program in (("mp4: the decoder process died, twice", "pass"),
                            ("the machine: the decoder", "import os; os.kill(os.getpid(), 9)"),
-                           (": no answer in 1.5 s: e", "while 1: pass")):
+                           ("the machine: the decoder", "import os; os.kill(os.getpid(), 15)"),
+                           ("the machine: t", "1/0"), (": no answer in 1.5 s: e", "while 1: 0")):
         with monkeypatch.context() as patched, pytest.raises(VideoError, match=error):
             patched.setattr(subprocess, "Popen", lambda _, program=program, **options: started(
                 [sys.executable, "-c", program], **options))

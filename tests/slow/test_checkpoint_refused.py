@@ -138,6 +138,7 @@ CONFIGS = {
                   "config.json cannot be used"),
     "fp8": (quantized(quantization_config={"quant_method": "fp8"}), "quantization_config"),
     "rope": (quantized(rope_parameters={"rope_type": "linear"}), "linear"),
+    "rope, before 4.43": (quantized(rope_scaling={"type": "dynamic", "factor": 4.0}), "dynamic"),
     "bias": (lambda f: change(f, "config.json", "text_config", attention_bias=True), "bias"),
     "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
     "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
