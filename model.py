@@ -116,7 +116,7 @@ class VisionFeatures:
         # The ids hold times and one placeholder per token, so other frames do not fit them.
         same_size = frames.images.shape[:3] == (item.frames, item.height, item.width)
         if not same_size or list(frames.seconds) != list(item.seconds):
-            raise ValueError(f"{item.spec['video']}: the file changed since its prompt was built")
+            raise ValueError(f"{item.spec['video']}: the file or --max-pixels has changed")
         return frames.images
 
 

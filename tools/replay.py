@@ -111,7 +111,7 @@ def main():
         # One video, or the disk with all of them.
         looks.append(source.cache.disk_away([*filter(None, faults)]))
     if launch.any_rank(any(faults) and any(looks)) or not launch.any_rank(not all(faults)):
-        raise launch.RunError("videos of these rollouts cannot be read; is the disk there?")
+        raise launch.RunError(f"--rollouts: no video can be read; is the disk there? {faults[:1]}")
     for group, fault in zip(groups, faults):
         if fault:
             print(f"skipped task {group[0].task['id']}: {fault}", flush=True)
