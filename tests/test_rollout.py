@@ -90,8 +90,7 @@ def rendered(codec, task, source, num_frames, turns, response):
             for p in ({"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"})]
 
     system, user = rollout.main_messages(task, num_frames, crop_response=response)
-    messages = [system, {"role": "user",
-                         "content": parts(frames=num_frames) + [user["content"][1]]}]
+    messages = [system, {**user, "content": parts(frames=num_frames) + [user["content"][1]]}]
     for text in turns:
         messages.append({"role": "assistant", "content": text})
         messages += [{"role": "tool", "content": "a red square" if response == "summary" else parts(

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scripted import ANSWER, Scripted, calls, play, play_one
+from scripted import ANSWER, Scripted, calls, play
 from test_identity import (  # noqa: F401
     SAID,
     SCRIPTS,
@@ -170,8 +170,9 @@ def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, cod
         return calls((0, 8)) if len(engine.requests) == 1 else ANSWER
 
     engine = Scripted(codec, main)
-    before = list(video.identity(str(films / "rl-0000.mp4")))
-    episode = play_one(engine, [task("a", video="rl-0000.mp4")], source)
+    before, sampler = list(video.identity(str(films / "rl-0000.mp4"))), rollout.RolloutWorker(
+        engine, codec, source, rollout.AgentConfig())
+    (episode,) = rollout.run(sampler, [task("a", video="rl-0000.mp4")], 4, tries=1)
     (record,) = episode.calls
     assert record["status"] == "video_error" and "changed" in record["summary"]
     assert str(films) not in record["summary"] and not engine.subs()
