@@ -506,9 +506,10 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
     out = os.path.dirname(os.path.abspath(path))
 
     def write_model():
-        # The log reaches the disk before a checkpoint that is newer than its last line.
+        # The log reaches the disk before a checkpoint that is newer than its last line. A run has
+        # one: else the disk with --out has gone, and below is another disk's folder.
         for name in ("log.jsonl", "rollouts"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(*[FileNotFoundError] * (not optimizer or name == "rollouts")):
                 launch.fsync(os.path.join(out, name))
         folder = opened.enter_context(runs.atomic_folder(path))
         write(codec.files, folder, weights)
@@ -529,9 +530,9 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
             on_rank_0(opened.close)  # gives the folder its name
     except (OSError, dcp.CheckpointException) as error:  # on every rank, whichever could not write
         reason = launch.why(next(iter(getattr(error, "failures", {0: [error]}).values()))[0])
-        newest = runs.newest_checkpoint(out)
+        newest = runs.newest_checkpoint(out) if os.path.isdir(out) else None
         raise launch.RunError(f"checkpoint {path} could not be written ({reason}); the newest "
-                              f"whole one is {newest}: make room, and go on from it") from None
+                              f"whole one is {newest}: mend that, and go on from it") from None
 
 
 def on_rank_0(work):

@@ -296,17 +296,17 @@ def newest_checkpoint(out):
 def undamaged_checkpoint(out):
     """-> (the newest checkpoint whose bytes are those that were saved, its state.json), or
     (None, {}). Collective: reads every file once, a share on each rank."""
-    for folder in launch.broadcast(list(filter(is_complete, step_folders(out)))):
-        state = chat.read_object(os.path.join(folder, "state.json"))
+    for folder, whole in launch.broadcast([(f, is_complete(f)) for f in step_folders(out)]):
+        state = chat.read_object(os.path.join(folder, "state.json")) if whole else {}
         saved = state.get("crc32", {})  # older versions wrote no sums
         sums = checksums(folder, sorted(saved))
         if None in sums.values():
             raise launch.RunError(f"{folder} cannot be read now; the same command tries again")
         damaged = [name for name in saved if sums[name] != saved[name]]
         damaged += ["state.json"] * (state.get("own_crc32") not in (None, state_crc32(state)))
-        if not damaged:
+        if whole and not damaged:
             return folder, state
-        launch.print0(f"{folder}: {damaged[0]} has other bytes than were saved; using an older one")
+        launch.print0(f"{folder}: {(damaged or ['file'])[0]} gone or changed; using an older one")
     return None, {}
 
 
@@ -369,8 +369,7 @@ def files_in(folder):
 def atomic_folder(path):
     """Yields a temporary folder, which becomes `path` if the block ends without an error and is
     deleted otherwise. It replaces an older folder of that name."""
-    parent = os.path.dirname(os.path.abspath(path))
-    os.makedirs(parent, exist_ok=True)
+    parent = os.path.dirname(os.path.abspath(path))  # not made here: its disk may have gone
     temp = os.path.join(parent, f".{os.path.basename(path)}.{os.urandom(4).hex()}")
     os.mkdir(temp)  # with the mode of the umask; mkdtemp's is for the owner alone
     try:

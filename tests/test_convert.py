@@ -156,8 +156,7 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
        ("--answers-from", first)) for first in (0, 1) for more in (
         ASKED | {"answer": first + 1.0}, {"question": LINES}, {"a1": "one", "a2": "two"})],
     ({"messages": [{"role": "user", "content": "<video>" + LINES}], "videos": ["a.mp4"],
-      "solution": "<answer>B</answer>"}, ()),
-    ({"clip": "a.mp4", "text": LINES, "label": "B"},
+      "solution": "<answer>B</answer>"}, ()), ({"clip": "a.mp4", "text": LINES, "label": "B"},
      ("--map", "video=clip", "question=text", "answer=label"))])
 @pytest.mark.parametrize("kind", ["jsonl", "JSON", "csv,", "CSV;", "tsv\t", "parquet"])
 def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, kind):

@@ -23,8 +23,7 @@ SCRIPT = [({"question": "Which colour is the hat?", "answer": "blue"}, "A cat?",
           ({"question": "Which colour is the bag?", "answer": "white"}, "red", "red"),
           ({"question": "What is red at 12 s?", "answer": "red"}, "", ""),
           ({"question": "What does this clip show?", "answer": "red"}, "", ""),
-          ({"question": "Which colour is it?", "answer": "brown"}, "", ""),
-          (None, "", "")]
+          ({"question": "Which colour is it?", "answer": "brown"}, "", ""), (None, "", "")]
 REASONS = [None, None, "right without the video", "wrong with the window", *["names a time or a "
            "part"] * 2, *["not the JSON that was asked for"] * 2]
 

@@ -33,8 +33,7 @@ def row(name, **more):
 
 
 ROWS = [row("red", category="easy"), row("blue", category="easy", answer="blue"),
-        row("broken", video="videos/none.mp4", category="hard"),
-        row("failing", category="hard"),
+        row("broken", video="videos/none.mp4", category="hard"), row("failing", category="hard"),
         row("letter", type="mcq", options=["cat", "dog"], answer="B"),
         row("span", type="grounding", answer=[10, 20])]
 SAID = {"red": answer("red"), "blue": answer("red"), "failing": None, "letter": answer("B"),

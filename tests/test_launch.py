@@ -43,8 +43,7 @@ def test_one_line_instead_of_a_traceback(start, error, code, said):
     (b'{"id": 1}\n\n{oops\n', ":3: not JSON"), (b'{"id": 1}\n{"x": 2}\n', ":2: missing 'id'"),
     (b"[1]\n", ": a JSON array"), (b"2\n", ":1: missing 'id'"),
     (b"\xff\xfe", ": 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
-     "; tools/convert.py reads parquet"),
-    (b"id,video\n1,a.mp4\n", ": a table; tools/convert.py"),
+     "; tools/convert.py reads parquet"), (b"id,video\n1,a.mp4\n", ": a table; tools/convert.py"),
     (b"id,video\n1,a.mp4\n", ":1: not JSON (Expecting value: line 1 column 1 (char 0)); tools/con"),
     (b"\n", ": no rows"), (b'{"id": ' * 10**6, ":1: not JSON (nested too deep)"),
     (b'\n{"id": 1}\n\n{"id": 0}\n', ":4: a zero"), (None, ": No such file")])

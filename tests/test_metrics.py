@@ -31,8 +31,7 @@ def test_summary_by_hand():
     rows = [row(4, 1.0, 2, closure=closure([2, 1], [2, 2], [2, 1], [1, 1]), written=3, turns=2,
                 cut=1),
             row(4, 0.0, 0, closure=closure([1, 1], [0, 0], [0, 0], [1, 0])),
-            row(64, 0.5, 1, type="open", sub_tokens=8),
-            row(64, 1.0, 0, type="open")]
+            row(64, 0.5, 1, type="open", sub_tokens=8), row(64, 1.0, 0, type="open")]
     m = metrics.summarise(rows)
     assert m["kappa"] == 0.75 and m["valid_calls"] == 0.75 and m["written_calls"] == 1.0
     assert m["called"] == 0.5

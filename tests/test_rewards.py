@@ -163,8 +163,7 @@ PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</an
     (["<answer>A</answer>", "no tag here"], None),
     (["<think><answer>A</answer></think><answer>B</answer>"], "B"),
     # the forced prefix: the turn began inside the thought
-    (["draft <answer>A</answer></think>"], None),
-    (["draft <answer>A</answer></think> B"], None),
+    (["draft <answer>A</answer></think>"], None), (["draft <answer>A</answer></think> B"], None),
     (["<think>hm <answer>B</answer>"], "B"),  # a thought that never closes hides nothing
 ])  # fmt: skip
 def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
@@ -189,8 +188,7 @@ def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
     ("Answer: A because it shows", "A"),
     ("The answer is A. No, wait: the answer is C.", "C"), ("The answer is B, not option C", "B"),
     ("A. The answer is B, or option C", None), ("A. The answer is B", None),
-    ("I would not choose B, C", "C"),
-    ("The answer is B or C", None),
+    ("I would not choose B, C", "C"), ("The answer is B or C", None),
     ("The answer is Apples", None), ("The answer is A man", None), ("answer is not A", None),
     ("The correct option is D.", "D"), ("I would choose C", "C"),
     ("option B is wrong, option C is right", "C"),
@@ -208,8 +206,7 @@ def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
     ("The man picks B-roll", None), ("The best answer is: D. two birds", "D"),
     ("I choose the dog, not the cat", None),
     ("<action>A</action><observation>it is A</observation>B", "B"), ("<think>so B</think>", None),
-    ("dog.", "B"), ("It is option (c), a hot dog.", "C"),
-    ("A shows two, C four.\nB", "B")])
+    ("dog.", "B"), ("It is option (c), a hot dog.", "C"), ("A shows two, C four.\nB", "B")])
 def test_letter_is_read_by_policy(response, want):
     assert rewards.extract_letter(response, PETS) == want
 

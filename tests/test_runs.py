@@ -55,7 +55,10 @@ def test_a_state_with_another_byte_is_noticed(tmp_path, capsys):
     text = (second / "state.json").read_text()
     (second / "state.json").write_text(text.replace('"best_step": 1', '"best_step": 2'))
     assert runs.undamaged_checkpoint(str(tmp_path))[0] == str(first)
-    assert "step_000002: state.json has other bytes than were saved" in capsys.readouterr().out
+    assert "step_000002: state.json gone or changed" in capsys.readouterr().out
+    (first / "model.safetensors").write_text("short")  # a copy that is not finished
+    assert runs.undamaged_checkpoint(str(tmp_path)) == (None, {})
+    assert "step_000001: file gone or changed" in capsys.readouterr().out
 
 
 def test_files_count_by_content_and_by_name_but_not_by_folder(tmp_path):

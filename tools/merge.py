@@ -30,6 +30,7 @@ def main():
         raise launch.UserError(f"{args.ckpt} holds whole weights already")
     if os.path.exists(args.out):
         raise launch.UserError(f"--out {args.out} exists")
+    launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     with runs.atomic_folder(args.out) as folder:
         checkpoint.save_whole(chat.small_files(ckpt), folder, dict(checkpoint.merged_weights(ckpt)))
     print(f"{args.out}: {checkpoint.base_of(ckpt)} with the adapters of {args.ckpt}")

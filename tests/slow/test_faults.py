@@ -153,6 +153,14 @@ def test_grpo_ends_on_all_ranks_if_the_disk_of_one_has_gone(run, tmp_path):
     assert [row["skipped_update"] for row in rows][1:] == [1, 1]
 
 
+def test_a_run_whose_folder_goes_away_makes_no_other(run):
+    """The disk with --out is detached: the name stands for an empty folder of another disk."""
+    fault = AT_STEP.format(step=2, rank=0, what="saved(1); o = sys.argv[sys.argv.index('--out') + "
+                           "1]; os.rename(o, o + '2'); os.mkdir(o)")
+    done = run("sft", fault, "--steps", 3)
+    assert done.returncode != 0 and "step_000002 could not be written (No such file" in done.stderr
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(
         run, toy, tmp_path, rank):
