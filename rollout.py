@@ -546,7 +546,7 @@ def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=ru
         rollouts, pump = unread, None
 
 
-def play_all(sampler, rollouts, frames, step, play, pump=None):
+def play_all(sampler, rollouts, frames, step, play, pump):
     """As `run`, each rollout once. rollouts: [(task, group, sample)]."""
     sampler = replace(sampler, pump=pump or EngineLoop(sampler.engine, sampler.threads))
 
