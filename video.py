@@ -50,6 +50,7 @@ FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,
 # H.264's, HEVC's message that only later frames are whole, as of a stream that renews its picture
 # by columns: its type, its length, a number of frames above 0. Two kinds of messages may precede.
 RECOVERY = rb"(?s)\0\0(?:\x01|\0.)(?:\x06|\x4e\x01)(?:[\0\x01].{,33}?){0,3}\x06[\x01-\x0f][\0-\x7f]"
+MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
 CACHE_VERSION = 12  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
@@ -538,8 +539,8 @@ def _open(path):
     if counts.max(initial=0) > 8:  # a joined file's clock, which a copy held back
         jump = (ticks[counts.argmax()] - ticks[0]) * unit
     # An edit list of several parts steps back too. That is harmless, unless frames of two parts
-    # share a time.
-    if jump is not None and not (hidden.any() and len(ticks) == displayed.sum()):
+    # share a time. Of fragments that were joined out of order, libavformat hides some as well.
+    if jump is not None and (_holds(path, MOOF) or not hidden.any() or len(ticks) < sum(counts)):
         raise VideoError(path, f"the clock jumps at {jump:g} s: remux it, or encode it anew")
     # Matroska has no times below zero. In files that were cut, frames of such times follow the
     # first key frame. They depend on frames that are gone, so they neither decode nor count.
@@ -638,13 +639,13 @@ def _jump(path, pts, dts, keys, max_gap):
     """
     back = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
     jumps, steps = (keys[1:] > 0) & (np.minimum(*back) > 0.1), np.diff(dts)
-    jumps |= steps > (10 if (steps > 10).any() and _joined(path) else max_gap)
+    jumps |= steps > (10 if (steps > 10).any() and _holds(path, MATROSKA) else max_gap)
     return dts[jumps.argmax()] - dts[0] if jumps.any() else None
 
 
-def _joined(path):
-    """Path -> whether the file holds a second Matroska header, as after cat."""
-    header, data = re.compile(rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"), b""
+def _holds(path, header):
+    """Path, pattern -> whether it stands in the file behind byte 4: a second header, after cat."""
+    header, data = re.compile(header), b""
     with open(path, "rb") as file:
         while block := file.read(2**20):
             if header.search(data := data[-80:] + block, 4):

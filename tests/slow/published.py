@@ -52,16 +52,8 @@ def parts(token, ranks):
 
 def write_tokenizer(folder):
     """tokenizer.json, vocab.json and merges.txt, about 3 s."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-    )
+    import tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 
     with open(vocabulary_file(), "rb") as f:
         ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, f)}
@@ -76,11 +68,11 @@ def write_tokenizer(folder):
     merges = [tuple(map(word, parts(token, ranks))) for token in ranks if len(token) > 1]
     core = Tokenizer(models.BPE({word(token): rank for token, rank in ranks.items()}, merges,
                                 continuing_subword_prefix="", end_of_word_suffix=""))
-    core.normalizer = normalizers.NFC()
+    core.normalizer = tokenizers.normalizers.NFC()
     core.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(False, trim_offsets=False, use_regex=False)])
-    core.decoder = decoders.ByteLevel()
+    core.decoder = tokenizers.decoders.ByteLevel()
     core.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False,
                                                use_regex=False)
     core.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in CONTROL])

@@ -485,6 +485,15 @@ def test_a_clock_that_leaps_for_days_is_refused(tmp_path, ffmpeg):
         video.FrameCache(0).index(tmp_path / "v.flv")
 
 
+def test_fragments_joined_out_of_order_are_refused(tmp_path, film, ffmpeg):
+    ffmpeg("-i", film("long"), *"-c copy -f dash -seg_duration 1 -init_seg_name 0.mp4".split(),
+           "-media_seg_name", "$Number$.mp4", tmp_path / "x.mpd")
+    parts = [(tmp_path / f"{n}.mp4").read_bytes() for n in (0, 1, 3, 2)]
+    (tmp_path / "v.mp4").write_bytes(b"".join(parts))
+    with pytest.raises(video.VideoError, match="clock jumps"):
+        video.FrameCache(0).index(tmp_path / "v.mp4")
+
+
 @pytest.mark.parametrize("name, codec", [("v.avi", "mjpeg"), ("v.flv", "libx264"),
                                          ("v.mpg", "mpeg2video"), ("v.wmv", "wmv2")])
 def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatch, name, codec):
