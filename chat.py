@@ -59,7 +59,7 @@ class ChatProcessor:
     temporal: int  # frames a patch spans (2); an image is repeated to fill a patch
     mean: tuple  # [3] red, green, blue in 0..1; model.patchify subtracts them
     std: tuple  # [3] of the same; model.patchify divides by them
-    special_strings: tuple  # of added tokens that begin with "<": "<|im_end|>", "<tool_call>", ..
+    special_strings: tuple  # of tokens marked special, and added ones like "<tool_call>"
     suppress_tokens: tuple  # never sampled: placeholders, turn starts, every end but <|im_end|>
     opens_thought: bool  # the generation prompt ends in `<think>\n`, as in Thinking checkpoints
     tool_call_format: str  # how the template asks for calls: "json", or "xml" as in Qwen3.5
@@ -427,9 +427,11 @@ def check_config(path):
         raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
                                f"{families}; docs/recipe.md says why")
     # Quantizers write their settings at the top of the file or into a section. vLLM drops a part of
-    # this bias, and reads other kinds of RoPE, or no factor, in another way than transformers.
+    # this bias, and reads other kinds of RoPE, no factor, or the tower's theta in another way than
+    # transformers.
     if bad := re.search('"quantization_config": (?!null)|"attention_bias": true|"factor": null|'
-                        '"(rope_)?type": "(?!axial|default|mrope|yarn)[^"]*"', json.dumps(config)):
+                        '"(rope_)?type": "(?!axial|default|mrope|yarn)[^"]*"|'
+                        r'"vision_config": \{[^}]*theta": (?!10000\b)[^,}]+', json.dumps(config)):
         raise launch.UserError(f"checkpoint {folder}: {bad[0]} in config.json: such weights "
                                "cannot be trained; give the BF16 checkpoint as published")
     # Files that may ask for Python code of the checkpoint's own, which is never run.
@@ -558,15 +560,15 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
     # None: not in this vocabulary.
     never = {vocabulary.get(f"<|{name}|>") for name in (*marks, "im_start", "endoftext")}
     # Control tokens and tags. The toy adds whole phrases as well, which are harmless in a question.
-    added = [t for t in tokenizer.get_added_vocab() if t.startswith("<")]
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values()
+             if token.special or str(token).startswith("<")]
     # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n". A
     # template that declares tools shows how to call one.
     tool = {"type": "function", "function": {"name": "look", "description": "x", "parameters": {}}}
     with as_user_error(ckpt, "chat template"):
-        prompt = owner.chat_template and owner.apply_chat_template(
-            [{"role": "user", "content": "x"}], tools=[tool], tokenize=False,
-            add_generation_prompt=True)
-    if '"look"' not in (prompt or ""):
+        prompt = owner.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool],
+                                           tokenize=False, add_generation_prompt=True)
+    if '"look"' not in prompt:
         raise launch.UserError(f"checkpoint {ckpt}: no chat template with tools; copy its base's")
     return ChatProcessor(
         tokenizer=tokenizer, processor=processor, channel=channel, eos=eos, **marks,
@@ -582,9 +584,8 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
 def end_ids(ckpt):
     """Ids at which generation ends, by the checkpoint's generation_config.json."""
     path = os.path.join(ckpt, "generation_config.json")
-    if not launch.is_file(path):
-        return set()
-    ends = read_object(path).get("eos_token_id")  # one id, a list of ids, or null
+    # One id, a list of ids, or null.
+    ends = read_object(path).get("eos_token_id") if launch.is_file(path) else None
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
     if not all(isinstance(end, int) for end in ends):
         raise launch.UserError(f"{path}: eos_token_id must be an id or a list of ids, got {ends}")

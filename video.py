@@ -51,7 +51,7 @@ FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,
 # by columns: its type, its length, a number of frames above 0. Two kinds of messages may precede.
 RECOVERY = rb"(?s)\0\0(?:\x01|\0.)(?:\x06|\x4e\x01)(?:[\0\x01].{,33}?){0,3}\x06[\x01-\x0f][\0-\x7f]"
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 12  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 13  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -84,7 +84,7 @@ class VideoTable:
     starts: np.ndarray  # [N] seconds, strictly increasing, the first is 0; read-only
     info: VideoInfo
     ticks: np.ndarray  # [N] the same times in the stream's own unit, or numbers of frames
-    key_ticks: np.ndarray  # of the key frames at which decoding can begin
+    keys: np.ndarray  # [K, 2] key frames at which decoding can begin: tick, byte in the file
 
 
 @dataclass
@@ -191,7 +191,7 @@ def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None, sn
     """Path -> Frames, at most `num_frames`. snap: take key frames if they are near enough; fast in
     long files. Raises VideoError, ValueError for num_frames < 1."""
     table = (cache := cache or FrameCache(0)).table(path)
-    keys = np.flatnonzero(np.isin(table.ticks, table.key_ticks)) if snap else ()
+    keys = np.flatnonzero(np.isin(table.ticks, table.keys[:, 0])) if snap else ()
     indices = overview_indices(table.starts, table.info.duration, num_frames, keys)  # [T]
     return cache.frames(path, indices, min_pixels, max_pixels)
 
@@ -398,7 +398,8 @@ def _open_folder(path):
         raise VideoError(path, f"{clock[0]}: time {later.argmin() + 1} is not later than the last, "
                          "or below 0")
     ticks, (height, width) = np.arange(count), _picture(path, names[0]).shape[:2]
-    return starts, _duration(starts, end), height, width, ticks, ticks  # all are key frames
+    # All are key frames.
+    return starts, _duration(starts, end), height, width, ticks, np.stack([ticks, ticks], 1)
 
 
 def _picture(folder, name):
@@ -487,11 +488,11 @@ def _stream_of(path, source):
 
 
 def _open(path):
-    """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], key_ticks.
+    """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], keys [K, 2].
 
     Starts are strictly increasing, the first is 0.0. Ticks are the same times in the stream's own
-    unit and clock. key_ticks are those of the key frames at which decoding can begin. They include
-    key frames that an edit list hides; starts do not. Raises VideoError.
+    unit and clock. keys are the key frames at which decoding can begin: tick, byte in the file.
+    They include key frames that an edit list hides; starts do not. Raises VideoError.
     """
     # changed: kinds. sound: its end in seconds, on a clock that may begin below 0; NaN: no sound
     early, packets, changed, sound = [], [], set(), math.nan
@@ -523,19 +524,19 @@ def _open(path):
                 if codec.name == "mpeg4":  # a joined clip may flag all; two bits tell what it is
                     _, _, picture = bytes(packet).partition(b"\0\0\1\xb6")
                     begin = begin and picture[:1] < b"\x40"  # 00: intra
-                packets.append((pts, pts if packet.dts is None else packet.dts,
+                packets.append((pts, pts if packet.dts is None else packet.dts, packet.pos or 0,
                                 packet.duration or 0, packet.is_keyframe, packet.is_discard, begin))
     if not early:
         raise VideoError(path, "PyAV: holds no video frames")
     untimed = [n for n, (pts, *_) in enumerate(packets) if pts is None]
-    # In decoding order: time of display, time of decoding, length [P] in ticks; three flags.
-    pts, dts, lengths, keys, hidden, begins = np.array(
-        [row for row in packets if row[0] is not None], np.int64).reshape(-1, 6).T
+    # In decoding order: time of display, time of decoding, byte, length [P] in ticks; three flags.
+    pts, dts, places, lengths, flags, hidden, begins = np.array(
+        [row for row in packets if row[0] is not None], np.int64).reshape(-1, 7).T
     came = [_pts_of(frame, reorders) for frame in early]
     # Frames before the first frame that decodes are left over from a cut and do not count.
     displayed = (hidden == 0) & (came[0] is not None and pts >= came[0])
     ticks, counts = np.unique(pts[displayed], return_counts=True)
-    jump = _jump(path, pts * unit, dts * unit, keys, max_gap)
+    jump = _jump(path, pts * unit, dts * unit, flags, max_gap)
     if counts.max(initial=0) > 8:  # a joined file's clock, which a copy held back
         jump = (ticks[counts.argmax()] - ticks[0]) * unit
     # An edit list of several parts steps back too. That is harmless, unless frames of two parts
@@ -545,18 +546,18 @@ def _open(path):
     # Matroska has no times below zero. In files that were cut, frames of such times follow the
     # first key frame. They depend on frames that are gone, so they neither decode nor count.
     front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed) < len(packets) - 1
-    key_ticks = np.unique(pts[begins > 0])
+    keys = np.unique(np.stack([pts, places], 1)[begins > 0], axis=0)
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
-    disordered = None in came or came != sorted(came) or (overlap & (keys[1:] > 0)).any()
+    disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
     # A palette comes once, in front.
-    can_seek = len(key_ticks) and codec.pix_fmt != "pal8" and (sure or likely and not keys.all())
+    can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())
     if disordered or lacks_times or not can_seek:  # then the file is decoded in a row
         times, end = _display_pts(path)
         starts, back = np.unique(times[::-1], return_index=True)  # [N] the last of one time
         # Numbers of frames in the decoder's order; none at which decoding can begin.
-        ticks, key_ticks = len(times) - 1 - back, key_ticks[:0]
+        ticks, keys = len(times) - 1 - back, keys[:0]
     else:
         starts, end = ticks, ticks[-1] + lengths[displayed][pts[displayed].argmax()]
     end, sound = (end - starts[0]) * unit, round(float(sound - starts[0] * unit), 1)
@@ -564,7 +565,7 @@ def _open(path):
     duration = _duration(starts, end)
     height, width = _upright(path, early[0]).shape[:2]  # the header may lie
     # The last picture stays while the sound goes on, whose end containers round differently.
-    return starts, (duration, sound)[sound > duration + 0.1], height, width, ticks, key_ticks
+    return starts, (duration, sound)[sound > duration + 0.1], height, width, ticks, keys
 
 
 def _parameter_sets(codec, packet):
@@ -670,10 +671,11 @@ def _upright(path, frame):
     return image[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
-def _decode(container, stream, wanted, key_ticks, drop):
+def _decode(container, stream, wanted, keys, drop):
     """Set of ticks -> iterator of the frames from here on, up to the last wanted frame. drop: do
     not decode frames that are not wanted and that no other frame needs. No frame, if decoding would
-    begin at a key frame that is none of key_ticks: seeks may land elsewhere.
+    begin at a key frame that is none of `keys`: seeks may land elsewhere, and the index of an AVI
+    may give a packet another time than counting does.
     """
     codec, missing, begun = stream.codec_context, set(wanted), False  # missing: not in the decoder
     # An H.264 frame states for the whole stream whether another one needs it. An HEVC frame states
@@ -689,7 +691,7 @@ def _decode(container, stream, wanted, key_ticks, drop):
         if not missing and not useful:  # only now: the fields of a frame may come one by one
             yield from codec.decode(None)  # frames held back to reorder them
             return
-        if packet.is_keyframe and not begun and tick not in key_ticks:
+        if packet.is_keyframe and not begun and [tick, packet.pos or 0] not in keys.tolist():
             return
         begun = begun or packet.is_keyframe
         drop = drop and not any(_parameter_sets(codec, packet).values())  # it may have more layers
@@ -699,16 +701,16 @@ def _decode(container, stream, wanted, key_ticks, drop):
             missing.discard(tick)
 
 
-def _images(path, ticks, key_ticks, drop):
-    """Path, ticks [T] and key_ticks of `_open` -> iterator of (tick, image [H, W, 3] uint8). drop:
+def _images(path, ticks, keys, drop):
+    """Path, ticks [T] and keys of `_open` -> iterator of (tick, image [H, W, 3] uint8). drop:
     as in _decode; None: decode in a row."""
     if os.path.isdir(path):
         _, names = _pictures(path)
-        if len(names) != len(key_ticks):  # all that follow would move
+        if len(names) != len(keys):  # all that follow would move
             raise VideoError(path, "images came or went while it was read")
         yield from ((tick, _picture(path, names[tick])) for tick in ticks)
         return
-    pending = ticks.tolist()
+    pending, key_ticks = ticks.tolist(), keys[:, 0]
     # Seeks may land too late (MPEG-TS has no index), or fail (an index without key frames). Then,
     # and without key frames, the file is decoded from its first frame on.
     for seeks in (True, False)[drop is None or not len(key_ticks) :]:
@@ -722,7 +724,7 @@ def _images(path, ticks, key_ticks, drop):
                         run = pending[: np.searchsorted(pending, key_ticks[after])]
                     if after > 1 or after and len(pending) < len(ticks):  # else it stands there
                         container.seek(int(key_ticks[after - 1]), stream=stream)
-                frames = (_decode(container, stream, set(run), key_ticks, drop) if seeks
+                frames = (_decode(container, stream, set(run), keys, drop) if seeks
                           else container.decode(stream))
                 for number, frame in enumerate(frames):
                     tick = _pts_of(frame, reorders) if len(key_ticks) else number
@@ -737,7 +739,7 @@ def _images(path, ticks, key_ticks, drop):
     raise VideoError(path, f"PyAV: the frame of tick {pending[0]} does not decode")
 
 
-def _read(path, ticks, key_ticks, height, width):
+def _read(path, ticks, keys, height, width):
     """Arguments of _images, and a size -> [T, height, width, 3] uint8. Raises VideoError."""
     import av
     from PIL import Image
@@ -747,7 +749,7 @@ def _read(path, ticks, key_ticks, height, width):
     av.logging.set_skip_repeated(False)
     with av.logging.Capture() as logs, contextlib.ExitStack() as stack:
         stack.callback(av.logging.set_level, None)
-        for drop in (True, False) if len(key_ticks) else (True,):  # in a row nothing is dropped
+        for drop in (True, False) if len(keys) else (True,):  # in a row nothing is dropped
             # In place of a lost frame a decoder shows the one before. It must not lack others, too.
             # It mends a damaged key frame from the frame before, too: after a seek there is none.
             # The frame that would miss a lost one loudly may be one that is left out.
@@ -755,7 +757,7 @@ def _read(path, ticks, key_ticks, height, width):
             if not drop and not any(n <= av.logging.ERROR or "num gap" in s for n, _, s in logs):
                 break
             # One by one, because 4K frames fill gigabytes.
-            for tick, image in _images(path, ticks, key_ticks, None if damaged else drop):
+            for tick, image in _images(path, ticks, keys, None if damaged else drop):
                 image = Image.fromarray(np.ascontiguousarray(image))  # rotated: a strided view
                 images[ticks == tick] = image.resize((width, height))
     return images
@@ -763,7 +765,7 @@ def _read(path, ticks, key_ticks, height, width):
 
 def _dispatch(request):
     """Arguments of _read -> its result; a path alone -> starts, fields of VideoInfo, ticks and
-    key_ticks. Whatever is computed about a video is computed here: its errors are VideoErrors."""
+    keys. Whatever is computed about a video is computed here: its errors are VideoErrors."""
     try:
         if len(request) > 1:
             return _read(*request)
@@ -923,7 +925,7 @@ class FrameCache:
         def decodes(path):
             with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
                 table = self.table(path)
-                return len(self.decoders.read(path, table.ticks[:1], table.key_ticks, 32, 32))
+                return len(self.decoders.read(path, table.ticks[:1], table.keys, 32, 32))
 
         return any(launch.MACHINE in text for text in errors) or bool(errors) and not all(
             any(map(decodes, paths)) for paths in [*self.witnesses.values()] or [()])  # a copy
@@ -949,10 +951,10 @@ class FrameCache:
         state = os.path.realpath(path), *identity(path), CACHE_VERSION
 
         def read():
-            starts, *info, ticks, key_ticks = self.load_or_compute(
+            starts, *info, ticks, keys = self.load_or_compute(
                 _digest(state), state, lambda: self.decoders.ask((state[0],)))
             starts.flags.writeable = False  # all callers share this array
-            table = VideoTable(state, starts, VideoInfo(*info), ticks, key_ticks)
+            table = VideoTable(state, starts, VideoInfo(*info), ticks, keys)
             return table, 3 * starts.nbytes  # at most
 
         # last: a look that needs the table comes next.
@@ -979,7 +981,7 @@ class FrameCache:
                 with contextlib.suppress(VideoError):
                     tiny = self.frames(path, range(len(table.starts)), min_pixels, max_pixels, size)
                     return [tiny.images[indices]]
-            return [self.decoders.read(path, table.ticks[indices], table.key_ticks, height, width)]
+            return [self.decoders.read(path, table.ticks[indices], table.keys, height, width)]
 
         def read():
             (images,) = self.load_or_compute(key, table.state, decode)

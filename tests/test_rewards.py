@@ -110,13 +110,10 @@ def test_num_frames_is_a_whole_number_or_null(frames, want):
 
 
 @pytest.mark.parametrize("text", [
-    CALL,
-    json_call(start=1, end=2),
-    json_call(start_time=1, end_time=2, video_path="/etc/passwd"),
+    CALL, json_call(start=1, end=2), json_call(start_time=1, end_time=2, video_path="/etc/passwd"),
     CALL.replace('{"start_time": 1, "end_time": 2}',
                  json.dumps('{"start_time": 1, "end_time": 2}')),
-    CALL.removesuffix("</tool_call>"),
-    CALL.replace("</tool_call>", "</tool_c"),
+    CALL.removesuffix("</tool_call>"), CALL.replace("</tool_call>", "</tool_c"),
     CALL.removesuffix("</tool_call>") + "\n<answer>B</answer>",
     "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>",
     "<tool_code>crop_video(1, 2)</tool_code>",

@@ -17,18 +17,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, run_script
 from reference import make_engine
-from scripted import (
-    AGENT,
-    ANSWER,
-    Scripted,
-    call,
-    calls,
-    play,
-    play_one,
-    text_of,
-    turn_of,
-    window_of,  # fmt: skip
-)
+
+from scripted import (  # isort: skip
+    AGENT, ANSWER, Scripted, call, calls, play, play_one, text_of, turn_of, window_of)
 
 import chat
 import grpo

@@ -509,21 +509,12 @@ def broken(folder, kind):
     return path
 
 
-@pytest.mark.parametrize(
-    "kind, why",
-    [
-        ("missing", "no such file"),
-        ("folder", "has no images"),
-        ("pipe", "not a regular file"),
-        ("empty", r"empty \(0 bytes\)"),
-        ("text", "Invalid data"),
-        ("sound", "no video stream"),
-        ("overwritten", "."),
-        ("cut_back", "truncated"),  # mp4 with its index at the end: gone
-        ("cut_front", "truncated"),  # index in front: opens well, and ends early
-        ("cut_mkv", "truncated"),
-    ],
-)
+@pytest.mark.parametrize("kind, why", [
+    ("missing", "no such file"), ("folder", "has no images"), ("pipe", "not a regular file"),
+    ("empty", r"empty \(0 bytes\)"), ("text", "Invalid data"), ("sound", "no video stream"),
+    ("overwritten", "."), ("cut_mkv", "truncated"),
+    ("cut_back", "truncated"),  # mp4 with its index at the end: gone
+    ("cut_front", "truncated")])  # index in front: opens well, and ends early
 def test_broken_files_raise_video_error(tmp_path, kind, why):
     path = broken(tmp_path, kind)
     with pytest.raises(VideoError, match=why) as caught:

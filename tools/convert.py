@@ -155,7 +155,7 @@ def archive_path(path):
         # The publisher's machine made the path absolute. The archive's own tree begins here.
         at = [path.find(f"/{top}/") for top in ("longvt_source", "museg", "selfqa")]
         if max(at) < 0:
-            raise ValueError("an absolute path outside the published folders")
+            raise ValueError("an absolute path that is neither here nor of the published folders")
         path = path[max(at) + 1:]
     return path
 

@@ -139,6 +139,8 @@ CONFIGS = {
     "fp8": (quantized(quantization_config={"quant_method": "fp8"}), "quantization_config"),
     "rope": (quantized(rope_parameters={"rope_type": "linear"}), "linear"),
     "rope, before 4.43": (quantized(rope_scaling={"type": "dynamic", "factor": 4.0}), "dynamic"),
+    "theta": (lambda f: change(f, "config.json", "vision_config", rope_parameters={
+        "rope_type": "axial", "rope_theta": 100.0}), "theta"),
     "bias": (lambda f: change(f, "config.json", "text_config", attention_bias=True), "bias"),
     "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
     "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
@@ -211,7 +213,7 @@ FILES = {
                   "is stored, but config.json describes a model without"),
     "another head": (lambda f: head(f, 1.5), "ties lm_head.weight to model.language_model.embed"),
     "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
-    "no template": (gone("chat_template.jinja"), "no chat template"),
+    "no template": (gone("chat_template.jinja"), "chat template cannot be used"),
     "no tools": (lambda f: (f / "chat_template.jinja").write_text("plain"), "chat template"),
     "no processor": (gone("processor_config.json"), "preprocessor_config.json is missing"),
     "other processor": (lambda f: change(f, "processor_config.json", "image_processor",

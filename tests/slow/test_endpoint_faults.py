@@ -121,6 +121,13 @@ def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(serve,
     assert "no whole answer within 1 s" in done.error and time.monotonic() - began < 15
 
 
+def test_request_timeout_of_the_command_is_that_time(serve, start, toy, tmp_path):
+    code, _, err = start(evaluation, "--engine", "openai", "--base-url", serve(drip).url, "--model",
+                         "m", "--data", toy / "eval.jsonl", "--out", tmp_path / "out", "--set",
+                         "request_timeout=0.5", "--set", "retries=0")
+    assert code == 2 and "no whole answer within 0.5 s" in err
+
+
 # ------------------------------------------------------------------------------------------------
 # Bytes and secrets
 

@@ -13,16 +13,9 @@ import numpy as np
 import pytest
 from reference import ReferenceEngine  # waits for engines with `patient`
 from scripted import ANSWER, Scripted, play
-from test_engine import (  # noqa: F401
-    HOT,
-    TALK,
-    Saying,
-    base,
-    engine,
-    engine_gap,
-    trainer_logps,
-    vllm_engines,
-)
+
+from test_engine import (  # noqa: F401  # isort: skip
+    HOT, TALK, Saying, base, engine, engine_gap, trainer_logps, vllm_engines)
 
 import grpo
 from engine import EngineLoop, Request

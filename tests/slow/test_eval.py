@@ -6,16 +6,9 @@ import json
 
 import pytest
 from scripted import Server
-from test_eval import (  # noqa: F401
-    ROWS,
-    SAID,
-    answer,
-    records,
-    row,
-    task_of,
-    videomme,
-    world,
-)
+
+from test_eval import (  # noqa: F401  # isort: skip
+    ROWS, SAID, answer, records, row, task_of, videomme, world)
 
 from evaluation import costs, scores
 

@@ -10,24 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scripted import ANSWER, Scripted, calls, play
-from test_identity import (  # noqa: F401
-    SAID,
-    SCRIPTS,
-    SRT,
-    ended,
-    films,
-    finished,
-    flags_of,
-    judge_flags,
-    newer,
-    replace_film,
-    rows_of,
-    server,
-    start,
-    task,
-    world,
-    write_rows,
-)
+
+from test_identity import (  # noqa: F401  # isort: skip
+    SAID, SCRIPTS, SRT, ended, films, finished, flags_of, judge_flags, newer, replace_film, rows_of,
+    server, start, task, world, write_rows)
 
 import chat
 import launch

@@ -14,6 +14,7 @@ import pytest
 from conftest import run_script
 from scripted import Scripted, Server
 from test_protocols import CROP, TASK, scripts
+from test_video import write
 
 import chat
 import eval as evaluation
@@ -72,6 +73,21 @@ def test_a_publishers_text_without_the_question_is_refused(toy, tmp_path, file, 
         assert done.stderr.count("\n") == 1
     else:
         assert done.returncode == 0 and "Rain" in json.dumps(server.asked), done.stderr
+
+
+def test_settings_of_the_overview_and_of_the_user_turn(play, source, tmp_path):
+    source.root = str(tmp_path)
+    write(tmp_path / "v.mp4", 4, size=(64, 64))
+    (tmp_path / "u.txt").write_text("Look: {question} {options}")
+    seen = {}
+    for setting in ("top_p=1", "stamps=false", "total_pixels=2048", f"user_file={tmp_path}/u.txt"):
+        _, (request,), _ = play(f"--protocol direct --frames 2 --set {setting}",
+                                "<answer>B</answer>", task={**TASK, "video": "v.mp4"})
+        item, words = request.messages[-1]["content"]
+        height = request.frames[0].images.shape[1]
+        seen[setting.partition("=")[0]] = item["stamp"], height, words["text"][:5]
+    assert seen == {"top_p": (None, 64, "Which"), "stamps": ("none", 64, "Which"),
+                    "total_pixels": (None, 32, "Which"), "user_file": (None, 64, "Look:")}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,9 +4,29 @@ python -m pytest tests/slow/test_runs.py -q
 """
 import os
 
+import pytest
 from test_runs import arguments, saved_at
 
+import eval as evaluation
+import grpo
+import rollout
+import sft
 from plumbing import runs
+from tools import ask, serve
+
+
+@pytest.mark.parametrize("script, words", [
+    (sft, "--data sft.jsonl"), (grpo, "--data rl.jsonl"), (grpo, "--data rl.jsonl --check"),
+    (rollout, "--data rl.jsonl"), (evaluation, "--data rl.jsonl"), (serve, "--port 0"),
+    (ask, "--video videos/rl-0000.mp4 --question ?")])
+def test_names_that_no_template_reads_are_refused_by_every_script(toy, start, tmp_path, monkeypatch,
+                                                                  script, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rollout, "make_engine", None)
+    words = [toy / word if (toy / word).exists() else word for word in words.split()]
+    code, _, err = start(script, "--preset", "toy", "--ckpt", toy / "init", *words, "--set",
+                         'chat_template_kwargs={"enable_thought": false}')
+    assert code == 2 and "does not read enable_thought" in err
 
 
 def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
@@ -28,6 +48,7 @@ def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
     (tmp_path / "step_000004" / "model.safetensors").unlink()
     folder, state = runs.resume_point(str(tmp_path), arguments(), None)
     assert folder.endswith("step_000003") and links() == ["step_000003", "step_000001"]
+    assert "step_000004: file gone or changed" in capsys.readouterr().out
 
     for name in ("symlink", "replace", "rename", "fsync"):
         saved_at(tmp_path, "step_000000")  # not kept

@@ -6,7 +6,9 @@ they are installed, openai and lmms-eval. `make test-page` runs the tests of its
 """
 import base64
 import json
+import os
 import shutil
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -213,15 +215,11 @@ def image(url):
 def bad_bodies():
     user = {"role": "user"}
     return {
-        "no messages": {},
-        "content a number": {"messages": [{**user, "content": 7}]},
-        "question empty": body_of(film(), text("  ")),
+        "no messages": {}, "content a number": {"messages": [{**user, "content": 7}]},
+        "question empty": body_of(film(), text("  ")), "no film": body_of(text()),
         "item of another type": body_of(film(), text(), {"type": "input_audio", "input_audio": {}}),
-        "surrogate": body_of(film(), text("\ud800")),
-        "another model": body_of(model="gpt"),
-        "temperature": body_of(temperature=3),
-        "no film": body_of(text()),
-        "frames 1025": body_of(frames=1025),
+        "surrogate": body_of(film(), text("\ud800")), "another model": body_of(model="gpt"),
+        "temperature": body_of(temperature=3), "frames 1025": body_of(frames=1025),
         "film outside": body_of(film("../../etc/passwd"), text()),
         "film outside, escaped": body_of(film("file:%2e%2e/%2e%2e/etc/passwd"), text()),
         "film of a network": body_of(film("http://127.0.0.1:9/x.mp4"), text()),
@@ -230,9 +228,7 @@ def bad_bodies():
         "film not base64": body_of(film("data:video/mp4;base64,@@@"), text()),
         "image not base64": body_of(text("<1.0 seconds>"), image("data:image/png;base64,@"),
                                     text()),
-        "no JSON": "{",
-        "JSON nested too deep": "[" * 100_000,
-    }
+        "no JSON": "{", "JSON nested too deep": "[" * 100_000}
 
 
 def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(running, toy):
@@ -319,6 +315,25 @@ def test_a_client_that_leaves_ends_its_episode(running, codec, stream):
     assert not +server.store.used
     server.engine.go.set()
     assert content_of(server.post())
+
+
+def test_above_videos_gb_the_clients_video_that_was_not_used_for_the_longest_goes(toy, start,
+                                                                                  monkeypatch):
+    made = []
+    monkeypatch.setattr(rollout, "make_engine", lambda *_: None)
+    monkeypatch.setattr(serve, "Agents", lambda *_: sys.exit(5))
+    monkeypatch.setattr(serve, "VideoStore", lambda *given: made.append(given))
+    code, _, _ = start(serve, "--preset", "toy", "--ckpt", toy / "init", "--port", 0,
+                       "--videos-gb", 20 / 2**30)
+    monkeypatch.undo()
+    store = serve.VideoStore(*made[0])
+    names = [store.keep_upload({"": bytes([n]) * 7}) for n in range(2)]
+    for n, name in enumerate(names):
+        os.utime(os.path.join(store.sent, name), (n, n))
+    store.acquire_upload(names[0])  # a question looks at it
+    names.append(store.keep_upload({"": b"new" * 3}))
+    assert code == 5 and set(os.listdir(store.sent)) == {names[0], names[2]}
+    shutil.rmtree(store.sent)
 
 
 def test_a_server_ends_while_a_body_is_half_sent(running):

@@ -17,25 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_video import (  # noqa: F401
-    BITS,
-    COLUMNS,
-    NATIVE,
-    av,
-    ffmpeg,
-    grainy,
-    images,
-    long_gop,
-    minute,
-    paint,
-    patched,
-    same,
-    seen,
-    shown_by,
-    sizes,
-    with_matrix,
-    write,
-)
+
+from test_video import (  # noqa: F401  # isort: skip
+    BITS, COLUMNS, NATIVE, av, ffmpeg, grainy, images, long_gop, minute, paint, patched, same, seen,
+    shown_by, sizes, with_matrix, write)
 
 import video
 from video import FrameCache
@@ -343,7 +328,7 @@ def test_parameter_sets_that_change_inside_a_film(tmp_path, ending, repeat):
     path = two_coders(tmp_path / f"v.{ending}", repeat, ending)
     assert_looks_as_in_a_row(path, 50)
     # Decoding begins where the key frame brings its own sets, or the header's still hold.
-    keys = np.isin((table := FrameCache().table(path)).ticks, table.key_ticks).nonzero()[0]
+    keys = np.isin((table := FrameCache().table(path)).ticks, table.keys[:, 0]).nonzero()[0]
     assert keys.tolist() == [0, 10, 20, 25] + [35, 45] * repeat
 
 
@@ -478,6 +463,17 @@ def test_sound_whose_clock_jumps_lengthens_no_film_but_a_pause_does(tmp_path, ff
     assert video.FrameCache(0).index(path)[1].duration == pytest.approx(duration, abs=0.15)
 
 
+@pytest.mark.parametrize("codec, pixels", [("mjpeg", "yuvj420p"), ("libx264", "yuv420p")])
+def test_an_avi_whose_index_lacks_frames_is_read_as_in_a_row(tmp_path, codec, pixels):
+    """In a row its times count the frames, after a seek the entries of the index."""
+    path = Path(write(tmp_path / "v.avi", 60, codec=codec, pixels=pixels, g=5, bf=0))
+    head, index = path.read_bytes().split(b"idx1")
+    index = index[4:324] + index[484:]  # of 16 bytes a frame, after the length
+    path.write_bytes(b"RIFF" + struct.pack("<I", len(head + index)) + head[8:] + b"idx1"
+                     + struct.pack("<I", len(index)) + index)
+    assert_looks_as_in_a_row(path, 60)
+
+
 def test_a_clock_that_leaps_for_days_is_refused(tmp_path, ffmpeg):
     ffmpeg(*"-f lavfi -i testsrc2=s=96x64:d=4 -c:v flv1 -bsf:v".split(),
            "setts=ts='if(gt(TS*TB,2),TS+144000/TB,TS)'", tmp_path / "v.flv")
@@ -501,7 +497,7 @@ def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatc
     path, real = tmp_path / name, os.read
     ffmpeg(*"-f lavfi -i testsrc2=s=192x128:d=2 -c:v".split(), codec, path)
     table, end = video.FrameCache(0).table(path), []
-    good = video._read(path, table.ticks, table.key_ticks, 128, 192)
+    good = video._read(path, table.ticks, table.keys, 128, 192)
 
     def read(file, size):
         if os.readlink(f"/proc/self/fd/{file}") == str(path):
@@ -514,7 +510,7 @@ def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatc
     for end[:] in ([n] for n in range(5000, path.stat().st_size, 5000)):
         for n in range(0, len(good), 7):
             with contextlib.suppress(OSError):  # a VideoError would say something else
-                (image,) = video._read(path, table.ticks[n:n + 1], table.key_ticks, 128, 192)
+                (image,) = video._read(path, table.ticks[n:n + 1], table.keys, 128, 192)
                 assert np.array_equal(image, good[n])
         with pytest.raises(video.VideoError, match="Input/output error"):
             video.FrameCache(0).table(path)
