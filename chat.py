@@ -398,20 +398,11 @@ def bases() -> dict:
     }
 
 
-def config_folder(path: str) -> str | None:
-    """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
-    `last` -> the folder that has a config.json, None if there is none."""
-    path = hub.fetch_ckpt(path)
-    # sft.py and grpo.py link `last` to the newest checkpoint of their run.
-    folders = [path, os.path.join(path, "last")]
-    return next((f for f in folders if launch.is_file(os.path.join(f, "config.json"))), None)
-
-
 def check_config(path):
     """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
     `last` -> the folder that holds config.json. Raises UserError for a model that this code does
     not train. All scripts and tools/plan.py use this check."""
-    folder = config_folder(path)
+    folder = hub.config_folder(path)
     if folder is None:
         if not os.path.exists(hub.fetch_ckpt(path)):
             owner = "ParaVT" if path.startswith("ParaVT") else "Qwen"
@@ -535,6 +526,9 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
             raise launch.UserError(f"checkpoint {ckpt}: <|{name}|> is id {stored_id} in the "
                                    f"tokenizer, {i} in config.json; copy its files again")
     owner = processor if processor.chat_template else tokenizer
+    if tokenizer.chat_template not in (None, owner.chat_template):
+        print(f"checkpoint {ckpt}: its processor and its tokenizer have different chat templates; "
+              "the processor's is used", file=sys.stderr)
     for name, value in (template_kwargs or {}).items():
         # {% statements %} and {{ expressions }}: a misspelt name would change nothing.
         code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template or "")

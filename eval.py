@@ -44,7 +44,7 @@ import launch
 import rollout
 from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, run, shuffle_options
-from plumbing import arguments, data, runs
+from plumbing import arguments, data, hub, runs
 from plumbing.judge import add_judge_arguments, open_judge
 
 # ------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def evaluate(args):
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
-    meta = {**vars(args), "prompt_hash": prompts, "code": runs.code_digests("evaluation")}
+    meta = {**vars(args), "prompt_hash": prompts, "code": hub.code_digests("evaluation")}
     written = [suite for suite in suites if rank == 0 and not suite.part]
     for suite in written:
         results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))

@@ -166,9 +166,8 @@ def paper_table():
 def videomme_tasks(row, path):
     tags = ("duration", "domain", "sub_category", "task_type")
     yield {
-        "id": row["question_id"],
+        "id": row["question_id"], "question": row["question"],
         "video": row["videoID"] + ".mp4",  # or .MP4, .mkv: see locate
-        "question": row["question"],
         "options": row["options"],  # labelled, "A. .."
         "answer": row["answer"],  # a letter
         "subtitles": row["videoID"] + ".srt",  # not every video has them
@@ -184,9 +183,7 @@ def longvideobench_tasks(row, path):
     gold = row["correct_choice"]
     tags = ("duration_group", "question_category", "topic_category")
     yield {
-        "id": row["id"],
-        "video": row["video_path"],
-        "question": row["question"],
+        "id": row["id"], "video": row["video_path"], "question": row["question"],
         "options": [candidates[i] for i in indices],
         "answer": string.ascii_uppercase[indices.index(gold)] if gold in indices else "",
         "subtitles": row.get("subtitle_path"),
@@ -204,9 +201,8 @@ def lvbench_tasks(row, path):
                 columns = ", ".join(sorted(qa))
                 raise launch.UserError(f"{path}: a question has no {name!r}; found {columns}")
         yield {
-            "id": str(qa["uid"]),
+            "id": str(qa["uid"]), "question": qa["question"],
             "video": row.get("video_path") or row["key"] + ".mp4",
-            "question": qa["question"],
             "options": qa.get("options"),  # else in the question, on lines of their own
             "answer": qa["answer"],  # a letter
             "evidence": clock_spans(qa.get("time_reference")),
@@ -224,11 +220,8 @@ def mlvu_tasks(row, path):
     yield {
         "id": row.get("question_id") or f"{kind}-{row.get('video')}",
         "video": os.path.join(folder, row.get("video_name") or row["video"]),
-        "question": row["question"],
-        "options": row["candidates"],
-        "answer": row["answer"],  # a letter (Hub) or the text of a candidate (first release)
-        "tags": {"task": kind},
-    }
+        "question": row["question"], "options": row["candidates"], "tags": {"task": kind},
+        "answer": row["answer"]}  # a letter (Hub) or the text of a candidate (first release)
 
 
 def mlvu_part(record):
@@ -245,14 +238,9 @@ def mmvu_tasks(row, path):
     # No column names the subject; the folder of the video does.
     discipline = mmvu_disciplines().get(subject)
     yield {
-        "id": row["id"],
-        "video": video_path,
-        "question": row["question"],
-        "options": choices if mcq else None,
-        "answer": row["answer"],
-        "type": "mcq" if mcq else "open",
-        "tags": {"kind": row["question_type"], "discipline": discipline, "subject": subject},
-    }
+        "id": row["id"], "video": video_path, "question": row["question"], "answer": row["answer"],
+        "options": choices if mcq else None, "type": "mcq" if mcq else "open",
+        "tags": {"kind": row["question_type"], "discipline": discipline, "subject": subject}}
 
 
 def mmvu_part(record):
@@ -302,8 +290,7 @@ def cgbench_tasks(row, path, clue=False):
     yield {
         "id": str(row["qid"]),
         "video": f"{row['qid'] if clue else row['video_uid']}.mp4",
-        "question": row["question"],
-        "options": row["choices"],
+        "question": row["question"], "options": row["choices"],
         "answer": row["right_answer"],  # a letter
         "subtitles": None if clue else f"{row['video_uid']}.srt",  # not every video has them
         # Seconds of the whole video, which the clue video does not have.
@@ -320,15 +307,10 @@ def videomme_v2_tasks(row, path):
     position = int(row["question_id"].rpartition("-")[2])  # of the question in its group
     name = str(row["video_id"]).zfill(3)
     yield {
-        "id": row["question_id"],
-        "video": f"{name}.mp4",
-        "question": row["question"],
+        "id": row["question_id"], "video": f"{name}.mp4", "question": row["question"],
         "options": split_options(row["options"])[1],  # one text of labelled lines
         "answer": row["answer"],  # a letter
-        "subtitles": f"{name}.jsonl",
-        "position": position,
-        "tags": tags,
-    }
+        "subtitles": f"{name}.jsonl", "position": position, "tags": tags}
 
 
 def video_holmes_tasks(row, path):
@@ -338,9 +320,7 @@ def video_holmes_tasks(row, path):
     name = row["video ID"]
     yield {
         "id": "-".join(map(str, filter(None, (name, row.get("Question ID"))))),
-        "video": f"{name}.mp4",
-        "question": row["Question"],
-        "options": [*options.values()],
+        "video": f"{name}.mp4", "question": row["Question"], "options": [*options.values()],
         "answer": "" if index is None else string.ascii_uppercase[index],
         "tags": {"question_type": row["Question Type"]},
     }

@@ -40,6 +40,7 @@ from evaluation.protocol_loop import (
     tool_replies,
     trained_reply,
 )
+from plumbing import hub
 
 NAMED_PATH = "The video path for this video is: {video}"
 ANSWER = "Write only the final answer between <answer> and </answer>."
@@ -273,7 +274,7 @@ def source_of(source, args):
 def processor_bounds(ckpt):
     """Checkpoint folder -> (min, max) pixels of an image, as its processor resizes it. Those of
     the published Qwen3-VL, if the folder does not say."""
-    path = os.path.join(chat.config_folder(ckpt) or ckpt, "preprocessor_config.json")
+    path = os.path.join(hub.config_folder(ckpt) or ckpt, "preprocessor_config.json")
     size = chat.read_object(path).get("size", {}) if launch.is_file(path) else {}
     return size.get("shortest_edge", 65536), size.get("longest_edge", 16777216)
 

@@ -49,6 +49,10 @@ def resolve_checkpoint(path):
                                    "checkpoint that this one was made from")
     chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
     base = base_of(folder, check=True)
+    for part in {folder, base}:
+        if changed := runs.changed_files(part, ".safetensors"):
+            raise launch.UserError(f"checkpoint {part}: {changed[0]} has other bytes than were "
+                                   "saved; copy it again, or, if that is meant, delete state.json")
     stored = stored_shapes(base)  # once: a large checkpoint has a dozen files of headers
     hf = meta_model(base)
     names = dict(hf.named_parameters())
@@ -111,8 +115,7 @@ def stored_shapes(folder):
         with chat.as_user_error(folder, "model.safetensors.index.json"):
             missing = sorted(set(map(str, content["weight_map"].values())) - set(names))
         if missing:
-            raise launch.UserError(f"checkpoint {folder}: {missing[0]} is missing, which the index "
-                                   "names; download it again")
+            raise launch.UserError(f"checkpoint {folder}: {missing[0]} is missing; copy it again")
     if not names:
         raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are "
                                "loaded, no .bin, no GGUF: take or save it in that format")
@@ -128,8 +131,7 @@ def stored_shapes(folder):
                     check_values(weight, f"checkpoint {folder}: {key} in {name}")
                     stored[key] = list(weight.get_shape()), name
         except (SafetensorError, OSError) as e:
-            raise launch.UserError(f"checkpoint {folder}: {name} cannot be read ({e}); copy it "
-                                   "again") from None
+            raise launch.UserError(f"{folder}/{name} cannot be read ({e}); copy it again") from None
     return stored
 
 
@@ -331,7 +333,7 @@ def adapter_config(ckpt: str) -> dict | None:
 def adapter_rank(ckpt: str, rank: int) -> int:
     """--ckpt, --lora-rank -> the rank of the adapters that a stage trains; 0: whole weights.
     Raises UserError if the checkpoint holds adapters of another rank."""
-    folder = chat.config_folder(ckpt)
+    folder = hub.config_folder(ckpt)
     config = adapter_config(folder) if folder else None  # None: resolve_checkpoint refuses it
     if config is None:
         return rank
@@ -474,7 +476,7 @@ def save_run(policy, codec, optimizer, out, step, state):
     a save takes seconds every some dozen steps. state: loop state for state.json; "best_step": the
     step that `best` links to. Raises RunError if the run cannot be written."""
     path = os.path.join(out, f"step_{step:06d}")
-    state = {"step": step, "code": runs.code_digests(), **state}
+    state = {"step": step, "code": hub.code_digests(), **state}
     save_checkpoint(policy, codec, path, state, optimizer)
     if launch.rank_and_world()[0] == 0:
         runs.update_links(path, state)

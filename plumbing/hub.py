@@ -12,8 +12,10 @@ Reads the Hub, or its cache alone with HF_HUB_OFFLINE=1; writes that cache.
 """
 import contextlib
 import functools
+import hashlib
 import json
 import os
+import pathlib
 import re
 import subprocess
 
@@ -50,6 +52,19 @@ def fetch_ckpt(path: str, revision: str | None = None) -> str:
 fetch_ckpt.folders = {}  # {name: folder} of this process; args.json holds them
 
 
+def config_folder(path: str) -> str | None:
+    """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
+    `last` -> the folder that has a config.json, None if there is none. UserError if there are
+    two."""
+    # sft.py and grpo.py link `last` to the newest checkpoint of their run.
+    folders = [path := fetch_ckpt(path), os.path.join(path, "last")]
+    found = [f for f in folders if launch.is_file(os.path.join(f, "config.json"))]
+    if len(found) > 1:
+        raise launch.UserError(f"--ckpt {path}: a config.json lies here and in {path}/last: give "
+                               f"{path}/last, or delete one of the two")
+    return found[0] if found else None
+
+
 def name_of(folder: str) -> dict:
     """Folder of the base of adapters -> fields of adapter_config.json: a folder of the Hub's cache
     is named by its name and commit, so that others can load the adapters."""
@@ -68,6 +83,16 @@ def our_commit() -> str:
     with contextlib.suppress(OSError):  # no git; state.json has digests of the scripts
         return subprocess.run(command, text=True, capture_output=True).stdout.strip()
     return ""
+
+
+@functools.cache  # a script that is edited while the run goes on is not the code that runs
+def code_digests(*folders):
+    """{script: digest} of the top level, plumbing/ and these folders. args.json and state.json hold
+    them, so that a result can be traced to the code that made it."""
+    root = pathlib.Path(__file__).absolute().parents[1]
+    scripts = sorted(p for f in (".", "plumbing", *folders) for p in (root / f).glob("*.py"))
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            for path in scripts}
 
 
 def write_card(folder: str, out: str, state: dict) -> None:

@@ -14,7 +14,6 @@ No torch at the top, so that `rollout.py --help` and tools/pick.py answer at onc
 Reads and writes the folders of sft.py, grpo.py and tools/replay.py, and the file of rollout.py.
 """
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -115,20 +114,10 @@ def digest_of(files, names=True):
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 
 
-@functools.cache  # a script that is edited while the run goes on is not the code that runs
-def code_digests(*folders):
-    """{script: digest} of the top level, plumbing/ and these folders. args.json and state.json hold
-    them, so that a result can be traced to the code that made it."""
-    root = pathlib.Path(__file__).absolute().parents[1]
-    scripts = sorted(p for f in (".", "plumbing", *folders) for p in (root / f).glob("*.py"))
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            for path in scripts}
-
-
 def write_args(path, args, **fields):
     """Writes the settings of a run, digests of its scripts, and the folders of checkpoints from the
     Hub, whose paths name commits, as JSON. fields: further ones."""
-    content = {**vars(args), "code": code_digests(), "hub": hub.fetch_ckpt.folders, **fields}
+    content = {**vars(args), "code": hub.code_digests(), "hub": hub.fetch_ckpt.folders, **fields}
     launch.write_atomic(path, json.dumps(content, indent=1))
 
 
@@ -214,7 +203,7 @@ def args_path(out):
 def refuse_ckpt_in_out(ckpt, base, out):
     """Raises UserError if --ckpt, or the base of its adapters, lies in --out, where a run deletes
     old checkpoints."""
-    for folder in filter(None, (chat.config_folder(ckpt), base)):
+    for folder in filter(None, (hub.config_folder(ckpt), base)):
         path = pathlib.Path(folder).resolve()
         if any(os.path.samefile(out, ancestor) for ancestor in (path, *path.parents)):
             raise launch.UserError(f"--ckpt {ckpt}: {folder} lies in --out {out}, where a run "
@@ -298,16 +287,25 @@ def undamaged_checkpoint(out):
     (None, {}). Collective: reads every file once, a share on each rank."""
     for folder, whole in launch.broadcast([(f, is_complete(f)) for f in step_folders(out)]):
         state = chat.read_object(os.path.join(folder, "state.json")) if whole else {}
-        saved = state.get("crc32", {})  # older versions wrote no sums
-        sums = checksums(folder, sorted(saved))
-        if None in sums.values():
-            raise launch.RunError(f"{folder} cannot be read now; the same command tries again")
-        damaged = [name for name in saved if sums[name] != saved[name]]
+        damaged = changed_files(folder) if whole else []
         damaged += ["state.json"] * (state.get("own_crc32") not in (None, state_crc32(state)))
         if whole and not damaged:
             return folder, state
         launch.print0(f"{folder}: {(damaged or ['file'])[0]} gone or changed; using an older one")
     return None, {}
+
+
+def changed_files(folder, ending=""):
+    """Checkpoint folder -> names of its files whose bytes are not those that were saved, if it was
+    saved here. Collective: a share on each rank."""
+    path = os.path.join(folder, "state.json")
+    saved = chat.read_object(path).get("crc32", {}) if launch.is_file(path) else {}
+    saved = {name: crc for name, crc in saved.items()
+             if name.endswith(ending) and launch.is_file(os.path.join(folder, name))}
+    sums = checksums(folder, sorted(saved))
+    if None in sums.values():
+        raise launch.RunError(f"{folder} cannot be read now; the same command tries again")
+    return [name for name in saved if sums[name] != saved[name]]
 
 
 def is_complete(folder):

@@ -3,6 +3,7 @@ What plumbing/checkpoint.py refuses: kinds of checkpoints, damaged folders, code
 python -m pytest tests/slow/test_checkpoint_refused.py -q
 """
 import json
+import os
 import shutil
 
 import pytest
@@ -12,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import CPU
 from test_engine import engine_gap
 
+import chat
 import eval as evaluation
 import grpo
 import launch
 import rollout
 import sft
 from engine import EngineConfig, VllmEngine
-from plumbing import checkpoint
+from plumbing import checkpoint, runs
 from tools import plan
 
 SCRIPTS = {"sft": sft, "grpo": grpo, "rollout": rollout, "eval": evaluation}
@@ -146,8 +148,7 @@ CONFIGS = {
     "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
                                     auto_map={"AutoImageProcessor": "evil.Evil"}),
                    "processor_config.json asks for code"),
-    "empty": (emptied, "no config.json"),
-}
+    "empty": (emptied, "no config.json")}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -201,6 +202,23 @@ def stored_as(dtype):
     return damage
 
 
+def overwritten(folder):
+    """By a disk, or a copy that was cut off; state.json lists what was saved."""
+    runs.mark_complete(folder, {}, runs.checksums(folder, runs.files_in(folder)))
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(16))
+
+
+def test_a_tokenizer_whose_template_is_another_one_is_told(ckpt, capsys):
+    """vLLM's server renders a request with tools by the tokenizer's."""
+    template = (ckpt / "chat_template.jinja").read_text()
+    (ckpt / "chat_template.jinja").unlink()
+    (ckpt / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    change(ckpt, "tokenizer_config.json", chat_template=template + "{# edited #}")
+    assert chat.load_codec(str(ckpt)) and "different chat templates" in capsys.readouterr().err
+
+
 # What lies beside it.
 FILES = {
     "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
@@ -222,8 +240,9 @@ FILES = {
               "processor makes patches"),
     "other ids": (lambda f: change(f, "config.json", image_token_id=7), "<|image_pad|> is id"),
     "other adapters": (other_adapters, "were not saved by sft.py or grpo.py"),
-    "nothing": (shutil.rmtree, "no such folder"),
-}
+    "bytes changed": (overwritten, "has other bytes than were saved"),
+    "two checkpoints": (lambda f: (f / "last").symlink_to("."), "a config.json lies here and in"),
+    "nothing": (shutil.rmtree, "no such folder")}
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -565,8 +565,7 @@ def faults():
             model, "block_mask", lambda pack, device: masks(pack, host).to(device)),
         "lists of blocks on the host": (
             model, "block_mask", lambda pack, device: masks(pack, device).to(host)),
-        "vision features in fp32": (model.Policy, "embed", uncast),
-    }
+        "vision features in fp32": (model.Policy, "embed", uncast)}
 
 
 def outcome(owner, name, fault, stage):

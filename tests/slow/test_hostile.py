@@ -202,8 +202,7 @@ def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path, decod
     ("a.m3u8", "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{secret}\n#EXT-X-ENDLIST\n"),
     ("a.mp4", "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{secret}\n#EXT-X-ENDLIST\n"),
     ("a.ffconcat", "ffconcat version 1.0\nfile '{secret}'\n"),
-    ("a.txt", "the password is red\n" * 9), ("a.ans", "\x1b[31mthe password is red\n" * 9),
-])
+    ("a.txt", "the password is red\n" * 9), ("a.ans", "\x1b[31mthe password is red\n" * 9)])
 @pytest.mark.parametrize("timeout", [None, 20])
 def test_files_that_name_others_or_are_text_are_no_videos(tmp_path, name, text, timeout):
     """A playlist inside the video folder could show what lies outside it, and a text becomes frames

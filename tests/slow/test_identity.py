@@ -94,8 +94,7 @@ CHANGES = {  # (stage, change) -> (function of the world, exit code, words of th
     **{("eval", name): (change, 2, "other settings") for name, change in {
         "data": lines("rl.jsonl", label), "checkpoint behind --ckpt": newer, "template": template,
         "subtitles": text("said.srt", SRT.replace("Red", "Blue")),
-        "prompt file": text("prompt.txt", "Answer between <answer> and </answer>.")}.items()},
-}
+        "prompt file": text("prompt.txt", "Answer between <answer> and </answer>.")}.items()}}
 
 
 @pytest.mark.parametrize("stage, name", CHANGES, ids=lambda value: value.replace(" ", "-"))
@@ -131,8 +130,7 @@ FAULTS = {
     "logp is NaN": changed(["logps", -1], float("nan")), "no spans": changed(["spans"], []),
     "span beyond the end": changed(["spans", -1, 1], lambda end: end + 1),
     "sub without frames": changed(["calls", 0, "sub", "vision"], []),
-    "task of no type": changed(["task", "type"], "mc"),
-}
+    "task of no type": changed(["task", "type"], "mc")}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -167,8 +167,7 @@ def test_both_loops_leave_the_same_records(more, toy, codec, source):
 
 @pytest.mark.parametrize("parse", [systems.parse_zoom, systems.parse_clips])
 @pytest.mark.parametrize("text", ["<clip>" * 30000, "<video_zoom>" * 30000 + "</video_zoom>",
-                                  "</clip><clip>",
-                                  "\0",
+                                  "</clip><clip>", "\0",
                                   '<video_zoom>{"segment": [NaN, Infinity], "fps": 1e999}'
                                   "</video_zoom>", "<clip>99999999999:1-2,-,--</clip>"])
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):

@@ -95,8 +95,7 @@ LAYOUTS = {
     "one tree": [(9, [3, 1, 5])], "shorter than the convolution": [(1, [1, 2]), (2, [1])],
     "two trees": [(70, [3, 64, 65]), (5, [128, 2])],
     "around a chunk": [(63, [1]), (64, [1, 64]), (65, [63, 63])],
-    "equal prefixes": [(20, [4, 4]), (20, [4]), (21, [])],
-}
+    "equal prefixes": [(20, [4, 4]), (20, [4]), (21, [])]}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -168,8 +167,7 @@ CALL = ("<tool_call>\n<function=crop_video>\n<parameter=start_time>\n{}\n</param
     (CALL.format(8, 16), (8.0, 16.0)), (CALL.format("0:08", "1:00.5"), (8.0, 60.5)),
     (CALL.format(8, 16).replace("\n", ""), (8.0, 16.0)),
     (CALL.format(8, 16).removesuffix("\n</tool_call>"), (8.0, 16.0)),
-    (CALL.format(8, 16).replace("start_time", "start").replace("end_time", "end"), (8.0, 16.0)),
-])
+    (CALL.format(8, 16).replace("start_time", "start").replace("end_time", "end"), (8.0, 16.0))])
 def test_calls_in_xml(body, wanted):
     (call,) = rewards.parse_tool_calls("ok</think>\n" + body, True)
     assert call.error is None and (call.start, call.end) == wanted
@@ -201,8 +199,7 @@ def test_tags_of_a_call_carry_credit(codec35):
     "<tool_call><function=", "<tool_call><function=></function></tool_call>",
     "<tool_call><function=crop_video></function></tool_call>",
     "<tool_call>" + "<function=crop_video>" * 100_000,
-    "<tool_call><function=crop_video>" + "<parameter=a>" * 200 + "</function></tool_call>",
-])
+    "<tool_call><function=crop_video>" + "<parameter=a>" * 200 + "</function></tool_call>"])
 def test_faulty_calls_in_xml_are_one_error_each(body):
     (call,) = rewards.parse_tool_calls("ok</think>\n" + body, True)
     assert call.error and len(call.error) < 200

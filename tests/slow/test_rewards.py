@@ -87,8 +87,7 @@ STATED = [
     ("He takes vitamins B", None), ("Vitamin B", None), ("A best-selling book", None),
     ("A man", None), ("B选项正确", "B"), ("答案是B", "B"),
     ("(A) is wrong. So B", "B"), ("A and B are wrong. So C", "C"),
-    ("A, and (B) are wrong. So C", "C"),
-]
+    ("A, and (B) are wrong. So C", "C")]
 TIMES = [
     # joined
     *((f"10 {joint} 20", (10, 20)) for joint in ("-", "–", "~", "→", "-->", "to", "up to",
@@ -130,8 +129,7 @@ TIMES = [
     ("10 - 20, a depth of 4 m to 8 m", (10, 20)),
     ("1 minute, 5 seconds to 1 minute and 20.5 seconds", (65, 80.5)),
     ("12.5 - 20, neither 3 - 5 nor 6 - 7", (12.5, 20)), ("10 - 20, not from 3 to 5", (10, 20)),
-    ("10 - 20, not between 3 and 5", (10, 20)), ("It does not happen from 10 to 20", None),
-]
+    ("10 - 20, not between 3 and 5", (10, 20)), ("It does not happen from 10 to 20", None)]
 
 
 @pytest.mark.parametrize("response, want", STATED)

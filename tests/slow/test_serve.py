@@ -256,8 +256,7 @@ def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(runn
     ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}, 415),
     ("GET", "/videos/../../etc/passwd", {}, 404),
     ("GET", "/videos/%2e%2e/%2e%2e/etc/passwd", {}, 404), ("GET", "/videos/videos", {}, 404),
-    ("GET", "/episodes/none", {}, 404), ("PUT", "/videos", {}, 400),
-])
+    ("GET", "/episodes/none", {}, 404), ("PUT", "/videos", {}, 400)])
 def test_the_door_is_guarded(running, method, path, headers, status):
     server = running()
     request = httpx.Request(method, server.url, headers=headers)

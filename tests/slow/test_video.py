@@ -84,8 +84,7 @@ CODINGS = {
     "vp9.webm": {"codec": "libvpx-vp9", "auto_alt_ref": 1, "lag_in_frames": 16, "g": 20,
                  "deadline": "realtime", "cpu_used": 8},
     "av1.mp4": {"codec": "libsvtav1", "preset": "10", "g": 20},
-    "mpeg4.avi": {"codec": "mpeg4", "bf": 2, "g": 20},
-}
+    "mpeg4.avi": {"codec": "mpeg4", "bf": 2, "g": 20}}
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +130,7 @@ FILMS = {  # none has a key frame every second
     "hevc": {"codec": "libx265", "x265_params": "keyint=60:scenecut=0:log-level=none"},
     "mpeg4": {"codec": "mpeg4", "bf": 2, "g": 60},
     "av1": {"codec": "libsvtav1", "preset": "10", "g": 60},
-    "vp9": {"codec": "libvpx-vp9", "g": 60, "deadline": "realtime", "cpu_used": 8},
-}
+    "vp9": {"codec": "libvpx-vp9", "g": 60, "deadline": "realtime", "cpu_used": 8}}
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +210,7 @@ COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of t
     "-c:v libx264 -bf 3 -pix_fmt yuv420p v.h264 | -i v.h264 -c copy v.mp4",
     "-c:v libx265 -x265-params log-level=none v.h265 | -i v.h265 -c copy v.mp4",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p new.mp4 | -i new.mp4 -c copy v.avi",
-    "-c:v rawvideo -pix_fmt pal8 v.avi", "-c:v mpeg4 -bf 2 -g 12 v.ts",
-]
+    "-c:v rawvideo -pix_fmt pal8 v.avi", "-c:v mpeg4 -bf 2 -g 12 v.ts"]
 
 
 @pytest.mark.parametrize("steps", COPIES)
