@@ -691,7 +691,7 @@ def _decode(container, stream, wanted, keys, drop):
         if not missing and not useful:  # only now: the fields of a frame may come one by one
             yield from codec.decode(None)  # frames held back to reorder them
             return
-        if packet.is_keyframe and not begun and [tick, packet.pos or 0] not in keys.tolist():
+        if packet.is_keyframe and not begun and not (keys == [tick, packet.pos or 0]).all(1).any():
             return
         begun = begun or packet.is_keyframe
         drop = drop and not any(_parameter_sets(codec, packet).values())  # it may have more layers

@@ -49,7 +49,8 @@ def resolve_checkpoint(path):
                                    "checkpoint that this one was made from")
     chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
     base = base_of(folder, check=True)
-    for part in {folder, base}:
+    # Once on each machine: torchrun then ends the other ranks.
+    for part in {folder, base} if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         if changed := runs.changed_files(part, ".safetensors"):
             raise launch.UserError(f"checkpoint {part}: {changed[0]} has other bytes than were "
                                    "saved; copy it again, or, if that is meant, delete state.json")

@@ -107,6 +107,8 @@ def digest_of(files, names=True):
     digests = []
     for folder, name in sorted(set(files)):
         path, digest = os.path.join(folder, name), None  # of a missing file
+        if os.path.exists(path) and not os.path.isfile(path):  # read a second time, a pipe is empty
+            raise launch.UserError(f"{path}: is not a regular file")
         with contextlib.suppress(FileNotFoundError, ValueError), open(path, "rb") as f:
             digest = hashlib.file_digest(f, "sha256").hexdigest()
         digests.append((name, digest))

@@ -312,8 +312,7 @@ TABLE = [
     # answer in a turn that is not the last: .2 + .1
     ([f"{THOUGHT}</think><answer>B</answer>", f"{THOUGHT}</think>no idea"], 0.3, 0.4, 0.5),
     # a call and an answer in one turn: all of the base, but not the think, answer flow
-    ([f"{THOUGHT}</think>{CALL}<answer>B</answer>"], 1.1, 0.4, 1.0),
-]
+    ([f"{THOUGHT}</think>{CALL}<answer>B</answer>"], 1.1, 0.4, 1.0)]
 
 
 @pytest.mark.parametrize("turns, base, anchor, total", TABLE)

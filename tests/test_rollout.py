@@ -59,8 +59,7 @@ def test_options_are_lettered_once():
 SCRIPTS = {
     "direct": [(ANSWER, 0)], "one call": [(calls((0, 8)), 1), (ANSWER, 0)],
     "three calls": [(calls((0, 8), (16, 24), (40, 48)), 3), (ANSWER, 0)],
-    "two tool turns": [(calls((0, 8), (16, 24)), 2), (calls((40, 48)), 1), (ANSWER, 0)],
-}
+    "two tool turns": [(calls((0, 8), (16, 24)), 2), (calls((40, 48)), 1), (ANSWER, 0)]}
 
 
 def rendered(codec, task, source, num_frames, turns, response):
@@ -442,8 +441,7 @@ FIELDS = {
     "sub_frames": (3, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {3}),
     "crop_response": ("frames", lambda e: (len(e.subs()), len(e.mains()[-1].items)), (9, 1),
                       (0, 10)),
-    "sub_fps": (0.5, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {4}),
-}
+    "sub_fps": (0.5, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {4})}
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -130,8 +130,7 @@ def test_lvbench(tmp_path, layout):
     assert tasks["7"] == {"id": "7", "video": "Cm73.mp4", "question": "Who (if anyone) enters?",
                           "type": "mcq", "answer": "C", "subtitles": None,
                           "options": ["A cook", "The king", "A. Smith, a sailor", "Nobody"],
-                          "evidence": [[60.0, 90.0]],
-                          "tags": {"type": "cartoon",
+                          "evidence": [[60.0, 90.0]], "tags": {"type": "cartoon",
                                    "question_type": ["entity recognition", "reasoning"]}}
     assert tasks["8"]["answer"] == "A" and notes["no subtitles"] == 0 and notes["no video"] == 0
     assert "evidence" not in tasks["8"] and notes["no evidence"] == 1

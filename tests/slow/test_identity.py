@@ -4,6 +4,7 @@ python -m pytest tests/slow/test_identity.py -q
 """
 import copy
 import json
+import os
 import shutil
 
 import pytest
@@ -162,3 +163,9 @@ def test_a_film_replaced_between_overview_and_crop_is_a_counted_error(films, cod
     assert str(films) not in record["summary"] and not engine.subs()
     assert episode.to_dict()["fingerprint"] == episode.fingerprint == before
     assert before != list(video.identity(str(films / "rl-0000.mp4")))
+
+
+def test_rows_from_a_pipe_have_no_digest(tmp_path):
+    """Read a second time it is empty: a resume would take other rows."""
+    os.mkfifo(tmp_path / "rows")
+    pytest.raises(launch.UserError, runs.digest_of, [(tmp_path, "rows")]).match("regular file")
