@@ -141,16 +141,14 @@ def flag_checks(args):
          f"--out {args.out} holds a training run; choose another folder"),
         (benches and (args.data or not roots), "--bench needs --root, and no --data"),
         (benches and roots not in (1, benches), f"--root: {roots} folders for {benches} "
-         "benchmarks; give one each, or one that holds all"),
-    ]
+         "benchmarks; give one each, or one that holds all")]
     if args.prepare:
         return checks  # nothing is sampled
     return checks + run_faults(args) + [
         (not results.grid_cells(vars(args)), "--frames 0 has no frames for --show to change"),
         (min(args.limit, args.live) < 0, "--limit and --live may not be negative"),
         (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
-         "least 1, and above 1 needs --temperature above 0: greedy samples are all the same"),
-    ]
+         "least 1, and above 1 needs --temperature above 0: greedy samples are all the same")]
 
 
 def run_faults(args):
@@ -161,8 +159,7 @@ def run_faults(args):
         (args.chat_template_kwargs and args.engine == "openai",
          "chat_template_kwargs: an endpoint has a template of its own, set them there"),
         (0 in args.frames and "off" not in args.tools,
-         "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
-    ]
+         "--frames 0 shows no video, but --tools on lets the agent look: give --tools off")]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -285,6 +282,11 @@ def evaluate(args):
     # the checkpoint, so that a refused run leaves no files.
     meta = {**vars(args), "prompt_hash": prompts, "code": hub.code_digests("evaluation")}
     written = [suite for suite in suites if rank == 0 and not suite.part]
+    # Record which model answered: the same name may stand for another model next month.
+    if args.engine == "openai":
+        paths = [os.path.join(suite.out, "args.json") for suite in written]
+        earlier = [chat.read_object(path) for path in paths if launch.is_file(path)]
+        meta["served"] = sorted({name for old in earlier for name in old.get("served", ())})
     for suite in written:
         results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
         results.write_json(meta, suite.out, "args.json")
@@ -297,9 +299,9 @@ def evaluate(args):
     if world > 1:
         launch.any_rank(False)  # a barrier: all records are written
     if engine and args.engine == "openai":
-        # Record which model answered: the same name may stand for another model next month.
+        meta["served"] = sorted({*meta["served"], *engine.served})
         for suite in written:
-            results.write_json(meta | {"served": sorted(engine.served)}, suite.out, "args.json")
+            results.write_json(meta, suite.out, "args.json")
     if rank == 0:
         results.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                        {s.out: s.tasks for s in suites if s.part})

@@ -114,8 +114,7 @@ def splits():
             hub="TencentARC/Video-Holmes", items=1837, read=video_holmes_tasks,
             rows=("test_Video-Holmes",),
             columns=("video ID", "Question", "Options", "Question Type", "Answer"),
-            videos=("videos_cropped", "videos", "video", "")),
-    }
+            videos=("videos_cropped", "videos", "video", ""))}
 
 
 def headline_metric(name):
@@ -171,8 +170,7 @@ def videomme_tasks(row, path):
         "options": row["options"],  # labelled, "A. .."
         "answer": row["answer"],  # a letter
         "subtitles": row["videoID"] + ".srt",  # not every video has them
-        "tags": {name: row.get(name) for name in tags},
-    }
+        "tags": {name: row.get(name) for name in tags}}
 
 
 def longvideobench_tasks(row, path):
@@ -189,8 +187,7 @@ def longvideobench_tasks(row, path):
         "subtitles": row.get("subtitle_path"),
         # Second of the subtitle file at which the video begins.
         "subtitle_start": row.get("starting_timestamp_for_subtitles") or 0.0,
-        "tags": {name: row.get(name) for name in tags},
-    }
+        "tags": {name: row.get(name) for name in tags}}
 
 
 def lvbench_tasks(row, path):
@@ -207,8 +204,7 @@ def lvbench_tasks(row, path):
             "answer": qa["answer"],  # a letter
             "evidence": clock_spans(qa.get("time_reference")),
             # A question has several types, and counts under each.
-            "tags": {"type": row["type"], "question_type": list(qa["question_type"])},
-        }
+            "tags": {"type": row["type"], "question_type": list(qa["question_type"])}}
 
 
 def mlvu_tasks(row, path):
@@ -256,8 +252,7 @@ def mmvu_disciplines():
         "Engineering": "Biomedical_Engineering Civil_Engineering Computer_Science "
         "Electrical_Engineering Electronics_and_Communication Mechanical_Engineering",
         "Healthcare": "Basic_Medicine Clinical_Medicine Dentistry Pharmacy Preventive_Medicine",
-        "Humanities and Social Science": "Art Economics History Law Literature Management",
-    }
+        "Humanities and Social Science": "Art Economics History Law Literature Management"}
     return {subject: group for group, names in groups.items() for subject in names.split()}
 
 
@@ -296,8 +291,7 @@ def cgbench_tasks(row, path, clue=False):
         # Seconds of the whole video, which the clue video does not have.
         **({} if clue else {"evidence": row["clue_intervals"]}),
         "tags": {"duration": length, "domain": row.get("domain"),
-                 "sub_category": row.get("sub_category")},
-    }
+                 "sub_category": row.get("sub_category")}}
 
 
 def videomme_v2_tasks(row, path):
@@ -322,8 +316,7 @@ def video_holmes_tasks(row, path):
         "id": "-".join(map(str, filter(None, (name, row.get("Question ID"))))),
         "video": f"{name}.mp4", "question": row["Question"], "options": [*options.values()],
         "answer": "" if index is None else string.ascii_uppercase[index],
-        "tags": {"question_type": row["Question Type"]},
-    }
+        "tags": {"question_type": row["Question Type"]}}
 
 
 def clock_spans(text):

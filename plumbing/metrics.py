@@ -76,8 +76,7 @@ def episode_row(e):
         "sub_tokens": sum(call["sub_tokens"] for call in e.calls),
         # Of rollouts that looked: `called` counts the others.
         "windows": e.reward.get("windows") if executed else None,
-        "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False),
-    }
+        "judge": e.reward.get("judge"), "judge_cached": e.notes.get("judge_cached", False)}
 
 
 def mean(values):

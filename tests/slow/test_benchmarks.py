@@ -41,11 +41,10 @@ def read(name, root):
 
 VIDEOMME = [{"video_id": "001", "duration": "short", "domain": "Knowledge",
              "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-1",
-             "task_type": "Counting Problem", "question": "How many buns?",
-             "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."],
-             "answer": "C"},
-            {"video_id": "001", "duration": "short", "domain": "Knowledge",
-             "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-2",
+             "task_type": "Counting Problem", "question": "How many buns?", "answer": "C",
+             "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."]},
+            {"video_id": "001", "duration": "short", "domain": "Knowledge", "url": "u",
+             "sub_category": "Baking", "videoID": "ab_-1", "question_id": "001-2",
              "task_type": "OCR", "question": "Which word?",
              "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."], "answer": "D"},
             {"video_id": "002", "duration": "long", "domain": "Sports", "sub_category": "Chess",
@@ -181,8 +180,7 @@ def test_mmvu(tmp_path):
     assert tasks["validation_0"] == {"id": "validation_0", "video": "videos/Art/0.mp4",
                                      "question": "Which style?", "type": "mcq", "subtitles": None,
                                      "options": ["Cubism", "Baroque", "Pop", "Dada", "None"],
-                                     "answer": "E",
-                                     "tags": {"kind": "multiple-choice",
+                                     "answer": "E", "tags": {"kind": "multiple-choice",
                                               "discipline": "Humanities and Social Science",
                                               "subject": "Art"}}
     assert tasks["validation_1"]["type"] == "open" and tasks["validation_1"]["options"] is None

@@ -66,14 +66,16 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     with Server("<answer>B</answer>") as server:
         part = ask(server, tmp_path / "out", *grid, "--limit", 5, data=data, toy=toy)
         assert part.returncode == 0, part.stderr
-        settings = json.loads((tmp_path / "out" / "args.json").read_text())
+        settings = json.loads((path := tmp_path / "out" / "args.json").read_text())
         assert settings["served"] == ["m-1"]
+        path.write_text(json.dumps({**settings, "served": ["m-0"]}))
         asked = len(server.asked)
         done = ask(server, tmp_path / "out", *grid, data=data, toy=toy, ranks=2)  # goes on
         assert done.returncode == 0 and (tmp_path / "out/records.rank1.jsonl").stat(), done.stderr
         # 2 K with 4 modes, and text alone with 2; the probe of each run comes on top
         assert len(server.asked) == 12 * (2 * 4 + 2) + (asked - 5 * (2 * 4 + 2)) * 2
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["served"] == ["m-0", "m-1"]
     modes = [(row["K"], row["show"]) for row in summary["results"]]
     assert modes == [(0, "real"), (0, "options")] + [
         (k, show) for k in (2, 4) for show in ("real", "blank", "shuffled", "options")]
