@@ -46,6 +46,7 @@ from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, run, shuffle_options
 from plumbing import arguments, data, hub, runs
 from plumbing.judge import add_judge_arguments, open_judge
+from plumbing.subtitles import subtitle_files
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -207,7 +208,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
-        files = data.subtitle_files(flags, (args.data, tasks))
+        files = subtitle_files(flags, (args.data, tasks))
         texts = runs.digest_of(files) if files else None
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         records = results.read_records(out, digest)

@@ -58,8 +58,9 @@ import rewards
 import rollout
 import video
 from engine import EngineLoop
-from plumbing import arguments, checkpoint, data, metrics, policies, runs, tracker
+from plumbing import arguments, caches, checkpoint, data, metrics, policies, runs, tracker
 from plumbing.judge import add_judge_arguments, open_judge
+from plumbing.subtitles import subtitle_files
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees
@@ -441,7 +442,7 @@ def main():
                                 {**best, "args": vars(args), "inputs": run.inputs})
             launch.reset_watchdog(args.patience)
         if step % 10 == 9:
-            data.give_back_memory()
+            caches.give_back_memory()
         if last and val_tasks:  # a run that could not read its last held-out rows is not done
             runs.check_run(step, int(math.isnan(acc)), args.out, True, True)
         if stopping:
@@ -497,7 +498,7 @@ def setup(args):
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
-    texts = data.subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
+    texts = subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
     files = {"--data": [args.data], "--val": [args.val]}
     inputs = runs.input_identities({"--ckpt": ckpt}, files, texts)
     newest, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))

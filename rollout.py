@@ -52,7 +52,7 @@ import video
 from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
 from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge
-from plumbing.subtitles import task_subtitles
+from plumbing.subtitles import subtitle_files, task_subtitles
 from video import VideoSource
 
 # ------------------------------------------------------------------------------------------------
@@ -869,7 +869,7 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
     inputs = runs.input_identities({"--ckpt": ckpt}, {"--data": [args.data]},
-                             data.subtitle_files(args, (args.data, tasks)))
+                             subtitle_files(args, (args.data, tasks)))
     wanted = len(tasks) * args.num_generations
     names = {(launch.join_key(args.step, t["id"]), n)
              for t in tasks for n in range(args.num_generations)}

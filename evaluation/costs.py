@@ -79,8 +79,7 @@ def episode_cost(episode, taken):
         "prompt_tokens": sum_or_none(main, 0), "sampled_tokens": sum_or_none(main, 1),
         "sub_prompt_tokens": sum_or_none(sub, 0), "sub_sampled_tokens": sum_or_none(sub, 1),
         "rounds": len(episode.turns),
-        "seconds": episode.timing.get("total_s", 0.0),
-    }
+        "seconds": episode.timing.get("total_s", 0.0)}
 
 
 def sum_or_none(counts, index):

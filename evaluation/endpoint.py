@@ -82,8 +82,7 @@ def flag_checks(args):
         (args.workers < 1 or args.retries < 0 or not 0 < args.request_timeout < 1e6,
          "workers and request_timeout must be above 0, retries may not be negative"),
         (args.give_up < 0 or not 0 <= args.server_wait < 1e6,
-         "give_up and server_wait may not be negative"),
-    ]
+         "give_up and server_wait may not be negative")]
 
 
 # ------------------------------------------------------------------------------------------------

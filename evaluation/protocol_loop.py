@@ -330,8 +330,7 @@ def fill_template(text, task, duration=0.0, subtitles="", label="{}.", between="
         "published": task.get("published") or task["question"],
         "labelled": "\n".join(written or [f"{line[:2]} {line}" for line in lines]),
         "lines": "\n".join(written or lines),
-        "spoken": subtitles,
-    }
+        "spoken": subtitles}
     if not lines:  # no empty line for options; blank lines of a publisher's text stay
         text = re.sub(r"\{options\}\n?", "", text)
     # In one pass, because a question may contain "{options}".
@@ -392,5 +391,4 @@ def tagged(text):
     return [
         {"type": "text", "text": "<tool_response>\n", "trusted": True},
         {"type": "text", "text": text},
-        {"type": "text", "text": "\n</tool_response>", "trusted": True},
-    ]
+        {"type": "text", "text": "\n</tool_response>", "trusted": True}]

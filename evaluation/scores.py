@@ -144,8 +144,7 @@ def summarise(records, bench=None, judged=False):
         "errors": {cause: sum(r["status"] == cause for r in records) for cause in causes},
         "no_answer": sum(r["extracted"] is None for r in completed),  # of episodes that ended well
         "truncated": sum(r["finish"][-1:] == ["length"] for r in completed),  # in the last turn
-        "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n,
-    }
+        "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n}
     cost = costs.mean_costs(records)
     if cost:
         out["cost"] = cost  # per answer

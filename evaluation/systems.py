@@ -185,8 +185,7 @@ def all_systems():
                               reader={"overview_grid": "start"},
                               crop_frames_in_context=lambda args: (args.max_turns, 16),
                               departures=(worded, replies, raw, sides, "no frame of a call is "
-                                          "shown twice, theirs repeats some")),
-    }
+                                          "shown twice, theirs repeats some"))}
 
 
 def paced_overview(fps, max_frames):
@@ -256,8 +255,7 @@ def flag_checks(args):
         (args.protocol.startswith("paper")
          and args.tools != all_systems()[args.protocol].native.get("tools", ["on"]),
          f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
-         "paper-reasoning: off)"),
-    ]
+         "paper-reasoning: off)")]
 
 
 def source_of(source, args):
@@ -590,8 +588,7 @@ async def videozoomer_reply(records, calls, episode, sampler, turn):
             {"type": "text", "text": head, "trusted": True},
             add_video(reply, spec, frames, "frame"),
             {"type": "text", "text": "\n</tool_response>", "trusted": True},
-            {"type": "text", "text": "\nGo on thinking, then zoom again or answer."},
-        ]
+            {"type": "text", "text": "\nGo on thinking, then zoom again or answer."}]
     if turn == sampler.agent.max_turns - 1:
         content.append({"type": "text", "text": " Do not zoom again: answer now."})
     reply.messages.append({"role": "user", "content": content})
@@ -615,8 +612,7 @@ def conan_texts():
         f"{question}{options}\nThe frames above carry their times. {contract}",
         f"These are frames of the clips you asked for. {contract} {question}{options}",
         "These are the last frames. Reason between <think> and </think> and write your answer "
-        f"between <answer> and </answer>. {question}{options}",
-    ]
+        f"between <answer> and </answer>. {question}{options}"]
     return rounds + [text.replace(options, "") for text in rounds]
 
 

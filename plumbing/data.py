@@ -4,11 +4,10 @@ plumbing/data.py (tests/test_data.py): rows of tasks and of chats, checked befor
   task       {"id", "video", "question", "options", "answer", "type", "subtitles", ..}, one a line
   chat       {"id", "messages": [{"role", "content"}, ..], "tools"?}, one a line
   fault      a label that earns less than 1 when the model writes that very label; an id twice; two
-             turns in a row; ..
+             turns in a row; a field of another trainer's format; ..
 
 Reads JSONL; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 """
-import contextlib
 import re
 import string
 
@@ -16,6 +15,8 @@ import launch
 import rewards
 import video
 from plumbing.subtitles import check_subtitles
+
+MESSAGE_FIELDS = ("role", "content", "id", "name", "tool_call_id")  # of a chat; ids change nothing
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
@@ -78,17 +79,6 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
         return (f"the answer {str(row['answer'])[:80]!r} earns no full reward when the model gives "
                 f"it: of type {row['type']} it must be {kind.label_format}")
     return None
-
-
-def subtitle_files(args, *read: tuple[str, list]) -> list:
-    """Flags, (data file, its tasks), .. -> files of subtitles that prompts show [(folder, name)].
-    Reads them, and raises UserError for one that is missing or broken."""
-    if args.subtitles == "none":
-        return []
-    read = [(video.root_of(args, path), tasks) for path, tasks in read if tasks]
-    for root, tasks in read:
-        check_subtitles(tasks, root)
-    return [(root, row["subtitles"]) for root, rows in read for row in rows if row.get("subtitles")]
 
 
 def label_fault(task: dict, end: float, evidence=()) -> str | None:
@@ -163,15 +153,6 @@ def preflight(tasks: list, source: video.VideoSource, num_frames: int, context: 
     return [fault for fault, _ in looked if fault]
 
 
-def give_back_memory():
-    """Gives freed memory back to the system. glibc keeps the memory of decoding in an arena per
-    thread: hundreds of MiB after some hundred steps."""
-    import ctypes
-
-    with contextlib.suppress(AttributeError):  # other C libraries have no such function
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def max_positions(codec) -> float:
     """Tokens that a context of this checkpoint may have; inf if config.json names no limit."""
     text = launch.parse_json(codec.files["config.json"])["text_config"]
@@ -190,9 +171,20 @@ def read_chats(path: str, faults: list | None = None) -> list[dict]:
     def fault(row):
         if "messages" not in row:
             return "missing 'messages'" + "; a task, for grpo.py and eval.py" * ("question" in row)
+        if media := [name for name in ("videos", "images", "audios") if row.get(name)]:
+            return f"a column {media[0]!r}, which is not read; tools/convert.py reads such rows"
+        if not isinstance(row.get("tools") or [], list):
+            return "'tools' must be a list of tools, or null"
         return chat_fault(row["messages"])
 
     return launch.read_jsonl(path, ("id",), fault, faults)
+
+
+def unread_fields(item: dict, known: tuple) -> list:
+    """-> fields that hold something and are none of `known`. Of another trainer's format, they
+    would change nothing, silently: calls, thoughts, a mask of the loss (0, false)."""
+    empty = (None, "", [], {})  # tables fill the fields that a row lacks
+    return [name for name, value in item.items() if name not in known and value not in empty]
 
 
 def chat_fault(messages) -> str | None:
@@ -204,6 +196,8 @@ def chat_fault(messages) -> str | None:
         valid = isinstance(m, dict) and m.get("role") in ("system", "user", "assistant", "tool")
         if not valid or "content" not in m:
             return "every message needs a 'role' (system, user, assistant, tool) and a 'content'"
+        if unread := unread_fields(m, MESSAGE_FIELDS):
+            return f"a message with {unread[0]!r}, which is not read"
         if isinstance(m["content"], str):
             continue
         # No list, or an empty one, has the fault of a piece that is no dict.
@@ -234,7 +228,9 @@ def piece_fault(piece) -> str | None:
         return None
     if kind == "video" and isinstance(piece.get("video"), str):
         # K frames of the whole video, or a window in seconds. video.load checks the numbers.
+        fields = "frames snap" if "frames" in piece else "start end fps max_frames num_frames"
+        if unread := unread_fields(piece, ("type", "video", *fields.split())):
+            return f"a video with {unread[0]!r}, which is not read beside {fields.split()[0]!r}"
         complete = "frames" in piece or ("start" in piece and "end" in piece)
         return None if complete else "a video needs 'frames', or 'start' and 'end'"
-    return ("content must be a text, or a list of {'type': 'text', 'text'} and "
-            "{'type': 'video', 'video', ...}")
+    return "content must be a text, or a list of {'type': 'text', ..} and {'type': 'video', ..}"

@@ -142,3 +142,14 @@ def written_lines(path):
     # Number and times are the first two lines of a block.
     lines = [line for block in blocks for line in block.strip().split("\n")[2:]]
     return "\n".join(filter(None, (re.sub("<[^>]+>", "", line).strip() for line in lines)))
+
+
+def subtitle_files(args, *read: tuple[str, list]) -> list:
+    """Flags, (data file, its tasks), .. -> files of subtitles that prompts show [(folder, name)].
+    Reads them, and raises UserError for one that is missing or broken."""
+    if args.subtitles == "none":
+        return []
+    read = [(video.root_of(args, path), tasks) for path, tasks in read if tasks]
+    for root, tasks in read:
+        check_subtitles(tasks, root)
+    return [(root, row["subtitles"]) for root, rows in read for row in rows if row.get("subtitles")]

@@ -60,6 +60,8 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
 
 @pytest.mark.parametrize("read, row, hint", [
     (data.read_chats, labelled("open", "red"), "a task, for grpo.py and eval.py"),
+    (data.read_chats, {"id": "c", "messages": [], "videos": ["v.mp4"]}, "column 'videos', which"),
+    (data.read_chats, {"id": "c", "messages": [], "tools": "[]"}, "'tools' must be a list"),
     (data.read_tasks, {"id": "t", "messages": []}, "a chat, which sft.py trains on")])
 def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
     with pytest.raises(launch.UserError, match=hint):

@@ -141,11 +141,9 @@ def test_think_open_says_that_the_turn_began_inside_a_thought():
 
 
 PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</answer>", "<answer>B",
-          "answer is A, ",
-          "a(", "'a\"(", "1,2,", "10 - ", "start 1 ", "not ", " ", "[", "\\boxed{", "1 min ",
-          "<tool_response>",
-          "twenty ", "-1.", "<tool_code>crop_video(1,2)</tool_code>", "ﷺ",
-          '<tool_call>{"name":"crop_video",']  # fmt: skip
+          "answer is A, ", "a(", "'a\"(", "1,2,", "10 - ", "start 1 ", "not ", " ", "[", "\\boxed{",
+          "1 min ", "<tool_response>", "twenty ", "-1.", "<tool_code>crop_video(1,2)</tool_code>",
+          "ﷺ", '<tool_call>{"name":"crop_video",']
 
 
 # ------------------------------------------------------------------------------------------------

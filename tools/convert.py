@@ -230,9 +230,7 @@ def fill_marks(text, media):
 def content_pieces(message, media):
     """Content of a published message -> pieces: texts, videos, images. Raises ValueError with the
     reason if a part cannot be read."""
-    unread = [key for key, value in message.items()
-              if value and key not in ("role", "content", "id", "name", "tool_call_id")]
-    if unread:
+    if unread := data.unread_fields(message, data.MESSAGE_FIELDS):
         raise ValueError(f"a message with {unread[0]!r}, which is not read")
     content = message.get("content")
     if isinstance(content, str):  # the JSON of a list of pieces, or a plain text

@@ -508,8 +508,7 @@ def stages():
         "attention": (check_kernels, True, "make venv GPU=1 brings the triton of this torch; "
                       "FLA_TILELANG=1 takes other gated-delta kernels"),
         "steps": (check_steps, True, verdict),
-        "grpo": (check_grpo, False, "read OUT.log, send it with OUT.json"),
-    }
+        "grpo": (check_grpo, False, "read OUT.log, send it with OUT.json")}
 
 
 def run_stage(args):

@@ -232,8 +232,7 @@ def shown_episode(row, source, source_index):
         "duration": number((row.get("timing") or {}).get("video_s")) or last,  # seconds
         "evidence": [[float(start), float(end)] for start, end in task.get("evidence") or []],
         "times": times, "thumbs": [], "calls": calls,  # times of the overview frames
-        "turns": shown_turns(row, calls, source["args"].get("format_credit", "struct")),
-    }
+        "turns": shown_turns(row, calls, source["args"].get("format_credit", "struct"))}
 
 
 def episodes_of(sources, limit, troubles):

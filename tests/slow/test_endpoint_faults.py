@@ -122,8 +122,8 @@ def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(serve,
 
 
 def test_request_timeout_of_the_command_is_that_time(serve, start, toy, tmp_path):
-    code, _, err = start(evaluation, "--engine", "openai", "--base-url", serve(drip).url, "--model",
-                         "m", "--data", toy / "eval.jsonl", "--out", tmp_path / "out", "--set",
+    flags = f"--engine openai --base-url {serve(drip).url} --model m --out {tmp_path}/out"
+    code, _, err = start(evaluation, *flags.split(), "--data", toy / "eval.jsonl", "--set",
                          "request_timeout=0.5", "--set", "retries=0")
     assert code == 2 and "no whole answer within 0.5 s" in err
 

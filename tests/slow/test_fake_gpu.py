@@ -183,8 +183,7 @@ def test_a_fault_is_found(found, fault):
 
 DEVICE, PAD, FRAMES, SIDE, FRAME_TOKENS = torch.device("cuda", 0), 151655, 64, 224, 49
 CODEC = SimpleNamespace(suppress_tokens=(5, 6), image_pad=PAD, video_pad=151656, pad=PAD,
-                        eos=151645,
-                        patch=16, merge=2, temporal=2, channel="image", mean=(0.5,) * 3,
+                        eos=151645, patch=16, merge=2, temporal=2, channel="image", mean=(0.5,) * 3,
                         std=(0.5,) * 3, base=chat.bases()["qwen3_5"])  # the one with more fields
 waits = Counter()  # of the host for the GPU, by what it asked for
 reduced = set()  # dtypes in which gradients are summed over ranks

@@ -56,10 +56,9 @@ SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChe
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>",
         "<tool_code>", "</tool_code>"]
 ODD = [*TAGS, "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "<tool_response>", "<12.5 seconds>",
-       "1234567890",
-       "\u65e5\u672c\u8a9e", "e\u0301", "\u00e9", "\u212b", "\u037e",
-       "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufeff",
-       "\u2028", "\u0000", "\r\n", "\n\n", "  ", "\t", "'s", "'S", "{{x}}"]
+       "1234567890", "\u65e5\u672c\u8a9e", "e\u0301", "\u00e9", "\u212b", "\u037e",
+       "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufeff", "\u2028", "\u0000", "\r\n",
+       "\n\n", "  ", "\t", "'s", "'S", "{{x}}"]
 texts = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=8).map("".join)
 
 

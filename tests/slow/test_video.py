@@ -201,8 +201,8 @@ COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of t
     DVD, f"{DVD} | -i dvd.vob -c copy v.mp4", f"{DVD} | -ss 2.5 -i dvd.vob -c copy v.mp4",
     f"{DVD} | -i dvd.vob -f lavfi -i sine=d=6 -c:v copy -c:a mp2 sound.vob"
     " | -ss 2.5 -i sound.vob -c copy v.mp4",
-    AVI, f"{AVI} | -i old.avi -c copy v.mp4",
-    f"{H264} | -i h264.mp4 -c copy v.avi", f"{H264} | -i h264.mp4 -c copy v.asf",
+    AVI, f"{AVI} | -i old.avi -c copy v.mp4", f"{H264} | -i h264.mp4 -c copy v.avi",
+    f"{H264} | -i h264.mp4 -c copy v.asf",
     f"{H264} | -i h264.mp4 -c copy v.avi | -i v.avi -c copy v.mp4",
     f"{H264} | -i h264.mp4 -c copy v.avi | -fflags +genpts -i v.avi -c copy v.mkv",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p a.ts | -i a.ts -c:v libx264 -bf 3 b.ts"
