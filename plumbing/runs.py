@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import shutil
+import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,6 +39,9 @@ def claim_run(out, data_paths):
     outputs = [os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)]
     launch.check_outputs(outputs, data_paths)
     launch.lock(out)  # until this process ends: two runs would delete each other's files
+    # Proves that the disk can hold `last` and `best`. clean_run deletes what a kill leaves here.
+    with tempfile.TemporaryDirectory(prefix=".step_", dir=out) as folder:
+        os.symlink(f"a symbolic link in {out}", os.path.join(folder, "last"))  # named by an error
 
 
 def clean_run(out, start):
@@ -128,11 +132,10 @@ def settings_diff(args, inputs, run):
     identities. run: {"args": .., "inputs": ..} of that start."""
     # How far, how fast, where, and who is told: two parts of one run may differ in these.
     # Inputs are compared by content: files may move. The last three are no flags.
-    ignored = {"steps", "epochs", "resume", "check", "out", "save_every", "eval_every",
-               "show_every", "show", "max_num_seqs", "frame_cache_gb", "frame_cache_dir",
-               "frame_cache_dir_gb", "gpu_memory_utilization", "patience", "dp_replicate",
-               "decode_timeout", "track", "project", "judge_url", "judge_key_env", "ckpt", "data",
-               "val", "rollouts", "code", "hub", "inputs"}
+    ignored = ("steps epochs resume check out save_every eval_every show_every show max_num_seqs "
+               "frame_cache_gb frame_cache_dir frame_cache_dir_gb gpu_memory_utilization patience "
+               "dp_replicate decode_timeout track project judge_url judge_key_env ckpt data val "
+               "rollouts code hub inputs").split()
     new, old, was = json.loads(json.dumps(vars(args))), run.get("args", {}), run.get("inputs", {})
     flags = [f"{k} {old[k]} (now {new.get(k, 'gone: use the code of that run')})"
              for k in sorted(old) if k not in ignored and (k not in new or old[k] != new[k])]
@@ -302,12 +305,11 @@ def changed_files(folder, ending=""):
     saved here. Collective: a share on each rank."""
     path = os.path.join(folder, "state.json")
     saved = chat.read_object(path).get("crc32", {}) if launch.is_file(path) else {}
-    saved = {name: crc for name, crc in saved.items()
-             if name.endswith(ending) and launch.is_file(os.path.join(folder, name))}
-    sums = checksums(folder, sorted(saved))
+    names = [n for n in saved if n.endswith(ending) and launch.is_file(os.path.join(folder, n))]
+    sums = checksums(folder, sorted(names))
     if None in sums.values():
         raise launch.RunError(f"{folder} cannot be read now; the same command tries again")
-    return [name for name in saved if sums[name] != saved[name]]
+    return [name for name in names if sums[name] != saved[name]]
 
 
 def is_complete(folder):

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 from scripted import AGENT, ANSWER, Server, play
-from test_endpoint import (
-    no_pause,  # noqa: F401
-)
+from test_endpoint import no_pause  # noqa: F401
 
 import launch
 from evaluation import endpoint

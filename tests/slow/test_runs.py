@@ -59,3 +59,9 @@ def test_the_state_names_the_best_checkpoint_and_every_start_restores_the_links(
         assert line.endswith(f"the newest whole checkpoint is {folder}")
         runs.update_links(folder, state)
         assert links() == ["step_000003", "step_000001"] and not capsys.readouterr().out
+
+
+def test_a_disk_without_links_is_told_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "symlink", lambda source, _: os.remove(source))
+    with pytest.raises(OSError, match="a symbolic link in"):
+        runs.claim_run(str(tmp_path), [])
