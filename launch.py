@@ -83,14 +83,14 @@ def run_main(main):
 
 
 class Terminal(io.FileIO):
-    """stdout or stderr. If nobody reads them any more (`| head`, a closed terminal), the run goes
-    on without them."""
+    """stdout or stderr. If nobody reads them any more (`| head`, a closed terminal), or their file
+    lies on a full disk, the run goes on without them."""
 
     def write(self, data):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
                 raise
             return len(data)
 

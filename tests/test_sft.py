@@ -133,8 +133,7 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
      "system message"),
     ([user_and("a")[0], {**user_and("")[1], "tool_calls": [{"type": "function"}]}], "'tool_calls'"),
     ([user_and("a")[0], {**user_and("a")[1], "weight": 0}], "'weight'"),  # a mask of the loss
-    (user_and("a", frames=4, start=0, end=8), "'start', which is not read beside 'frames'"),
-    (user_and("a", frames=4, video_start=3), "'video_start'"),
+    (user_and("a", frames=4, end=8), "'end'"), (user_and("a", frames=4, nframes=3), "'nframes'"),
     # These are good.
     ([user_and("a")[0], {**user_and("a")[1], "tool_calls": None, "name": "x"}], "None"),
     (user_and("a"), "None"), (user_and("a", frames=4), "None"),

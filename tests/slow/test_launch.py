@@ -106,8 +106,9 @@ def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
                                stderr=subprocess.PIPE, cwd=ROOT)
     assert process.stdout.readline() == b"0\n"
     process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(60) == 0 and err == b"a warning\n" and out.exists()
+    assert process.stderr.read() == b"a warning\n" and not process.wait(60) and out.exists()
+    with open("/dev/full", "wb") as full:  # a log on a full disk
+        assert not subprocess.run(process.args, stdout=full, stderr=full, cwd=ROOT).returncode
 
 
 def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
