@@ -696,7 +696,8 @@ def _decode(container, stream, wanted, keys, drop):
         begun = begun or packet.is_keyframe
         drop = drop and not any(_parameter_sets(codec, packet).values())  # it may have more layers
         codec.skip_frame = "NONREF" if drop and not useful else "DEFAULT"
-        yield from packet.decode() if begun else ()  # never a hidden frame
+        # Never a hidden frame. A decoder takes no dropped frame, a sample of 0 bytes.
+        yield from packet.decode() if begun and (packet.size or tick is None) else ()
         if useful:
             missing.discard(tick)
 
