@@ -129,8 +129,8 @@ class Judge(Client):
             print(launch.printable(f"no verdict of the judge ({reason}); such answers keep the "
                                    "score of the rule"), file=sys.stderr, flush=True)
         if verdict is not None and self.path:
-            asked = dict(zip(("question", "gold", "answer"), texts), model=self.model)
-            self.append(json.dumps({**asked, "verdict": verdict}).encode() + b"\n")
+            row = dict(zip(("question", "gold", "answer"), texts), model=self.model)
+            self.append(json.dumps({**row, "verdict": verdict}).encode() + b"\n")
         return verdict
 
     def append(self, line):
