@@ -541,7 +541,7 @@ def _open(path):
         jump = (ticks[counts.argmax()] - ticks[0]) * unit
     # An edit list of several parts steps back too. That is harmless, unless frames of two parts
     # share a time. Of fragments that were joined out of order, libavformat hides some as well.
-    if jump is not None and (_holds(path, MOOF) or not hidden.any() or len(ticks) < sum(counts)):
+    if jump is not None and (not hidden.any() or len(ticks) < sum(counts) or _holds(path, MOOF)):
         raise VideoError(path, f"the clock jumps at {jump:g} s: remux it, or encode it anew")
     # Matroska has no times below zero. In files that were cut, frames of such times follow the
     # first key frame. They depend on frames that are gone, so they neither decode nor count.
@@ -631,7 +631,7 @@ def _display_pts(path):
     return times, times[-1] + length
 
 
-def _jump(path, pts, dts, keys, max_gap):
+def _jump(path, pts, dts, flags, max_gap):
     """Path, packets' times in seconds, key flags [P] -> seconds to a jump of the clock, or None.
 
     A jump back: a key frame is earlier than frames before, by both times, because Matroska states
@@ -639,7 +639,7 @@ def _jump(path, pts, dts, keys, max_gap):
     files were joined by 10 s. The bounds are ffmpeg's, which mends such a clock.
     """
     back = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
-    jumps, steps = (keys[1:] > 0) & (np.minimum(*back) > 0.1), np.diff(dts)
+    jumps, steps = (flags[1:] > 0) & (np.minimum(*back) > 0.1), np.diff(dts)
     jumps |= steps > (10 if (steps > 10).any() and _holds(path, MATROSKA) else max_gap)
     return dts[jumps.argmax()] - dts[0] if jumps.any() else None
 

@@ -41,9 +41,8 @@ def resolve_checkpoint(path):
     folder = chat.check_config(path)
     # Without tokenizer_config.json transformers guesses the tokenizer's class, and another class
     # gives other ids. transformers 5 saves the image processor inside processor_config.json.
-    needed = [("tokenizer.json",), ("tokenizer_config.json",),
-              ("preprocessor_config.json", "processor_config.json")]
-    for names in needed:
+    for names in (("tokenizer.json",), ("tokenizer_config.json",),
+                  ("preprocessor_config.json", "processor_config.json")):
         if not any(launch.is_file(os.path.join(folder, name)) for name in names):
             raise launch.UserError(f"checkpoint {folder}: {names[0]} is missing; copy it from the "
                                    "checkpoint that this one was made from")
@@ -51,7 +50,7 @@ def resolve_checkpoint(path):
     base = base_of(folder, check=True)
     # Once on each machine: torchrun then ends the other ranks.
     for part in {folder, base} if os.environ.get("LOCAL_RANK", "0") == "0" else ():
-        if changed := runs.changed_files(part, ".safetensors"):
+        if changed := runs.changed_files(part, runs.saved_sums(part)):
             raise launch.UserError(f"checkpoint {part}: {changed[0]} has other bytes than were "
                                    "saved; copy it again, or, if that is meant, delete state.json")
     stored = stored_shapes(base)  # once: a large checkpoint has a dozen files of headers

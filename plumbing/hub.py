@@ -3,8 +3,10 @@ plumbing/hub.py (tests/test_checkpoint.py): names of checkpoints on the Hugging 
 
   OWNER/NAME     stands for a checkpoint folder, unless a folder of this name exists: `fetch_ckpt`
   a commit       is a part of the path of what was fetched, and so of args.json and state.json
+  a run          holds its newest checkpoint under `last`: `config_folder`
   adapters       on a base from the Hub name that base and its commit: `name_of`
-  a model card   of every checkpoint says how it was made: `write_card`
+  a model card   of every checkpoint says how it was made: `write_card`; with it go digests of the
+                 scripts: `code_digests`
 
 No torch here and no huggingface_hub at the top: both take time to import.
 

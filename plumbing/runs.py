@@ -292,7 +292,7 @@ def undamaged_checkpoint(out):
     (None, {}). Collective: reads every file once, a share on each rank."""
     for folder, whole in launch.broadcast([(f, is_complete(f)) for f in step_folders(out)]):
         state = chat.read_object(os.path.join(folder, "state.json")) if whole else {}
-        damaged = changed_files(folder) if whole else []
+        damaged = changed_files(folder, state.get("crc32", {}))
         damaged += ["state.json"] * (state.get("own_crc32") not in (None, state_crc32(state)))
         if whole and not damaged:
             return folder, state
@@ -300,16 +300,20 @@ def undamaged_checkpoint(out):
     return None, {}
 
 
-def changed_files(folder, ending=""):
-    """Checkpoint folder -> names of its files whose bytes are not those that were saved, if it was
-    saved here. Collective: a share on each rank."""
+def changed_files(folder, saved):
+    """{name: CRC-32 that was saved} -> names of the files that have another one. Collective: a
+    share on each rank."""
+    if None in (sums := checksums(folder, sorted(saved))).values():
+        raise launch.RunError(f"{folder} cannot be read now; the same command tries again")
+    return [name for name in saved if sums[name] != saved[name]]
+
+
+def saved_sums(folder):
+    """Checkpoint folder -> {name: CRC-32} by its state.json, of the weights that are there; {} if
+    there is no state.json."""
     path = os.path.join(folder, "state.json")
     saved = chat.read_object(path).get("crc32", {}) if launch.is_file(path) else {}
-    names = [n for n in saved if n.endswith(ending) and launch.is_file(os.path.join(folder, n))]
-    sums = checksums(folder, sorted(names))
-    if None in sums.values():
-        raise launch.RunError(f"{folder} cannot be read now; the same command tries again")
-    return [name for name in names if sums[name] != saved[name]]
+    return {n: saved[n] for n in os.listdir(folder) if n in saved and n.endswith(".safetensors")}
 
 
 def is_complete(folder):

@@ -8,7 +8,8 @@ A task may name a file in "subtitles": SRT, WebVTT, or JSON as LongVideoBench sh
 relative to the folder of the videos. "subtitle_start" is the second of the file at which the video
 begins. Sub-agents, which see one window, get no subtitles.
 
-Reads files of subtitles; writes nothing. Used by plumbing/data.py, rollout.py and evaluation/.
+Reads files of subtitles; writes nothing. Used by plumbing/data.py,
+rollout.py, grpo.py, eval.py and evaluation/.
 """
 import functools
 import html

@@ -88,7 +88,7 @@ def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     user = [{"role": "user", "content": "<video>Say."}, {"role": "assistant", "content": ANSWER}]
     bad = [({"messages": user, "videos": []}, "more <video> marks than videos"),
            ({"messages": user, "videos": ["a.mp4", "b.mp4"]}, "more videos than"),
-           ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path"),
+           ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path that is"),
            ({"query": "<video>a?", "response": "B", "videos": ["a.mp4"]}, "such rows are tasks"),
            ({"messages": "[not json"}, "malformed (JSONDecodeError)"),
            ({"messages": [{"role": "user", "content": [piece("image_url", url="a.png")]}]},
@@ -206,7 +206,7 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
     assert tasks[-2].items() >= {"options": ["0", "1"], "evidence": [[2, 70]],
                                  "subtitles": "b", "subtitle_start": 7}.items()
     assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and "subtitles" not in tasks[-1]
-    for why in ("an absolute path", "the answer is none of the options; do numbers count?",
+    for why in ("an absolute path that", "the answer is none of the options; do numbers count?",
                 "an answer that names two options", "no window", "a letter", "no question, or an "
                 "option", "options that", "still images", "no video, no"):
         assert f" rows, {why}" in out
