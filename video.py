@@ -51,7 +51,7 @@ FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,
 # by columns: its type, its length, a number of frames above 0. Two kinds of messages may precede.
 RECOVERY = rb"(?s)\0\0(?:\x01|\0.)(?:\x06|\x4e\x01)(?:[\0\x01].{,33}?){0,3}\x06[\x01-\x0f][\0-\x7f]"
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 13  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 14  # raise this if reading changes: older frames on disk are then not used
 MAX_PIXELS = 2**26  # of a frame; two frames of 8K
 MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
 
@@ -386,8 +386,7 @@ def _open_folder(path):
         if len(times) != 1 or not 1e-6 < times[0] <= 1000:
             raise VideoError(path, "fps must hold one number, above 0 and at most 1000")
         if len(set(gaps)) > 1:  # a lost image would move all that follow
-            raise VideoError(path, f"images are missing after {names[gaps.argmax()]}; with fps, "
-                             "their numbers must be evenly spaced")
+            raise VideoError(path, f"images missing after {names[gaps.argmax()]}: use times.txt")
         times, end = np.arange(count) / times[0], count / times[0]
     if len(times) != count:
         raise VideoError(path, f"{clock[0]} has {len(times)} times for {count} images")
@@ -395,8 +394,7 @@ def _open_folder(path):
     # is written, because the client's question may name its times.
     starts = np.round(times if clock == ["seconds.txt"] else times - times[0], 4)
     if not (later := np.diff(starts, prepend=-1e-9) > 0).all():  # NaN is never later
-        raise VideoError(path, f"{clock[0]}: time {later.argmin() + 1} is not later than the last, "
-                         "or below 0")
+        raise VideoError(path, f"{clock[0]}: time {later.argmin() + 1} is not later, or below 0")
     ticks, (height, width) = np.arange(count), _picture(path, names[0]).shape[:2]
     # All are key frames.
     return starts, _duration(starts, end), height, width, ticks, np.stack([ticks, ticks], 1)
@@ -418,7 +416,7 @@ def _picture(folder, name):
 
 
 class _VideoSource(io.FileIO):
-    """A file that raises the OSError of a read that failed when it is closed: libavformat takes it
+    """A file that raises the error of a read that failed when it is closed: libavformat takes it
     for the end of the file in some formats, and half a picture for a whole one."""
 
     error = None
@@ -431,7 +429,7 @@ class _VideoSource(io.FileIO):
     def read(self, size=-1):
         try:
             return os.read(self.fileno(), size)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self.error = error  # PyAV would print it
             return b""
 
@@ -730,9 +728,9 @@ def _images(path, ticks, keys, drop):
                 for number, frame in enumerate(frames):
                     tick = _pts_of(frame, reorders) if len(key_ticks) else number
                     if tick in run:
+                        yield tick, _upright(path, frame)  # first: it may fail
                         run.remove(tick)
                         pending.remove(tick)
-                        yield tick, _upright(path, frame)
                     if not run:
                         break
             if not pending:
@@ -773,11 +771,14 @@ def _dispatch(request):
         read = _open_folder if os.path.isdir(request[0]) else _open
         starts, duration, height, width, *ticks = read(*request)
         return starts, duration, len(starts), len(starts) / duration, width, height, *ticks
-    except (VideoError, ImportError):  # the latter is not the file's fault
+    except ImportError:  # not the file's fault
         raise
     except Exception as e:  # of a file that nobody thought of, or of the disk
-        reason = launch.machine_mark(e) or "needs too much memory: " * isinstance(e, MemoryError)
-        raise VideoError(request[0], f"{reason}{type(e).__name__}: {e}") from e
+        kind = "needs too much memory: " if isinstance(e, MemoryError) else launch.machine_mark(e)
+        why = getattr(e, "why", f"{kind}{type(e).__name__}: {e}")  # of a VideoError
+        # Without memory libavformat may call a good file invalid.
+        mark = (launch.MACHINE + "short of memory: ") * caches.lacks_memory(MAX_MEMORY)
+        raise VideoError(request[0], mark + why) from e
 
 
 def _core_seconds(process):

@@ -8,6 +8,7 @@ video.py, whose FrameCache keeps decoded frames and tables of times in both.
 import contextlib
 import io
 import math
+import mmap
 import os
 import sys
 import threading
@@ -116,6 +117,18 @@ class DiskCache:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # a reader keeps an open file
                 excess -= size
+
+
+def lacks_memory(limit):
+    """Whether the system refuses this process memory, a GiB or half of what is left below `limit`
+    bytes, its own bound (strict overcommit, ulimit -v)."""
+    try:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * mmap.PAGESIZE
+        mmap.mmap(-1, max(1, min(2**30, (limit - used) // 2)), mmap.MAP_PRIVATE).close()
+    except (OSError, MemoryError) as error:
+        return not isinstance(error, FileNotFoundError)  # macOS has no /proc, and no such bound
+    return False
 
 
 def give_back_memory():

@@ -68,19 +68,16 @@ def make_group(codec, source, task, step=0, frames=4, windows=()):
     """Four rollouts of one prompt: two turns with a call, a short answer, a thought that never
     closes, a turn cut off."""
     some = task["answer"].split(",")[0]
+    rest = (), step, frames
     group = [make_episode(codec, source, task, 0,
                           [CALLING, f"I saw {some}.\n</think>\n<answer>{some}</answer>"],
                           ["a red square"], step, frames, windows=windows),
              make_episode(codec, source, task, 1,
-                          [f"It was {some} I think.\n</think>\n<answer>{some}</answer>"], (), step,
-                          frames),
-             make_episode(codec, source, task, 2, ["I saw red.\n<answer>red</answer>"], (), step,
-                          frames),
-             make_episode(codec, source, task, 3, ["I saw white. I saw"], (), step, frames,
-                          cut=True)]
-    for e, r in zip(group, [reward(0.5, 1.0, 0.8), reward(0.5, 0.9, 0.0), reward(0.2, 0.35, 0.0),
-                            reward(0.0, 0.1, 0.0)]):
-        e.reward = r
+                          [f"It was {some} I think.\n</think>\n<answer>{some}</answer>"], *rest),
+             make_episode(codec, source, task, 2, ["I saw red.\n<answer>red</answer>"], *rest),
+             make_episode(codec, source, task, 3, ["I saw white. I saw"], *rest, cut=True)]
+    for e, r in zip(group, [(0.5, 1.0, 0.8), (0.5, 0.9, 0.0), (0.2, 0.35, 0.0), (0.0, 0.1, 0.0)]):
+        e.reward = reward(*r)
     return group
 
 

@@ -58,17 +58,15 @@ def start(start, monkeypatch, codec):
 def flags_of(script, world):
     """The command of a stage in a world."""
     common = ("--preset", "toy", "--ckpt", world / "run", "--out", world / script)
+    rl = ("--data", world / "rl.jsonl", "--frames", 4)
     return {
         "sft": (*common, "--data", world / "sft.jsonl", "--val", world / "val.jsonl",
                 "--batch-size", 2, "--steps", 1),
-        "grpo": (*common, "--data", world / "rl.jsonl", "--val", world / "held.jsonl", "--steps", 1,
-                 "--prompts", 2, "--num-generations", 2, "--frames", 4, "--max-new-tokens", 4,
-                 "--set", "show_every=0"),
-        "rollout": (*common[:4], "--data", world / "rl.jsonl", "--frames", 4, "--max-new-tokens", 4,
-                    "--out", world / "rollout.jsonl"),
-        "eval": (*common, "--data", world / "rl.jsonl", "--frames", 4, "--allow-errors",
-                 "--protocol", "direct", "--prompt-file", world / "prompt.txt"),
-    }[script]
+        "grpo": (*common, *rl, "--val", world / "held.jsonl", "--steps", 1, "--prompts", 2,
+                 "--num-generations", 2, "--max-new-tokens", 4, "--set", "show_every=0"),
+        "rollout": (*common[:4], *rl, "--max-new-tokens", 4, "--out", world / "rollout.jsonl"),
+        "eval": (*common, *rl, "--allow-errors", "--protocol", "direct",
+                 "--prompt-file", world / "prompt.txt")}[script]
 
 
 def judge_flags(server):

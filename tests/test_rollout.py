@@ -418,19 +418,17 @@ def test_a_first_prompt_leaves_room_for_the_frames_of_a_window(codec, tasks, fra
 # The rules of an episode
 
 
+def of_both(e, name):
+    """A field of all requests of the main agent, and of the sub-agents."""
+    return {getattr(r, name) for r in e.mains()}, {getattr(r, name) for r in e.subs()}
+
+
 FIELDS = {
-    "temperature": (0.9, lambda e: ({r.temperature for r in e.mains()},
-                                    {r.temperature for r in e.subs()}), ({0.7}, {0.7}),
-                    ({0.9}, {0.9})),
-    "max_new_tokens": (99, lambda e: ({r.max_tokens for r in e.mains()},
-                                      {r.max_tokens for r in e.subs()}), ({512}, {64}),
-                       ({99}, {64})),
-    "sub_max_new_tokens": (9, lambda e: ({r.max_tokens for r in e.mains()},
-                                         {r.max_tokens for r in e.subs()}), ({512}, {64}),
-                           ({512}, {9})),
+    "temperature": (0.9, lambda e: of_both(e, "temperature"), ({0.7}, {0.7}), ({0.9}, {0.9})),
+    "max_new_tokens": (99, lambda e: of_both(e, "max_tokens"), ({512}, {64}), ({99}, {64})),
+    "sub_max_new_tokens": (9, lambda e: of_both(e, "max_tokens"), ({512}, {64}), ({512}, {9})),
     "max_model_len": (300, lambda e: {len(r.expanded) + r.max_tokens for r in e.mains()} == {300},
-                      False,
-                      True),
+                      False, True),
     "max_turns": (2, lambda e: len(e.mains()), 4, 3),
     "max_parallel": (1, lambda e: len(e.subs()), 9, 3),
     "tools": (False, lambda e: (len(e.requests),

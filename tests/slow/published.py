@@ -208,26 +208,21 @@ def write_settings(folder, tied, thinking):
             "temporal_patch_size": 2, "merge_size": 2, "processor_class": "Qwen3VLProcessor"}
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     write_json(folder, "config.json", configuration(tied))
-    write_json(folder, "generation_config.json", {
-        "bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True,
-        "eos_token_id": [151645, 151643], "repetition_penalty": 1.0,
-        **sampling, "transformers_version": "4.56.0"})
+    write_json(folder, "generation_config.json", {"bos_token_id": 151643, "pad_token_id": 151643,
+        "do_sample": True, "eos_token_id": [151645, 151643], "repetition_penalty": 1.0, **sampling,
+        "transformers_version": "4.56.0"})
     write_json(folder, "preprocessor_config.json", {
         "size": {"longest_edge": 16777216, "shortest_edge": 65536}, **half,
         "image_processor_type": "Qwen2VLImageProcessorFast"})
-    write_json(folder, "video_preprocessor_config.json", {
-        "size": {"longest_edge": 25165824, "shortest_edge": 4096}, **half,
-        "fps": 2, "min_frames": 4, "max_frames": 768,
+    write_json(folder, "video_preprocessor_config.json", {"size": {"longest_edge": 25165824,
+        "shortest_edge": 4096}, **half, "fps": 2, "min_frames": 4, "max_frames": 768,
         "do_sample_frames": True, "video_processor_type": "Qwen3VLVideoProcessor"})
     write_json(folder, "chat_template.json", {"chat_template": chat_template(thinking)})
-    write_json(folder, "tokenizer_config.json", {
-        "add_bos_token": False, "add_prefix_space": False,
-        "additional_special_tokens": list(CONTROL[1:]), "bos_token": None,
-        "added_tokens_decoder": {
+    write_json(folder, "tokenizer_config.json", {"add_bos_token": False, "add_prefix_space": False,
+        "additional_special_tokens": list(CONTROL[1:]), "bos_token": None, "added_tokens_decoder": {
             str(VOCABULARY + n): {"content": token, **plain, "special": token in CONTROL}
-            for n, token in enumerate((*CONTROL, *TAGS))},
-        "chat_template": chat_template(thinking), "clean_up_tokenization_spaces": False,
-        "eos_token": "<|im_end|>", "errors": "replace",
+            for n, token in enumerate((*CONTROL, *TAGS))}, "chat_template": chat_template(thinking),
+        "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "errors": "replace",
         "model_max_length": 262144, "pad_token": "<|endoftext|>", "split_special_tokens": False,
         "tokenizer_class": "Qwen2Tokenizer", "unk_token": None})
 

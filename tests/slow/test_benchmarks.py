@@ -40,17 +40,17 @@ def read(name, root):
 
 
 VIDEOMME = [{"video_id": "001", "duration": "short", "domain": "Knowledge",
-             "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-1",
-             "task_type": "Counting Problem", "question": "How many buns?", "answer": "C",
-             "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."]},
+            "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-1",
+            "task_type": "Counting Problem", "question": "How many buns?", "answer": "C",
+            "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."]},
             {"video_id": "001", "duration": "short", "domain": "Knowledge", "url": "u",
-             "sub_category": "Baking", "videoID": "ab_-1", "question_id": "001-2",
-             "task_type": "OCR", "question": "Which word?",
-             "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."], "answer": "D"},
+            "sub_category": "Baking", "videoID": "ab_-1", "question_id": "001-2",
+            "task_type": "OCR", "question": "Which word?", "answer": "D",
+            "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."]},
             {"video_id": "002", "duration": "long", "domain": "Sports", "sub_category": "Chess",
-             "url": "u", "videoID": "gone", "question_id": "002-1",
-             "task_type": "OCR", "question": "Who?",
-             "options": ["A. I.", "B. You.", "C. He.", "D. We."], "answer": "A"}]
+             "url": "u", "videoID": "gone", "question_id": "002-1", "task_type": "OCR",
+             "question": "Who?", "options": ["A. I.", "B. You.", "C. He.", "D. We."],
+             "answer": "A"}]
 
 
 @pytest.mark.parametrize("where", ["videomme/test-00000-of-00001.parquet", "test.jsonl",
@@ -84,11 +84,10 @@ def longvideobench(**more):
 def test_longvideobench_parquet_pads_options(tmp_path):
     """option0 to option4, padded with "N/A" or nothing; correct_choice counts from 0."""
     rows = [longvideobench(option0="walk", option1="run", option2="swim", option3="N/A",
-                           option4="N/A"),
-            longvideobench(id="v_1", correct_choice=2, option0="one", option1="", option2="three",
-                           option3="four", option4=None),
-            longvideobench(id="v_2", correct_choice=4, option0="one", option1="two", option2="N/A",
-                           option3="N/A", option4="N/A")]
+            option4="N/A"), longvideobench(id="v_1", correct_choice=2, option0="one", option1="",
+            option2="three", option3="four", option4=None), longvideobench(id="v_2",
+            correct_choice=4, option0="one", option1="two", option2="N/A", option3="N/A",
+            option4="N/A")]
     put(tmp_path, "validation-00000-of-00001.parquet", rows)
     # another split of the same release
     put(tmp_path, "test-00000-of-00001.parquet",
@@ -164,17 +163,14 @@ def test_mlvu_as_first_released(tmp_path):
 def test_mmvu(tmp_path):
     """The video is an address, five choices or five empty ones, no subject of its own."""
     empty = dict.fromkeys("ABCDE", "")
-    put(tmp_path, "validation.json", [
-        {"id": "validation_0",
-         "video": "https://hub.invalid/datasets/x/resolve/main/videos/Art/0.mp4",
-         "question_type": "multiple-choice",
-         "metadata": {"subject": "Art"}, "question": "Which style?",
-         "choices": {"A": "Cubism", "B": "Baroque", "C": "Pop", "D": "Dada", "E": "None"},
-         "answer": "E"},
-        {"id": "validation_1",
-         "video": "https://hub.invalid/datasets/x/resolve/main/videos/Computer_Science/3.mp4",
-         "question_type": "open-ended",
-         "metadata": {}, "question": "Which sort?", "choices": empty, "answer": "Bubble sort"}])
+    put(tmp_path, "validation.json", [{"id": "validation_0",
+        "video": "https://hub.invalid/datasets/x/resolve/main/videos/Art/0.mp4",
+        "question_type": "multiple-choice", "metadata": {"subject": "Art"},
+        "question": "Which style?", "choices": {"A": "Cubism", "B": "Baroque", "C": "Pop",
+        "D": "Dada", "E": "None"}, "answer": "E"}, {"id": "validation_1",
+        "video": "https://hub.invalid/datasets/x/resolve/main/videos/Computer_Science/3.mp4",
+        "question_type": "open-ended", "metadata": {}, "question": "Which sort?", "choices": empty,
+        "answer": "Bubble sort"}])
     put(tmp_path, "videos/Art/0.mp4")
     tasks, notes = read("mmvu", tmp_path)
     assert tasks["validation_0"] == {"id": "validation_0", "video": "videos/Art/0.mp4",

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from PIL import Image
@@ -24,6 +26,7 @@ from scripted import CALL, Scripted
 from test_video import write
 
 import chat
+import launch
 import rollout
 import video
 from evaluation import protocol_loop, results
@@ -241,12 +244,31 @@ def test_a_decoder_process_has_a_bound_on_its_memory(tmp_path, monkeypatch, deco
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(
         [sys.executable, "-c", lower, command[-1]], cwd=ROOT, **options))
     for _ in range(2):
-        with pytest.raises(video.VideoError, match="memory"):
+        with pytest.raises(video.VideoError, match="png: (?!the machine).*memory"):
             video.overview(tmp_path / "large.png", 4, cache=cache)
         child = decoders[-1].process.pid
         assert len(video.overview(small, 4, cache=cache).images) == 4
         assert decoders[-1].process.pid == child
     cache.close()
+
+
+def test_a_shortage_of_memory_is_the_machines_and_never_a_wrong_frame(tmp_path, decoders):
+    """A decoder may have 0, 2, 4 .. MiB more than it has. The film is not called invalid."""
+    film = write(tmp_path / "film.mp4", 40, size=(1280, 720), codec="mpeg4", g=20)
+    small, whole, outcomes = write(tmp_path / "small.mp4", 8), video.overview(film, 8).images, set()
+    for more in range(0, 60, 2):
+        cache = video.FrameCache(0, timeout=20)
+        video.overview(small, 1, cache=cache)
+        child = decoders[-1].process.pid
+        pages = int(Path(f"/proc/{child}/statm").read_text().split()[0])
+        bound = pages * resource.getpagesize() + (more << 20)
+        resource.prlimit(child, resource.RLIMIT_AS, (bound, bound))
+        try:
+            outcomes.add(str(np.array_equal(video.overview(film, 8, cache=cache).images, whole)))
+        except video.VideoError as error:
+            outcomes.add(error.why[: len(launch.MACHINE)])
+        cache.close()
+    assert outcomes == {launch.MACHINE, "True"}
 
 
 # ------------------------------------------------------------------------------------------------
