@@ -532,9 +532,9 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
     for name, value in (template_kwargs or {}).items():
         # {% statements %} and {{ expressions }}: a misspelt name would change nothing.
         code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template or "")
-        if name not in re.findall(r"\w+", " ".join(code)):
+        if name not in re.findall(r"\w+", " ".join(code)) or name == "add_vision_id":
             raise launch.UserError(f"--set chat_template_kwargs: the chat template of {ckpt} does "
-                                   f"not read {name}")
+                                   f"not read {name}; add_vision_id counts anew in each response")
         owner.chat_template = f"{{% set {name} = {value!r} %}}{owner.chat_template}"
     # Patches of another size would have other features, or crash deep inside the tower. patchify
     # divides by 255 and normalises, in all cases.

@@ -549,10 +549,13 @@ def _open(path):
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
+    # A copy that lost its times of display has those of decoding, of which Matroska states none.
+    copied = (reorders or changed) and (np.diff(pts) > 0).all() and ((pts == dts).all() or (
+        container.format.name[:8] == "matroska")) and _display_pts(path)[2] > 0
     # A palette comes once, in front.
     can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())
-    if disordered or lacks_times or not can_seek:  # then the file is decoded in a row
-        times, end = _display_pts(path)
+    if disordered or copied or lacks_times or not can_seek:  # then the file is decoded in a row
+        times, end, _ = _display_pts(path)
         starts, back = np.unique(times[::-1], return_index=True)  # [N] the last of one time
         # Numbers of frames in the decoder's order; none at which decoding can begin.
         ticks, keys = len(times) - 1 - back, keys[:0]
@@ -598,7 +601,8 @@ def _pts_of(item, reorders):
 
 
 def _display_pts(path):
-    """Path -> (time of each frame in the decoder's order, end of the last), in ticks.
+    """Path -> (time of each frame in the decoder's order, end of the last, in ticks, and how often
+    the stated times went back).
 
     ffmpeg's rule: the stated time of display (pts). If the pts so far went back more often than the
     times of decoding (dts), the dts. If a frame has neither, the end of the frame before. So also
@@ -626,7 +630,7 @@ def _display_pts(path):
     for n in reversed(range(len(times) - 1)):
         if dts[n] < times[n + 1] <= times[n]:  # the pts in front of the first that went back
             times[n] = dts[n]
-    return times, times[-1] + length
+    return times, times[-1] + length, disorder[0]
 
 
 def _jump(path, pts, dts, flags, max_gap):
@@ -646,10 +650,8 @@ def _holds(path, header):
     """Path, pattern -> whether it stands in the file behind byte 4: a second header, after cat."""
     header, data = re.compile(header), b""
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            if header.search(data := data[-80:] + block, 4):
-                return True
-    return False
+        blocks = iter(functools.partial(file.read, 2**20), b"")
+        return any(header.search(data := data[-80:] + block, 4) for block in blocks)
 
 
 def _upright(path, frame):
@@ -752,8 +754,9 @@ def _read(path, ticks, keys, height, width):
             # In place of a lost frame a decoder shows the one before. It must not lack others, too.
             # It mends a damaged key frame from the frame before, too: after a seek there is none.
             # The frame that would miss a lost one loudly may be one that is left out.
-            damaged = any("errors in I frame" in text for _, _, text in logs)
-            if not drop and not any(n <= av.logging.ERROR or "num gap" in s for n, _, s in logs):
+            damaged = any("errors in I frame" in text for _, _, text in logs)  # at the level INFO
+            lost = any(n <= av.logging.ERROR or "num gap" in text for n, _, text in logs)
+            if not (drop or damaged or lost):
                 break
             # One by one, because 4K frames fill gigabytes.
             for tick, image in _images(path, ticks, keys, None if damaged else drop):
@@ -971,8 +974,7 @@ class FrameCache:
         (height, width) in pixels in place of the two bounds."""
         info = (table := self.table(path)).info
         height, width = size or smart_size(info.height, info.width, min_pixels, max_pixels)
-        names = [_digest((table.state, int(i), height, width)) for i in indices]
-        key = _digest(names)
+        key = _digest(names := [_digest((table.state, int(i), height, width)) for i in indices])
 
         def decode():
             sets = [self.sets.get(name) for name in names]

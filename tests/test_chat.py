@@ -185,7 +185,9 @@ def test_a_template_argument_that_the_template_does_not_read_is_refused(toy):
 def test_a_template_argument_has_its_value(toy, tmp_path, value, wanted):
     folder = shutil.copytree(toy / "init", tmp_path / "init")
     path = folder / "chat_template.jinja"
-    path.write_text("[{{ depth }}]" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    path.write_bytes(b"[{{ depth }}{{ add_vision_id }}]" + path.read_bytes())
+    with pytest.raises(launch.UserError, match="add_vision_id counts anew"):
+        chat.load_codec(str(folder), "image", {"add_vision_id": True})
     codec = chat.load_codec(str(folder), "image", {"depth": value})
     assert chat.apply_template(codec, [{"role": "user", "content": "x"}]).startswith(f"[{wanted}]")
 

@@ -83,9 +83,8 @@ def test_only_drafts_that_need_their_window_are_kept(films, run):
         assert (films / ".tasks.jsonl.lock").exists()  # two processes would write each draft twice
         # After that nothing is left.
         assert code == run(server.url)[0] == 0 and rows_of(films / "tasks.drafts.jsonl") == rows
-        assert sorted(model.asked) == sorted(
-            [("write", n) for n in range(8)] + [("blind", n) for n in range(4)]
-            + [("seen", n) for n in (0, 1, 3)])
+        asked = {"write": range(8), "blind": range(4), "seen": (0, 1, 3)}
+        assert sorted(model.asked) == sorted((kind, n) for kind, ns in asked.items() for n in ns)
     rows.sort(key=lambda row: row["id"])
     assert [row["left_out"] for row in rows] == REASONS
     tasks = read_tasks(str(films / "tasks.jsonl"))

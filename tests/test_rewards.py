@@ -573,8 +573,7 @@ def test_windows_are_paid_by_their_iou_once_each_and_only_if_they_were_run(windo
     calls = [{"parseable": True, "status": status, "start": a, "end": b}
              for a, b in windows for status in ("ok", "ok", "video_error")]
     paid, free = (rewards.score(["Look."], task, calls,
-                                pay=rewards.RewardConfig(window_weight=weight))
-                  for weight in (2.0, 0.0))
+                  pay=rewards.RewardConfig(window_weight=weight)) for weight in (2.0, 0.0))
     iou = rewards.window_scores(windows, evidence)["iou"]
     assert paid["paid_task"] - free["paid_task"] == approx(2 * iou)
     assert paid["paid_fmt"] == free["paid_fmt"] and paid["windows"]["iou"] == iou

@@ -75,8 +75,7 @@ def rendered(codec, task, source, num_frames, turns, response):
         pairs.append("".join(
             f"<{(a + b) / 2:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"
             for a, b in zip(seconds[::2], seconds[1::2])))
-        return [{"type": "video"}] if codec.channel == "video" else [
-            p for s in seconds
+        return [{"type": "video"}] if codec.channel == "video" else [p for s in seconds
             for p in ({"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"})]
 
     system, user = rollout.main_messages(task, num_frames, crop_response=response)
@@ -232,8 +231,7 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
 
     written = [call(0, 8), "<tool_call>{not json</tool_call>",
                '<tool_call>{"name": "zoom", "arguments": {}}</tool_call>', call(9, 5),
-               call(60, 500), call(100, 120), call(40, 48), call(30, 34), call("nan", 5),
-               call(16, 24)]
+               *map(call, (60, 100, 40, 30, "nan", 16), (500, 120, 48, 34, 5, 24))]
     engine = Scripted(codec, ["look\n</think>\n" + "\n".join(written), ANSWER], sub, newest_first=1)
     episode = play_one(engine, tasks, Broken(str(toy), video.FrameCache()))
     got, glue = responses(codec, episode)
@@ -245,9 +243,8 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
     for text, part in zip(got, wanted):
         assert part in text
     assert len(set(got)) == 10 and "SECRET" not in glue
-    assert [c["status"] for c in episode.calls] == [
-        "ok", "error", "error", "error", "ok", "error", "engine_error", "video_error", "error",
-        "not_run"]
+    assert [c["status"] for c in episode.calls] == ["ok", "error", "error", "error", "ok", "error",
+        "engine_error", "video_error", "error", "not_run"]
     assert all(text.startswith("error: ") for text, c in zip(got, episode.calls)
                if c["status"] not in ("ok", "not_run"))
     assert glue.count("<|im_start|>user") == glue.count("<|im_start|>assistant") == 1

@@ -278,7 +278,7 @@ def test_a_frame_without_its_time_of_display_has_the_time_of_decoding(monkeypatc
     frames = [SimpleNamespace(pts=p, dts=d, duration=1) for p, d in ((0, 0), (None, 10), (5, 20))]
     opened = nullcontext((SimpleNamespace(decode=lambda stream: frames), None))
     monkeypatch.setattr(video, "_stream", lambda path: opened)
-    assert video._display_pts("v.avi") == ([0, 10, 20], 30)
+    assert video._display_pts("v.avi") == ([0, 10, 20], 30, 1)
 
 
 @pytest.mark.parametrize("timeout", [None, 20])
@@ -395,9 +395,8 @@ def test_another_process_finds_on_disk_what_was_decoded(
         before = len(opened), len(decoders)
         found = look(second)
         assert (len(opened), len(decoders)) == before  # no file was opened
-        assert same(decoded, found) and same(found, video.load(
-            {"video": minute, "frames": 8} if look is looks[0]
-            else {"video": minute, "start": 3, "end": 9}))
+        how = {"frames": 8} if look is looks[0] else {"start": 3, "end": 9}
+        assert same(decoded, found) and same(found, video.load({"video": minute, **how}))
         with pytest.raises(ValueError):
             found.images[0] = 0
     assert second.index(minute)[1] == FrameCache(0).index(minute)[1]

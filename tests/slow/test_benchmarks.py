@@ -120,9 +120,8 @@ def test_lvbench(tmp_path, layout):
             [{**q, "uid": str(q["uid"]), "key": "Cm73", "type": "cartoon", "video_path": "Cm73.mp4"}
              for q in (LVBENCH, second)])
     else:
-        put(tmp_path, "video_info.meta.jsonl",
-            [{"key": "Cm73", "type": "cartoon", "video_info": {"fps": 25},
-              "qa": [LVBENCH, second]}])
+        put(tmp_path, "video_info.meta.jsonl", [{"key": "Cm73", "type": "cartoon",
+            "video_info": {"fps": 25}, "qa": [LVBENCH, second]}])
     put(tmp_path, "Cm73.mp4")
     tasks, notes = read("lvbench", tmp_path)
     assert tasks["7"] == {"id": "7", "video": "Cm73.mp4", "question": "Who (if anyone) enters?",

@@ -124,9 +124,8 @@ def found(tmp_path_factory):
     (folder / "stub.cpp").write_text(STUB)
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", abi, f"-I{home}/include", "stub.cpp",
-                    f"-L{home}/lib",
-                    f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu", "-o", "stub.so"], check=True,
-                   cwd=folder)
+                    f"-L{home}/lib", f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu", "-o",
+                    "stub.so"], check=True, cwd=folder)
     done = subprocess.run([sys.executable, __file__, str(folder / "stub.so")], capture_output=True,
                           text=True, timeout=600, cwd=ROOT,
                           env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
@@ -464,9 +463,8 @@ def keep_features(policy, reference):
 
 def sft_step(policy, optimizer):
     """One pack of eight chats, 32k tokens -> its tokens."""
-    pack = model.pack_trees(CODEC,
-                            [model.Tree(model.TokenSpan([100] * 4096, [0] * 3600 + [1] * 496))
-                             for _ in range(8)])
+    span = model.TokenSpan([100] * 4096, [0] * 3600 + [1] * 496)
+    pack = model.pack_trees(CODEC, [model.Tree(span) for _ in range(8)])
     sft.forward_backward(policy, [pack])
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

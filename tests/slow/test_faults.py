@@ -41,11 +41,10 @@ def command(toy, tmp_path):
         main = f"\nif __name__ == '__main__':\n    launch.run_main({script}.main)\n"
         path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + main)
         common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
-                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4,
-                          "--optimizer", "adamw")}[script]
+                  "sft": ("--data", toy / "sft.jsonl", "--batch-size=4", "--optimizer=adamw")}
         return [path, "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy,
-                "--out", tmp_path / "out", "--save-every", 1, "--set", "dp_replicate=1", *common,
-                *flags]
+                "--out", tmp_path / "out", "--save-every", 1, "--set", "dp_replicate=1",
+                *common[script], *flags]
 
     return command
 

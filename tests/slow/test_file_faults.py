@@ -191,8 +191,7 @@ def stage(script, folder, out, steps, window):
         data = folder / "data"
         words = ["--ckpt", folder / "base", "--data", data, "--val", data, "--out", out,
                  "--steps", steps, "--save-every", 1, "--eval-every", 1, "--set", "patience=60"]
-        words += {"sft": ["--batch-size", 1, "--set", "max_grad_norm=0", "--min-lr", 1, "--warmup",
-                          0],
+        words += {"sft": ["--batch-size=1", "--set", "max_grad_norm=0", "--min-lr=1", "--warmup=0"],
                   "grpo": ["--prompts", 2, "--num-generations", 2, "--beta", 0, "--set",
                            "show_every=0"]}[script]
         sys.argv = [f"{script}.py", *map(str, words)]

@@ -95,8 +95,7 @@ def episode(task="t0", sample=0, step=0, turns=TURNS, **more):
                  "answer": "red", "type": "open"},
         "group": f"{step}/{task}", "sample": sample, "K": 4, "policy_step": step, "status": "ok",
         "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "think_open": True,
-        "turns": list(turns), "pieces": [[*turn, ""] for turn in turns],
-        "finish": ["stop"] * len(turns),
+        "turns": list(turns), "pieces": [[*t, ""] for t in turns], "finish": ["stop"] * len(turns),
         "calls": [{"turn": 0, "start": 8.0, "end": 16.0, "status": "ok", "summary": "a red square",
                    "seconds": 0.1, "frames_seen": 8}],
         "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8},
@@ -251,8 +250,7 @@ def test_filters_and_keys_move_through_the_episodes(visit, page):
 def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     """Every text of a record tries to be markup; names of runs and of K too."""
     evil = {**episode(EVIL, turns=(EVIL + "</think>" + EVIL, EVIL)),
-            **dict.fromkeys(("K", "status", "error", "group", "tools"), EVIL),
-            "finish": [EVIL, EVIL]}
+            **dict.fromkeys(("K", "status", "error", "group", "tools"), EVIL), "finish": [EVIL] * 2}
     evil["task"] = {**evil["task"], "options": [EVIL] * 30,
                     **dict.fromkeys(("question", "answer", "type", "video"), EVIL)}
     evil["calls"] = [{"turn": 0, "start": 1e308, "end": -1e308, "status": EVIL, "summary": EVIL},
@@ -265,10 +263,9 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
         press(browser, key)
     (tmp_path / "summary.json").write_text(json.dumps({
         "rows": [{"name": EVIL, "bench": EVIL, "K": EVIL, "n": EVIL, "interval": []}],
-        "results": [{"bench": EVIL, EVIL: EVIL}, EVIL],
+        "results": [{"bench": EVIL, EVIL: EVIL}, EVIL], "differences": [{"name": EVIL}],
         "costs": [{**dict.fromkeys(("K", "tools", "name", "bench", "cost"), EVIL),
-                   "headline": n, "tokens": n} for n in (1, 2)],
-        "differences": [{"name": EVIL, "minus": EVIL}]}))
+                   "headline": n, "tokens": n} for n in (1, 2)]}))
     (tmp_path / "log.jsonl").write_text(
         json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
     view.build_page([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)

@@ -210,6 +210,10 @@ COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of t
     "-c:v libx264 -bf 3 -pix_fmt yuv420p v.h264 | -i v.h264 -c copy v.mp4",
     "-c:v libx265 -x265-params log-level=none v.h265 | -i v.h265 -c copy v.mp4",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p new.mp4 | -i new.mp4 -c copy v.avi",
+    # B-frames come late.
+    "-force_key_frames expr:lt(n,12) -pix_fmt yuv420p v.h264 | -i v.h264 -c copy v.mp4",
+    "-c:v libx264 -bf 0 -pix_fmt yuv420p a.h264 | -i a.h264 -c:v libx264 -bf 3 b.h264"
+    " | -i concat:a.h264|b.h264 -c copy v.mp4",
     "-c:v rawvideo -pix_fmt pal8 v.avi", "-c:v mpeg4 -bf 2 -g 12 v.ts"]
 
 
@@ -245,13 +249,22 @@ NOISY = ("testsrc2=s=160x96:r=25:d=4,noise=alls=12:allf=t -pix_fmt yuv420p -pres
 @pytest.mark.parametrize("lost, source", [
     ("drop=eq(n\\,43)", NOISY), ("drop=eq(mod(n\\,13)\\,7)", NOISY),
     ("amount=if(eq(n\\,60)\\,300\\,1e9)", NOISY),  # a key frame
+    ("slice", NOISY.replace("bframes=3", "slices=4:bframes=0")),
     # Only frames that no other needs would miss these aloud.
     ("drop=not(mod(n\\,17))*gt(n\\,3)", "testsrc2=s=256x160:r=24:d=4 -pix_fmt yuv420p -g 48")])
 def test_a_look_after_a_lost_packet_does_not_depend_on_other_looks(tmp_path, ffmpeg, lost, source):
     """In place of a lost frame a decoder shows an earlier one, which it must have decoded."""
     ffmpeg("-f", "lavfi", "-i", *source.split(), "-c:v", "libx264", tmp_path / "whole.mp4")
-    path = tmp_path / "v.mp4"
-    ffmpeg("-i", tmp_path / "whole.mp4", "-c", "copy", "-bsf:v", f"noise={lost}", path)
+    path, raw = tmp_path / "v.mp4", tmp_path / "v.h264"
+    if lost == "slice":  # the second of each key frame but the first
+        ffmpeg("-i", tmp_path / "whole.mp4", "-c", "copy", raw)
+        units = raw.read_bytes().split(b"\0\0\1")
+        second = [n for n, unit in enumerate(units) if unit[:1] and unit[0] & 31 == 5
+                  and not unit[1] & 128 and units[n - 1][1] & 128]
+        raw.write_bytes(b"\0\0\1".join(np.delete(np.array(units, object), second[1:])))
+        ffmpeg("-i", raw, "-c", "copy", path)
+    else:
+        ffmpeg("-i", tmp_path / "whole.mp4", "-c", "copy", "-bsf:v", f"noise={lost}", path)
     _, pictures = shown_by(ffmpeg, path)
     cache, draw = video.FrameCache(0), np.random.default_rng(0)
     for _ in range(25):
