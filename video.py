@@ -549,9 +549,9 @@ def _open(path):
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
-    # A copy that lost its times of display has those of decoding, of which Matroska states none.
-    copied = (reorders or changed) and (np.diff(pts) > 0).all() and ((pts == dts).all() or (
-        container.format.name[:8] == "matroska")) and _display_pts(path)[2] > 0
+    # A copy that lost its times of display has those of decoding; Matroska states one for both.
+    alike = (pts == dts).all() or "matroska" in container.format.name
+    copied = alike and (np.diff(pts) > 0).all() and (reorders or changed) and _display_pts(path)[2]
     # A palette comes once, in front.
     can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())
     if disordered or copied or lacks_times or not can_seek:  # then the file is decoded in a row
