@@ -457,12 +457,12 @@ def fsync(path):
         os.close(handle)
 
 
-def write_atomic(path, text):
-    """Writes a small text file: its final name appears once the file is whole on the disk."""
+def write_atomic(path, content):
+    """Writes a text or bytes: the final name appears once the file is whole on the disk."""
     temp = f"{path}.tmp{os.getpid()}"
     try:
-        with open(temp, "w", encoding="utf-8") as f:
-            f.write(text)
+        with open(temp, "wb") as f:  # its end raises also what close() has to tell
+            f.write(content if isinstance(content, bytes) else content.encode())
         fsync(temp)
         os.replace(temp, path)
         fsync(os.path.dirname(os.path.abspath(path)))  # else a power loss may take the new name

@@ -428,10 +428,13 @@ class _VideoSource(io.FileIO):
 
     def read(self, size=-1):
         try:
-            return os.read(self.fileno(), size)
+            data = os.read(self.fileno(), size)
+            if data or self.tell() >= os.fstat(self.fileno()).st_size:
+                return data
+            self.error = OSError(5, "reads ended before the file")  # EIO: a network disk's
         except (OSError, MemoryError) as error:
             self.error = error  # PyAV would print it
-            return b""
+        return b""
 
     def seek(self, offset, whence=os.SEEK_SET):
         with contextlib.suppress(OSError):  # a number in the file, or libavformat's AVSEEK_SIZE
@@ -478,11 +481,10 @@ def _stream_of(path, source):
             # PyAV asks libavformat to invent missing times of display. ffmpeg does not.
             container.flags &= ~av.container.Flags.gen_pts.value
             yield container, stream
-    except (av.FFmpegError, OSError, RuntimeError, IndexError) as error:  # the last: cut MPEG-TS
+    except (av.FFmpegError, OSError, RuntimeError, IndexError) as e:  # the last: cut MPEG-TS
         # av.open's error for other formats too
-        other = isinstance(error, av.ArgumentError) and "damaged, or in no format that is read here"
-        reason = other or getattr(error, "strerror", None) or error
-        raise VideoError(path, f"PyAV: {reason}") from error
+        other = isinstance(e, av.ArgumentError) and "damaged, or in no format that is read here"
+        raise VideoError(path, f"PyAV: {other or getattr(e, 'strerror', 0) or e}") from e
 
 
 def _open(path):
@@ -755,8 +757,7 @@ def _read(path, ticks, keys, height, width):
             # It mends a damaged key frame from the frame before, too: after a seek there is none.
             # The frame that would miss a lost one loudly may be one that is left out.
             damaged = any("errors in I frame" in text for _, _, text in logs)  # at the level INFO
-            lost = any(n <= av.logging.ERROR or "num gap" in text for n, _, text in logs)
-            if not (drop or damaged or lost):
+            if not (drop or damaged or any(n <= 16 or "num gap" in s for n, _, s in logs)):  # ERROR
                 break
             # One by one, because 4K frames fill gigabytes.
             for tick, image in _images(path, ticks, keys, None if damaged else drop):
@@ -959,8 +960,7 @@ class FrameCache:
             starts, *info, ticks, keys = self.load_or_compute(
                 _digest(state), state, lambda: self.decoders.ask((state[0],)))
             starts.flags.writeable = False  # all callers share this array
-            table = VideoTable(state, starts, VideoInfo(*info), ticks, keys)
-            return table, 3 * starts.nbytes  # at most
+            return VideoTable(state, starts, VideoInfo(*info), ticks, keys), 3 * starts.nbytes
 
         # last: a look that needs the table comes next.
         table = self.memory.get_or_compute(state, read, last=False)

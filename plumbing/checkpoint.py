@@ -418,11 +418,12 @@ def check_adapters(policy, path: str) -> None:
 def save_adapters(policy, files: dict, folder: str, weights: dict) -> None:
     """Writes the two files of peft, adapter_config.json and adapter_model.safetensors, and beside
     them the small files of the base."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     named = {"base_model.model." + re.sub(r"\.lora_([AB])$", r".lora_\1.weight", name): tensor
              for name, tensor in weights.items()}
-    save_file(named, os.path.join(folder, "adapter_model.safetensors"), {"format": "pt"})
+    content = save(named, {"format": "pt"})
+    launch.write_atomic(os.path.join(folder, "adapter_model.safetensors"), content)
     rank = next(tensor.shape[0] for name, tensor in weights.items() if name.endswith(".lora_A"))
     targets = sorted({name.split(".")[-2] for name in weights})
     config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
@@ -555,15 +556,17 @@ def on_rank_0(work):
 
 
 def save_whole(files, folder, weights):
-    """Writes a checkpoint of whole weights: safetensors (above 5 GB several files and an index) and
+    """Writes a checkpoint of whole weights: safetensors (above 1 GB several files and an index) and
     the small files of its base."""
     from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    shards = split_torch_state_dict_into_shards(weights)
+    # save_file would need less memory, but a network disk reports a lost write at close(), and
+    # save_file passes over that.
+    shards = split_torch_state_dict_into_shards(weights, max_shard_size="1GB")
     for name, keys in shards.filename_to_tensors.items():
         part = {key: weights[key].contiguous() for key in keys}
-        save_file(part, os.path.join(folder, name), {"format": "pt"})
+        launch.write_atomic(os.path.join(folder, name), save(part, {"format": "pt"}))
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         launch.write_atomic(os.path.join(folder, "model.safetensors.index.json"),

@@ -352,6 +352,8 @@ def checksums(folder, names):
             with open(os.path.join(folder, name), "rb", buffering=0) as f:
                 while size := f.readinto(buffer):
                     number = zlib.crc32(buffer[:size], number)
+                if f.tell() < os.fstat(f.fileno()).st_size:  # a disk that gives a part
+                    return None
         except OSError:
             return None
         return number
@@ -380,12 +382,9 @@ def atomic_folder(path):
     os.mkdir(temp)  # with the mode of the umask; mkdtemp's is for the owner alone
     try:
         yield temp
-        mode = os.stat(temp).st_mode & 0o666
         for folder, _, names in os.walk(temp):
-            for name in (os.path.join(folder, name) for name in names):
-                with contextlib.suppress(OSError):  # a filesystem without modes
-                    os.chmod(name, mode)  # safetensors makes files that others cannot read
-                launch.fsync(name)
+            for name in names:
+                launch.fsync(os.path.join(folder, name))
             launch.fsync(folder)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temp, path)

@@ -20,7 +20,6 @@ import traceback
 import types
 
 import pytest
-import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
@@ -47,7 +46,6 @@ class Disk:
         for name in ("fsync", "replace", "rename", "symlink", "remove", "unlink", "rmdir", "mkdir",
                      "chmod", "fchmod", "truncate"):
             self.watch(os, name)
-        self.watch(safetensors.torch, "serialize_file")  # Rust opens and writes
         self.open, builtins.open, io.open = open, self.opened, self.opened
 
     def watch(self, module, name):

@@ -5,6 +5,7 @@ Nothing is overwritten: the checkpoint that a run starts from, a folder that ano
 a checkpoint with damaged bytes, a filesystem that lacks links or locks.
 """
 import argparse
+import io
 import json
 import os
 import shutil
@@ -13,10 +14,10 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, run_script
 from reference import make_engine
 from scripted import LIVE
@@ -26,7 +27,7 @@ import grpo
 import launch
 import rollout
 import sft
-from plumbing import runs
+from plumbing import checkpoint, runs
 from tools import view
 
 
@@ -262,8 +263,7 @@ def test_files_of_a_checkpoint_have_the_modes_of_the_umask(tmp_path, mask):
     before = os.umask(mask)
     try:
         with runs.atomic_folder(str(tmp_path / "c")) as folder:
-            handle, _ = tempfile.mkstemp(dir=folder)  # 0600, as safetensors writes
-            os.close(handle)
+            checkpoint.save_whole({}, folder, {"weight": torch.zeros(2, 2)})
             os.mkdir(os.path.join(folder, "train_state"))
             open(os.path.join(folder, "train_state", "x"), "w").close()
     finally:
@@ -271,6 +271,20 @@ def test_files_of_a_checkpoint_have_the_modes_of_the_umask(tmp_path, mask):
     for path in (tmp_path / "c", *(tmp_path / "c").rglob("*")):
         wanted = (0o777 if path.is_dir() else 0o666) & ~mask
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+class Lost(io.FileIO):
+    def close(self):
+        if not self.closed:
+            super().close()
+            raise OSError(5, "Input/output error")
+
+
+def test_weights_that_a_network_disk_loses_until_close_are_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "open", Lost, raising=False)
+    with pytest.raises(OSError, match=r"error: '.*model\.safetensors'"):
+        checkpoint.save_whole({}, tmp_path, {"weight": torch.zeros(2, 2)})
+    assert not list(tmp_path.iterdir())
 
 
 def test_rollouts_of_a_run_are_not_deleted_by_an_update_from_them(toy, tmp_path):

@@ -65,9 +65,8 @@ def mutated(rng):
         elif kind == 4:
             text = text[:a] + text[a:b][::-1] + text[b:]
         else:
-            text = text[:a] + "".join(
-                chr(rng.choice((rng.randrange(32, 127), rng.randrange(0x2000, 0x2100))))
-                for _ in range(5)) + text[a:]
+            text = text[:a] + "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(0x2000,
+                0x2100)))) for _ in range(5)) + text[a:]
     return text[:20_000]
 
 

@@ -90,16 +90,14 @@ TURNS = ("I look.\n</think>\n<tool_call>\n{\"name\": \"crop_video\"}\n</tool_cal
 
 def episode(task="t0", sample=0, step=0, turns=TURNS, **more):
     """A record as rollout.py writes it, without ids."""
-    return {
-        "task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None,
-                 "answer": "red", "type": "open"},
-        "group": f"{step}/{task}", "sample": sample, "K": 4, "policy_step": step, "status": "ok",
-        "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0, 56.0]}], "think_open": True,
-        "turns": list(turns), "pieces": [[*t, ""] for t in turns], "finish": ["stop"] * len(turns),
-        "calls": [{"turn": 0, "start": 8.0, "end": 16.0, "status": "ok", "summary": "a red square",
-                   "seconds": 0.1, "frames_seen": 8}],
-        "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8},
-        "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 64.0}, **more}
+    return {"task": {"id": task, "video": "videos/none.mp4", "question": "Which?", "options": None,
+        "answer": "red", "type": "open"}, "group": f"{step}/{task}", "sample": sample, "K": 4,
+        "policy_step": step, "status": "ok", "error": None, "vision": [{"seconds": [8.0, 24.0, 40.0,
+        56.0]}], "think_open": True, "turns": list(turns), "pieces": [[*t, ""] for t in turns],
+        "finish": ["stop"] * len(turns), "calls": [{"turn": 0, "start": 8.0, "end": 16.0,
+        "status": "ok", "summary": "a red square", "seconds": 0.1, "frames_seen": 8}],
+        "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8}, "advantage": {"task": 0.5,
+        "fmt": 0.25}, "timing": {"video_s": 64.0}, **more}
 
 
 @pytest.fixture
@@ -157,11 +155,10 @@ def test_who_wrote_what_and_its_credit(made):
     assert all(credit is None for turn in plain["turns"] for _, _, credit in turn)
 
 
-DAMAGED = [
-    "{", "[]", "null", "{}", '{"task": 3}', '{"a":' * 3000 + "1" + "}" * 3000,
-    {**episode(), "turns": None}, {**episode(), "turns": 7}, {**episode(), "vision": [{}]},
-    {**episode(), "calls": [3]}, {**episode(), "calls": [{"turn": "x"}]},
-    {**episode(), "sample": math.inf}, {**episode(), "task": {"id": "only"}}]
+DAMAGED = ["{", "[]", "null", "{}", '{"task": 3}', '{"a":' * 3000 + "1" + "}" * 3000,
+           *({**episode(), **bad} for bad in (
+               {"turns": None}, {"turns": 7}, {"vision": [{}]}, {"calls": [3]},
+               {"calls": [{"turn": "x"}]}, {"sample": math.inf}, {"task": {"id": "only"}}))]
 
 
 def test_damaged_records_are_counted_and_the_others_shown(made):
@@ -261,11 +258,10 @@ def test_nothing_hostile_runs_or_breaks_the_page(visit, made, tmp_path):
     assert len(texts(browser, ".row")) == 3
     for key in "jjkw123t":
         press(browser, key)
-    (tmp_path / "summary.json").write_text(json.dumps({
-        "rows": [{"name": EVIL, "bench": EVIL, "K": EVIL, "n": EVIL, "interval": []}],
-        "results": [{"bench": EVIL, EVIL: EVIL}, EVIL], "differences": [{"name": EVIL}],
-        "costs": [{**dict.fromkeys(("K", "tools", "name", "bench", "cost"), EVIL),
-                   "headline": n, "tokens": n} for n in (1, 2)]}))
+    (tmp_path / "summary.json").write_text(json.dumps({"rows": [{"name": EVIL, "bench": EVIL,
+        "K": EVIL, "n": EVIL, "interval": []}], "results": [{"bench": EVIL, EVIL: EVIL}, EVIL],
+        "differences": [{"name": EVIL}], "costs": [{**dict.fromkeys(("K", "tools", "name", "bench",
+        "cost"), EVIL), "headline": n, "tokens": n} for n in (1, 2)]}))
     (tmp_path / "log.jsonl").write_text(
         json.dumps({"step": 1, "total": 1, "by_K": {EVIL: {"acc": 1}}}) + "\n")
     view.build_page([str(tmp_path)], [EVIL], str(tmp_path / "evil.html"), 10, 20.0, None, 6144)

@@ -72,9 +72,8 @@ def random_trees(codec, seed, sizes):
     def ids(n):
         return [rng.randrange(300, 500) for _ in range(n)]
 
-    return [model.Tree(model.TokenSpan(ids(p), [0] * p), [],
-                       [model.TokenSpan(ids(n), [1] * n) for n in branches]) for p,
-            branches in sizes]
+    return [model.Tree(model.TokenSpan(ids(p), [0] * p), [], [model.TokenSpan(ids(n),
+            [1] * n) for n in branches]) for p, branches in sizes]
 
 
 def alone(hf, codec, trees, temperature=1.0):
@@ -91,11 +90,9 @@ def alone(hf, codec, trees, temperature=1.0):
     return torch.cat(found)
 
 
-LAYOUTS = {
-    "one tree": [(9, [3, 1, 5])], "shorter than the convolution": [(1, [1, 2]), (2, [1])],
-    "two trees": [(70, [3, 64, 65]), (5, [128, 2])],
-    "around a chunk": [(63, [1]), (64, [1, 64]), (65, [63, 63])],
-    "equal prefixes": [(20, [4, 4]), (20, [4]), (21, [])]}
+LAYOUTS = {"one tree": [(9, [3, 1, 5])], "shorter than the convolution": [(1, [1, 2]), (2, [1])],
+    "two trees": [(70, [3, 64, 65]), (5, [128, 2])], "around a chunk": [(63, [1]), (64, [1, 64]),
+    (65, [63, 63])], "equal prefixes": [(20, [4, 4]), (20, [4]), (21, [])]}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -60,8 +60,7 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
         return plain_headline(two, bench) - plain_headline(one, bench)
 
     places = np.arange(videos), np.arange(videos, 2 * videos)
-    found = stats.permutation_test(
-        places, difference, permutation_type="samples", vectorized=False,
+    found = stats.permutation_test(places, difference, permutation_type="samples", vectorized=False,
         n_resamples=np.inf if exact else 999, random_state=np.random.default_rng(0))
     own, other = ({r["task"]["id"]: r for r in records} for records in (a, b))
     records = scores.paired_differences(own, other)

@@ -159,9 +159,8 @@ def test_frames_as_images_options_and_stream_null(running):
         response = server.post(*content, text(words), stream=None, tools=[], **more)
         assert content_of(response).startswith("red")
         assert response.json()["trace"][0]["times"] == seconds
-    assert serve.question_task(words) == {
-        "question": QUESTION, "options": ["red", "blue: dark"], "answer": None, "type": "mcq",
-        "style": "Answer with the letter."}
+    assert serve.question_task(words) == {"question": QUESTION, "options": ["red", "blue: dark"],
+        "answer": None, "type": "mcq", "style": "Answer with the letter."}
 
 
 def test_a_film_is_never_a_page(running, toy, tmp_path):
@@ -214,8 +213,7 @@ def image(url):
 
 def bad_bodies():
     user = {"role": "user"}
-    return {
-        "no messages": {}, "content a number": {"messages": [{**user, "content": 7}]},
+    return {"no messages": {}, "content a number": {"messages": [{**user, "content": 7}]},
         "question empty": body_of(film(), text("  ")), "no film": body_of(text()),
         "item of another type": body_of(film(), text(), {"type": "input_audio", "input_audio": {}}),
         "surrogate": body_of(film(), text("\ud800")), "another model": body_of(model="gpt"),

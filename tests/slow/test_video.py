@@ -426,8 +426,7 @@ def raises(error):
 def test_a_decoder_ends_with_its_killed_parent(tmp_path):
     """Also while it waits in C for a file, here a pipe without a writer."""
     os.mkfifo(tmp_path / "pipe")
-    script = ("import os, sys, threading, time, video\n"
-              "child = video.ChildDecoder(60)\n"
+    script = ("import os, sys, threading, time, video\n" "child = video.ChildDecoder(60)\n"
               "threading.Thread(target=child.ask, args=[(sys.argv[1],)], daemon=True).start()\n"
               "while child.process is None:\n    time.sleep(0.01)\n"
               "time.sleep(2)\nprint(child.process.pid, flush=True)\nos.kill(os.getpid(), 9)")
@@ -500,9 +499,11 @@ def test_fragments_joined_out_of_order_are_refused(tmp_path, film, ffmpeg):
         video.FrameCache(0).index(tmp_path / "v.mp4")
 
 
+@pytest.mark.parametrize("part", [False, True])  # a network disk may just give a part of a file
 @pytest.mark.parametrize("name, codec", [("v.avi", "mjpeg"), ("v.flv", "libx264"),
                                          ("v.mpg", "mpeg2video"), ("v.wmv", "wmv2")])
-def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatch, name, codec):
+def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatch, name, codec,
+                                                    part):
     """AVI gives half a picture, FLV calls the data invalid, WMV passes over it."""
     path, real = tmp_path / name, os.read
     ffmpeg(*"-f lavfi -i testsrc2=s=192x128:d=2 -c:v".split(), codec, path)
@@ -512,6 +513,8 @@ def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatc
     def read(file, size):
         if os.readlink(f"/proc/self/fd/{file}") == str(path):
             size = min(size, end[-1] - os.lseek(file, 0, os.SEEK_CUR))
+            if size <= 0 and part:
+                return b""
             if size <= 0:
                 raise OSError(5, "Input/output error")
         return real(file, size)
@@ -522,7 +525,7 @@ def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatc
             with contextlib.suppress(OSError):  # a VideoError would say something else
                 (image,) = video._read(path, table.ticks[n:n + 1], table.keys, 128, 192)
                 assert np.array_equal(image, good[n])
-        with pytest.raises(video.VideoError, match="Input/output error"):
+        with pytest.raises(video.VideoError, match="Input/output error|ended before the file"):
             video.FrameCache(0).table(path)
 
 
