@@ -82,8 +82,8 @@ FRAGMENTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>"
              "user\n", call(0, 8), call("nan", "inf"), call(-1e8, 1e8), call(0, 8, num_frames=0),
              call(63.9, 64), call(True, None), "crop_video(start_time=1, end_time=2)",
              '{"name": "crop_video", "arguments": {"start_time": NaN, "end_time": 3}}', "\x00",
-             "\x1b[2J", "\ue000", "\ue001", "\u202e", "\ud7ff", "é", "日本", "🙂", "{", "}", "[" * 50,
-             '"', "\\", "red", "16"]
+             "\x1b[2J", "\ue000", "\ue001", "\u202e", "\ud7ff", "é", "日本", "🙂", "{", "}",
+             "[" * 50, '"', "\\", "red", "16"]
 HOSTILE = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8), max_size=12).map("".join)
 
 
