@@ -553,10 +553,11 @@ def _open(path):
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
     # A copy that lost its times of display has those of decoding; Matroska states one for both.
     alike = (pts == dts).all() or "matroska" in container.format.name
-    copied = alike and (np.diff(pts) > 0).all() and (reorders or changed) and _display_pts(path)[2]
+    copied = alike and (np.diff(pts) > 0).all() and (reorders or changed)
     # A palette comes once, in front.
     can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())
-    if disordered or copied or lacks_times or not can_seek:  # then the file is decoded in a row
+    # Then the file is decoded in a row; of what may be a copy, if the times of its frames go back.
+    if disordered or lacks_times or not can_seek or copied and _display_pts(path)[2]:
         times, end, _ = _display_pts(path)
         starts, back = np.unique(times[::-1], return_index=True)  # [N] the last of one time
         # Numbers of frames in the decoder's order; none at which decoding can begin.

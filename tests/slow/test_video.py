@@ -426,7 +426,7 @@ def raises(error):
 def test_a_decoder_ends_with_its_killed_parent(tmp_path):
     """Also while it waits in C for a file, here a pipe without a writer."""
     os.mkfifo(tmp_path / "pipe")
-    script = ("import os, sys, threading, time, video\n" "child = video.ChildDecoder(60)\n"
+    script = ("import os, sys, threading, time, video\nchild = video.ChildDecoder(60)\n"
               "threading.Thread(target=child.ask, args=[(sys.argv[1],)], daemon=True).start()\n"
               "while child.process is None:\n    time.sleep(0.01)\n"
               "time.sleep(2)\nprint(child.process.pid, flush=True)\nos.kill(os.getpid(), 9)")
@@ -525,7 +525,8 @@ def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatc
             with contextlib.suppress(OSError):  # a VideoError would say something else
                 (image,) = video._read(path, table.ticks[n:n + 1], table.keys, 128, 192)
                 assert np.array_equal(image, good[n])
-        with pytest.raises(video.VideoError, match="Input/output error|ended before the file"):
+        why = "reads ended before the file" if part else "Input/output error"
+        with pytest.raises(video.VideoError, match=why):
             video.FrameCache(0).table(path)
 
 
