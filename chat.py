@@ -442,9 +442,8 @@ def asks_for_code(config):
 def read_object(path):
     """A checkpoint's JSON file that holds an object -> dict. Raises UserError."""
     try:
-        with open(path, encoding="utf-8") as f:
-            content = json.load(f)
-    except (OSError, ValueError, RecursionError) as e:
+        content = launch.parse_json(launch.read_file(path))
+    except (OSError, ValueError) as e:
         raise launch.UserError(f"{path} is not JSON ({e}); copy it again") from None
     if not isinstance(content, dict):
         raise launch.UserError(f"{path} holds no JSON object; copy it again")
@@ -498,8 +497,7 @@ def small_files(folder):
         ours = name.endswith(kinds) and not name.endswith(".index.json") and name not in run_files
         # 64 MiB; Qwen3's tokenizer.json has 11. A download cache holds links: isfile follows them.
         if ours and launch.is_file(path) and os.path.getsize(path) <= 2**26:
-            with open(path, "rb") as f:
-                files[name] = f.read()
+            files[name] = launch.read_file(path)
     return files
 
 

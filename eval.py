@@ -251,7 +251,7 @@ def evaluate(args):
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
-    launch.check_outputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
+    arguments.check_outputs([os.path.join(args.out, "tasks.jsonl")], [args.data])
     protocol, prompts = systems.make_protocol(args)
     suites = load_suites(args, weights, prompts)
     for suite in suites:
@@ -374,7 +374,7 @@ def main():
     elif args.rescore:
         results.rescore(args.rescore, args)
     elif args.compare:
-        launch.check_outputs([args.out], args.compare)
+        arguments.check_outputs([args.out], args.compare)
         results.compare(args.compare, args.out)
     else:
         evaluate(args)

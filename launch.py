@@ -316,8 +316,7 @@ def read_jsonl(path, required=(), fault=None, faults=None):
     None, or the reason why it cannot be used. Raises UserError naming file and line. faults: a list
     that gets those lines instead (--check); such rows are left out."""
     try:
-        with open(path, encoding="utf-8-sig") as f:  # some editors put a byte order mark first
-            lines = f.read().split("\n")
+        lines = read_file(path).decode("utf-8-sig").split("\n")  # editors put a byte order mark
     except (OSError, UnicodeDecodeError) as e:
         hint = "; tools/convert.py reads parquet; gunzip a .gz" if isinstance(e, ValueError) else ""
         raise UserError(f"{path}: {why(e)}{hint}") from None
@@ -351,6 +350,16 @@ def read_row(line, required=(), fault=None):
     return row, fault and fault(row)
 
 
+def read_file(path):
+    """-> bytes of a whole file. Raises OSError, also if the disk ends it early: some network disks
+    do so without an error."""
+    with open(path, "rb") as f:
+        size, content = os.fstat(f.fileno()).st_size, f.read()
+    if len(content) < size:
+        raise OSError(errno.EIO, "the disk ended it early", path)
+    return content
+
+
 def parse_json(text):
     """json.loads of text or UTF-8 bytes. Every error is a ValueError: nested too deep, too."""
     try:
@@ -382,14 +391,6 @@ def make_out(path):
         tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
         raise UserError(f"output folder {path}: {e.strerror}") from None
-
-
-def check_outputs(outputs, inputs):
-    """Raises UserError if a file that will be written is one that is read, also through a link."""
-    read = {os.path.realpath(path) for path in inputs if path}
-    for path in outputs:
-        if os.path.realpath(path) in read:
-            raise UserError(f"{path} would be replaced, but it is an input; change --out")
 
 
 def lock(out, name=".lock"):

@@ -799,7 +799,7 @@ def check_rollout_file(out: str, read: str) -> None:
     """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
     if os.path.isdir(out) or not out.endswith(".jsonl"):  # a file of a checkpoint, say
         raise launch.UserError(f"--out {out}: give the name of a file in .jsonl, not a folder")
-    launch.check_outputs([out], [read, verdicts_beside(out)])
+    arguments.check_outputs([out], [read, verdicts_beside(out)])
 
 
 # ------------------------------------------------------------------------------------------------

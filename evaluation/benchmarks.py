@@ -545,8 +545,7 @@ def read_rows(path):
 
             rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
         else:
-            with open(path, encoding="utf-8-sig") as f:
-                rows = launch.parse_json(f.read())
+            rows = launch.parse_json(launch.read_file(path).decode("utf-8-sig"))
     except ImportError:
         reason = "reading parquet needs pyarrow: pip install pyarrow"
         raise launch.UserError(f"{path}: {reason}") from None
@@ -561,13 +560,12 @@ def read_rows(path):
 
 def charades_lines(path):
     """Rows of Charades-STA's text file, `VIDEO START END##SENTENCE`. Raises UserError."""
-    rows = []
-    with open(path, encoding="utf-8-sig") as f:
-        for line in filter(None, map(str.strip, f)):
-            match = re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line)
-            if not match:
-                raise launch.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
-            rows.append({"video": match[1], "timestamp": [match[2], match[3]], "caption": match[4]})
+    rows, text = [], launch.read_file(path).decode("utf-8-sig")
+    for line in filter(None, map(str.strip, text.split("\n"))):
+        match = re.fullmatch(r"(\S+) ([0-9.]+) ([0-9.]+)##(.*)", line)
+        if not match:
+            raise launch.UserError(f"{path}: a line is not `VIDEO START END##SENTENCE`")
+        rows.append({"video": match[1], "timestamp": [match[2], match[3]], "caption": match[4]})
     return rows
 
 

@@ -59,8 +59,7 @@ def read_records(out, digest=None):
     """
     done = {}
     for name in sorted(n for n in os.listdir(out) if re.fullmatch(r"records\..*\.jsonl", n)):
-        with open(path := os.path.join(out, name), "rb") as f:
-            lines = f.read().split(b"\n")
+        lines = launch.read_file(path := os.path.join(out, name)).split(b"\n")
         # A whole line ends in a newline, so the last piece is empty or torn.
         for number, line in enumerate(lines[:-1], 1):
             try:
@@ -93,9 +92,8 @@ def grid_cells(flags):
 def open_append(path):
     """-> file to read and append to. A torn last line is cut off first, because the next line would
     become a part of that line."""
-    with open(path, "ab+") as f:
-        f.seek(0)
-        f.truncate(f.read().rfind(b"\n") + 1)
+    with open(path, "ab") as f:
+        f.truncate(launch.read_file(path).rfind(b"\n") + 1)
     return open(path, "a+", encoding="utf-8", errors="replace")
 
 
@@ -177,8 +175,7 @@ def read_json(*path):
     """A JSON file of a finished folder. Raises UserError."""
     path = os.path.join(*path)
     try:
-        with open(path, encoding="utf-8") as f:
-            return launch.parse_json(f.read())
+        return launch.parse_json(launch.read_file(path))
     except (OSError, ValueError) as error:
         raise launch.UserError(f"{path}: {error}; finish this evaluation first") from None
 
@@ -209,6 +206,11 @@ def load_finished(folder):
         if len(records) != row["n"]:
             reason = f"its summary.json is of {row['n']} records, and there are {len(records)}"
             raise launch.UserError(f"{folder}: {reason}; finish the run, then --rescore {folder}")
+        # Without its verdict an open answer would count as wrong.
+        lost = sum(record.get("judge", 0) is None for record in records)
+        if lost > row.get("judge", {}).get("failed", 0):
+            raise launch.UserError(f"{folder}: judge.jsonl lacks {lost} verdicts; ask for them: "
+                                   f"--rescore {folder} --judge-url URL --judge-model NAME")
         refused = row["headline"] is None
         row.update(scores.headline_stats(records, row.get("bench")))
         if refused:

@@ -318,8 +318,7 @@ def read_prompts(sources):
         if os.path.exists(path) and not os.path.isfile(path):  # a pipe could wait for ever
             raise launch.UserError(f"--prompt-file {source}: is not a regular file")
         try:
-            with open(path, encoding="utf-8-sig") as f:
-                text = f.read()
+            text = launch.read_file(path).decode("utf-8-sig").replace("\r\n", "\n")
             if name:
                 text = single_braces(assigned_string(text, name))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -11,6 +11,7 @@ import argparse
 import copy
 import difflib
 import json
+import os
 import sys
 
 import launch
@@ -106,3 +107,11 @@ def add_computing(parser):
         "ever", 1800.0)
     add("chat_template_kwargs", 'JSON, for the template of all agents: {"enable_thinking": false}',
         {}, type=json.loads)
+
+
+def check_outputs(outputs, inputs):
+    """Raises UserError if a file that will be written is one that is read, also through a link."""
+    read = {os.path.realpath(path) for path in inputs if path}
+    for path in outputs:
+        if os.path.realpath(path) in read:
+            raise launch.UserError(f"{path} would be replaced, but it is an input; change --out")

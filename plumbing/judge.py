@@ -46,8 +46,8 @@ def read_verdict(text):
 def read_verdicts(path, model):
     """JSONL of a Judge -> {(question, reference answer, given answer): verdict of this model}."""
     content, verdicts = b"", {}
-    with contextlib.suppress(FileNotFoundError), open(path or "", "rb") as f:
-        content = f.read()
+    with contextlib.suppress(FileNotFoundError):
+        content = launch.read_file(path or "")
     for line in content.split(b"\n"):
         # A kill may cut a line off. Its texts are then asked about again.
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -55,6 +55,16 @@ def read_verdicts(path, model):
             if row["model"] == model and row["verdict"] in (True, False):
                 verdicts[row["question"], row["gold"], row["answer"]] = row["verdict"]
     return verdicts
+
+
+def append_row(path, row):
+    """Appends a row to JSONL of several threads and ranks, whole or not at all. Raises RunError, or
+    OSError, if the disk does not take it."""
+    line = json.dumps(row).encode() + b"\n"
+    with open(path, "ab", buffering=0) as f:  # one write, so a kill leaves no half line
+        if (size := f.write(line)) < len(line):  # a full disk takes a part, without an error
+            f.truncate(f.tell() - size)
+            raise launch.RunError(f"{path}: the disk is full; the same command goes on")
 
 
 class Judge(Client):
@@ -78,11 +88,10 @@ class Judge(Client):
         for texts, verdict in read_verdicts(path, self.model).items():
             self.known[texts] = Future()
             self.known[texts].set_result(verdict)
-        if path and os.path.exists(path) and os.path.getsize(path):
-            with open(path, "rb") as f:
-                f.seek(-1, os.SEEK_END)
-                torn = f.read() != b"\n"
-            self.append(b"\n" * torn)  # else the next line would become a part of the torn one
+        with contextlib.suppress(FileNotFoundError):
+            if launch.read_file(path or "")[-1:] not in (b"", b"\n"):
+                with open(path, "ab") as f:
+                    f.write(b"\n")  # else the next line would become a part of the torn one
 
     def ask(self, question, gold, answer):
         """-> (Future of True, False, or None after a failure; whether these texts were asked about
@@ -130,13 +139,8 @@ class Judge(Client):
                                    "score of the rule"), file=sys.stderr, flush=True)
         if verdict is not None and self.path:
             row = dict(zip(("question", "gold", "answer"), texts), model=self.model)
-            self.append(json.dumps({**row, "verdict": verdict}).encode() + b"\n")
+            append_row(self.path, {**row, "verdict": verdict})
         return verdict
-
-    def append(self, line):
-        # One write to the end of the file, so lines of several threads and ranks stay apart.
-        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as f:
-            f.write(line)  # a full disk loses what is kept, not the verdict
 
 
 def open_judge(args, path=None):

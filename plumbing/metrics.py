@@ -331,11 +331,10 @@ class Log:
 def whole_rows(path):
     """Rows of a log, without a line that a crash cut off."""
     rows = []
-    with (contextlib.suppress(FileNotFoundError),
-          open(path, encoding="utf-8", errors="replace") as f):
-        for line in f:
+    with contextlib.suppress(FileNotFoundError):
+        for line in launch.read_file(path).split(b"\n")[:-1]:
             with contextlib.suppress(ValueError, TypeError, KeyError):  # no row with a step
                 row = launch.parse_json(line)
-                if line.endswith("\n") and row["step"] >= 0:
+                if row["step"] >= 0:
                     rows.append(row)
     return rows

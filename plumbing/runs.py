@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import chat
 import launch
-from plumbing import hub
+from plumbing import arguments, hub
 
 # ------------------------------------------------------------------------------------------------
 # The folder of a run
@@ -37,7 +37,7 @@ def claim_run(out, data_paths):
     no log replaces an input, and no other run writes there."""
     rollouts = [f"rollouts/{name}" for name in files_in(os.path.join(out, "rollouts"))]
     outputs = [os.path.join(out, name) for name in ("log.jsonl", "args.json", *rollouts)]
-    launch.check_outputs(outputs, data_paths)
+    arguments.check_outputs(outputs, data_paths)
     launch.lock(out)  # until this process ends: two runs would delete each other's files
     # Proves that the disk can hold `last` and `best`. clean_run deletes what a kill leaves here.
     with tempfile.TemporaryDirectory(prefix=".step_", dir=out) as folder:
@@ -113,8 +113,8 @@ def digest_of(files, names=True):
         path, digest = os.path.join(folder, name), None  # of a missing file
         if os.path.exists(path) and not os.path.isfile(path):  # read a second time, a pipe is empty
             raise launch.UserError(f"{path}: is not a regular file")
-        with contextlib.suppress(FileNotFoundError, ValueError), open(path, "rb") as f:
-            digest = hashlib.file_digest(f, "sha256").hexdigest()
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            digest = hashlib.sha256(launch.read_file(path)).hexdigest()
         digests.append((name, digest))
     digests = digests if names else sorted(str([digest]) for _, digest in digests)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
@@ -382,7 +382,7 @@ def atomic_folder(path):
     os.mkdir(temp)  # with the mode of the umask; mkdtemp's is for the owner alone
     try:
         yield temp
-        for folder, _, names in os.walk(temp):
+        for folder, _, names in launch.walk(temp):
             for name in names:
                 launch.fsync(os.path.join(folder, name))
             launch.fsync(folder)

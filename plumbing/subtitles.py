@@ -65,8 +65,7 @@ def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
     try:
         if os.path.exists(path) and not os.path.isfile(path):
             raise OSError("a pipe, which may never end, or a folder")
-        with open(path, "rb") as f:
-            raw = f.read()
+        raw = launch.read_file(path)
         encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
         text = raw.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
         if path.endswith(".jsonl"):  # a word a line, as Video-MME-v2 ships it
@@ -136,10 +135,10 @@ def written_lines(path):
     """Text of an SRT file as the paper's driver shows it: every line, repeats too. ValueError for
     an unreadable file."""
     try:
-        with open(path, encoding="utf-8", errors="ignore") as file:
-            blocks = re.split(r"\n\s*\n", file.read().strip())
+        text = launch.read_file(path).decode(errors="ignore").replace("\r\n", "\n")
     except OSError as error:
         raise ValueError(f"{path}: unreadable subtitles ({error.strerror})") from None
+    blocks = re.split(r"\n\s*\n", text.strip())
     # Number and times are the first two lines of a block.
     lines = [line for block in blocks for line in block.strip().split("\n")[2:]]
     return "\n".join(filter(None, (re.sub("<[^>]+>", "", line).strip() for line in lines)))

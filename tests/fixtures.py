@@ -3,12 +3,14 @@ fixtures.py: what many test files share on top of conftest.py's toy world: codec
 sources of frames, and the main() of a script in the process of the test.
 """
 import json
+import random
 import sys
 
 import pytest
 
 import chat
 import launch
+import rewards
 from plumbing import data
 
 
@@ -295,3 +297,33 @@ def hf_config(name):
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
     config["text_config"]["rope_parameters"] = rope
     return Qwen3VLConfig(**config)
+
+
+@pytest.fixture
+def train(monkeypatch, toy, tmp_path):
+    """train("grpo" | "sft", *flags) -> run folder, with the reference engine."""
+    import grpo
+    import reference
+    import rollout
+    import sft
+    from scripted import LIVE
+
+    monkeypatch.setattr(rollout, "make_engine", reference.make_engine)
+
+    def train(script, *flags, out="run"):
+        given = ("rl.jsonl", *LIVE) if script == "grpo" else ("sft.jsonl", "--batch-size", 4)
+        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out", tmp_path / out,
+                 "--video-root", toy, "--data", toy / given[0], *given[1:], *flags]
+        monkeypatch.setattr(sys, "argv", [str(w) for w in words])
+        {"grpo": grpo, "sft": sft}[script].main()
+        return tmp_path / out
+
+    return train
+
+
+@pytest.fixture
+def drawn_rewards(monkeypatch):
+    """A random checkpoint earns nothing: its reward varies at random."""
+    real = rewards.score
+    monkeypatch.setattr(rewards, "score", lambda turns, *a, **k: {
+        **real(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})

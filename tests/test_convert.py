@@ -39,8 +39,8 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
     # One call for each response.
     calls = sum(json.dumps(m).count("</tool_response>") or m["role"] == "tool" for m in middle) or 1
     said = CALL + CALL.split("</think>")[1] * (calls - 1)
-    messages = [{"role": "user", "content": [piece("video_url", url=video),
-                                             piece("text", question)]},
+    asked = [piece("video_url", url=video), piece("text", question)]
+    messages = [{"role": "user", "content": asked},
                 {"role": "assistant", "content": [piece("text", said)]},
                 *(middle or [responses("ok")]),
                 {"role": "assistant", "content": [piece("text", ANSWER)]}]

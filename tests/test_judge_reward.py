@@ -128,6 +128,13 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
     assert second["judge"] is False and second["acc"] == 0.0 and not capsys.readouterr().err
 
 
+def test_a_verdict_that_cannot_be_written_ends_the_run(judge, tmp_path):
+    with Server("no") as server, pytest.raises(FileNotFoundError, match="judge.jsonl"):
+        one = judge(server)
+        one.path = str(tmp_path / "gone" / "judge.jsonl")
+        pay(one, said("dark red"))
+
+
 def test_a_judge_that_is_away_is_asked_a_few_times_in_all(judge, no_pause):
     with Server(*[500] * 99) as server:
         pay(judge(server), *(said(f"{n} red", n) for n in range(8)))

@@ -5,21 +5,15 @@ Against the dense model: the same function at the start, the gradients of W + 2 
 log-probs once merged; peft reads the files as the same model. Through both scripts: files, going
 on, a second stage that goes on with the adapters of the first.
 """
-import random
 import sys
-import threading
 
 import pytest
 import torch
-from reference import load_policy, make_engine
+from reference import load_policy
 from safetensors.torch import load_file
 
-import grpo
 import launch
 import model
-import rewards
-import rollout
-import sft
 from plumbing import checkpoint, policies
 from tools import merge
 
@@ -151,28 +145,6 @@ def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, toy, 
 # The scripts
 
 
-@pytest.fixture
-def run(monkeypatch, toy, tmp_path):
-    """run("grpo" | "sft", *flags) -> run folder, with the reference engine."""
-    monkeypatch.setattr(rollout, "make_engine", make_engine)
-    monkeypatch.setattr(launch, "stop_on_signal", threading.Event)
-    real = rewards.score  # a random checkpoint earns nothing: let the reward vary
-    monkeypatch.setattr(rewards, "score", lambda turns, *a, **k: {
-        **real(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
-
-    def run(script, *flags, out="run"):
-        common = {"grpo": ("--data", toy / "rl.jsonl", "--frames", 4, "--set", "show_every=0",
-                           "--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--beta",
-                           0.1), "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
-        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
-                 tmp_path / out, "--video-root", toy, *common[script], *flags]
-        monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-        {"grpo": grpo, "sft": sft}[script].main()
-        return tmp_path / out
-
-    return run
-
-
 def adapters(folder):
     return load_file(folder / "last" / "adapter_model.safetensors")
 
@@ -183,12 +155,12 @@ def equal(a, b):
 
 @pytest.mark.process  # not in one of its own, but three runs
 @pytest.mark.parametrize("script", ["sft", "grpo"])
-def test_a_run_goes_on_as_if_it_had_not_stopped(run, script):
-    flags = ("--lora-rank", RANK, "--lr", 1e-2)
+def test_a_run_goes_on_as_if_it_had_not_stopped(train, drawn_rewards, script):
+    flags = ("--lora-rank", RANK, "--lr", 1e-2, *("--beta", 0.1) * (script == "grpo"))
     first = ("--steps", 1, "--warmup", 0, "--min-lr", 1) if script == "sft" else ("--steps", 1)
     both = (*first[2:], "--steps", 2)
-    straight = run(script, *flags, *both, out="straight")
-    assert not equal(adapters(run(script, *flags, *first, out="halves")), adapters(straight))
-    assert equal(adapters(run(script, *flags, *both, out="halves")), adapters(straight))
+    straight = train(script, *flags, *both, out="straight")
+    assert not equal(adapters(train(script, *flags, *first, out="halves")), adapters(straight))
+    assert equal(adapters(train(script, *flags, *both, out="halves")), adapters(straight))
 
 

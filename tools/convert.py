@@ -25,6 +25,7 @@ import ast
 import contextlib
 import csv
 import difflib
+import io
 import json
 import os
 import re
@@ -56,11 +57,11 @@ def read_table(path):
     if not path.lower().endswith((".csv", ".tsv")):
         return benchmarks.read_rows(path)
     try:
-        with open(path, encoding="utf-8-sig", newline="") as f:
-            first = f.readline()
-            delimiter = max(",;\t", key=first.count)  # spreadsheets write any of these
-            f.seek(f.tell() if first.startswith("sep=") else 0)  # Excel's line before the names
-            return list(csv.DictReader(f, restkey="(no name)", delimiter=delimiter))
+        f = io.StringIO(launch.read_file(path).decode("utf-8-sig"), newline="")
+        first = f.readline()
+        delimiter = max(",;\t", key=first.count)  # spreadsheets write any of these
+        f.seek(f.tell() if first.startswith("sep=") else 0)  # Excel's line before the names
+        return list(csv.DictReader(f, restkey="(no name)", delimiter=delimiter))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         hint = "" if isinstance(error, OSError) else "; save it as CSV in UTF-8"
         raise launch.UserError(f"{path}: not readable ({launch.why(error)}){hint}") from None

@@ -34,7 +34,7 @@ import rewards
 import rollout
 import video
 from evaluation.endpoint import ChatRequest, OpenAIEngine
-from plumbing import arguments, data, endpoint, runs
+from plumbing import arguments, data, endpoint, judge, runs
 from tools import ask
 
 WRITE = """These frames are one part of a longer video, each after its time. Write one question
@@ -117,14 +117,6 @@ def draft_task(engine, source, args, name, number):
     return {"id": task["id"], "task": task, "left_out": left_out, "blind": blind, "seen": in_window}
 
 
-def append_row(path, row):
-    line = json.dumps(row).encode() + b"\n"
-    with open(path, "ab", buffering=0) as f:  # one write, so a kill leaves no half line
-        if (size := f.write(line)) < len(line):  # a full disk takes a part, without an error
-            f.truncate(f.tell() - size)
-            raise launch.RunError(f"{path}: the disk is full; the same command goes on")
-
-
 def write_page(path, root, rows):
     """draft.html with the drafts in it. root: folder of the videos."""
     with open(f"{os.path.splitext(os.path.abspath(__file__))[0]}.html", encoding="utf-8") as f:
@@ -179,7 +171,7 @@ def main():
     source = video.VideoSource(root, cache, 1024, args.max_pixels)
     done, failed = {row["id"] for row in rows}, []
     # A kill between the two appends below leaves a task without its draft.
-    kept = open(args.out, encoding="utf-8").read() if os.path.exists(args.out) else ""
+    kept = launch.read_file(args.out).decode() if os.path.exists(args.out) else ""
 
     def work(number):
         try:
@@ -188,9 +180,9 @@ def main():
             failed.append(str(error))
             return
         if not row["left_out"] and json.dumps(row["id"]) not in kept:
-            append_row(args.out, row["task"])
+            judge.append_row(args.out, row["task"])
         rows.append({**row, "settings": settings})
-        append_row(drafts, {**row, "settings": settings})
+        judge.append_row(drafts, {**row, "settings": settings})
 
     todo = [(name, n) for name in dict.fromkeys(names) for n in range(args.questions)
             if f"{name}/{n}" not in done]

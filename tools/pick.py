@@ -245,7 +245,7 @@ def main():
         if not 0 <= low <= high <= 1:
             raise launch.UserError(f"--band {low:g} {high:g}: expected 0 <= LOW <= HIGH <= 1")
         outputs.append(args.band[2])
-    launch.check_outputs(outputs, args.rollouts)
+    arguments.check_outputs(outputs, args.rollouts)
     grouped = read_groups(args.rollouts)
     if args.best:
         prompts = collections.defaultdict(list)  # (task, K) -> Episodes

@@ -43,8 +43,7 @@ def read_objects(path, troubles):
     rows, faults = [], []
     try:
         if path.endswith(".json"):
-            with open(path, encoding="utf-8") as file:
-                rows = [launch.parse_json(file.read())]
+            rows = [launch.parse_json(launch.read_file(path))]
         else:
             rows = launch.read_jsonl(path, faults=faults)
     except (OSError, ValueError, launch.UserError) as error:

@@ -29,8 +29,7 @@ import launch
 import model
 import rollout
 import sft
-from plumbing import checkpoint, runs
-from tools import draft
+from plumbing import checkpoint, judge, runs
 
 # ------------------------------------------------------------------------------------------------
 # A disk that fails
@@ -418,11 +417,11 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
     assert code == 0 and "has all 15 rollouts" in said and out.read_bytes() == before
 
 
-def test_a_full_disk_leaves_no_half_draft(tmp_path):
-    draft.append_row(path := tmp_path / "tasks.jsonl", {"id": 1})
+def test_a_full_disk_leaves_no_half_row(tmp_path):
+    judge.append_row(path := tmp_path / "tasks.jsonl", {"id": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))  # bytes of a file
     with pytest.raises(launch.RunError, match="the disk is full"):
-        draft.append_row(path, {"id": 2})
+        judge.append_row(path, {"id": 2})
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == '{"id": 1}\n'

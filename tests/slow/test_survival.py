@@ -7,7 +7,6 @@ finite. Torn checkpoints are in test_checkpoint.py.
 import json
 import math
 import os
-import random
 import signal
 import sys
 import textwrap
@@ -17,10 +16,9 @@ import types
 import pytest
 import torch
 from conftest import ROOT, run_script
-from reference import ReferenceEngine, make_engine
+from reference import ReferenceEngine
 from scripted import LIVE
 
-import grpo
 import launch
 import rollout
 import sft
@@ -28,23 +26,6 @@ from plumbing import runs, tracker
 
 # ------------------------------------------------------------------------------------------------
 # Asked to stop
-
-
-@pytest.fixture
-def run(monkeypatch, toy, tmp_path):
-    """run("grpo" | "sft", *flags) -> run folder."""
-    monkeypatch.setattr(rollout, "make_engine", make_engine)
-
-    def run(script, *flags, out="run"):
-        common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
-                  "sft": ("--data", toy / "sft.jsonl", "--batch-size", 4)}
-        words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out", tmp_path / out,
-                 "--video-root", toy, *common[script], *flags]
-        monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-        {"grpo": grpo, "sft": sft}[script].main()
-        return tmp_path / out
-
-    return run
 
 
 def weights(folder):
@@ -62,9 +43,9 @@ def steps_of(folder):
             if "loss" in line]
 
 
-def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
+def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, capsys):
     """SIGTERM in the middle of the second step's rollouts: the step is finished and saved."""
-    straight = run("grpo", "--steps", 3, out="straight")
+    straight = train("grpo", "--steps", 3, out="straight")
     real, times = rollout.load_overview, []
 
     async def asked_to_stop(episode, sampler):
@@ -74,21 +55,21 @@ def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, ca
         return await real(episode, sampler)
 
     monkeypatch.setattr(rollout, "load_overview", asked_to_stop)
-    parts = run("grpo", "--steps", 3, out="parts")
+    parts = train("grpo", "--steps", 3, out="parts")
     assert times and "stopped after step 2 of 3" in capsys.readouterr().out
     assert steps_of(parts) == [1, 2] and os.readlink(parts / "last") == "step_000002"
-    run("grpo", "--steps", 3, out="parts")  # the same command
+    train("grpo", "--steps", 3, out="parts")  # the same command
     assert steps_of(parts) == [1, 2, 3] and "done: 1 steps" in capsys.readouterr().out
     assert same(weights(straight), weights(parts)) == 0.0
     a, b = ([[json.loads(x)["ids"] for x in p.read_text().splitlines()]
              for p in sorted((f / "rollouts").iterdir())] for f in (straight, parts))
     assert a == b
-    run("grpo", "--steps", 3, out="parts")
+    train("grpo", "--steps", 3, out="parts")
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, capsys):
-    straight = run("sft", "--steps", 4, out="straight")
+def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, capsys):
+    straight = train("sft", "--steps", 4, out="straight")
     real, calls = sft.forward_backward, []
 
     def asked_to_stop(*given):
@@ -98,28 +79,28 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(run, monkeypatch, cap
         return real(*given)
 
     monkeypatch.setattr(sft, "forward_backward", asked_to_stop)
-    parts = run("sft", "--steps", 4, out="parts")
+    parts = train("sft", "--steps", 4, out="parts")
     assert "stopped after step 2 of 4" in capsys.readouterr().out and steps_of(parts) == [1, 2]
-    run("sft", "--steps", 4, out="parts")
+    train("sft", "--steps", 4, out="parts")
     assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0
-    run("sft", "--steps", 4, out="parts")
+    train("sft", "--steps", 4, out="parts")
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(launch.UserError, match="other settings: lr"):
-        run("sft", "--steps", 4, "--lr", 1e-9, out="parts")
-    run("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
+        train("sft", "--steps", 4, "--lr", 1e-9, out="parts")
+    train("sft", "--steps", 1, "--lr", 1e-9, "--no-resume", out="parts")
     assert steps_of(parts) == [1]
     assert sorted(n for n in os.listdir(parts) if n.startswith("step")) == ["step_000001"]
 
 
 @pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_the_same_numbers_go_to_a_tracker(run, monkeypatch, script):
+def test_the_same_numbers_go_to_a_tracker(train, monkeypatch, script):
     """The package is stood in for: what it is given is what log.jsonl holds."""
     sent, started = [], []
     monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(
         init=lambda **given: started.append(given), __spec__=types.SimpleNamespace(origin="here"),
         log=lambda numbers, step: sent.append((step, numbers)), finish=lambda: sent.append("end")))
     for steps in (1, 2):
-        folder = run(script, "--steps", steps, "--track", "trackio", "--set", "project=mine")
+        folder = train(script, "--steps", steps, "--track", "trackio", "--set", "project=mine")
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     numbers = [tracker.flat_numbers({**row, "step": None}) for row in rows]
     assert sent == [(1, numbers[0]), "end", (2, numbers[1]), "end"] and len(numbers[0]) > 4
@@ -131,7 +112,8 @@ def test_the_same_numbers_go_to_a_tracker(run, monkeypatch, script):
 
 
 @pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeypatch, script, toy):
+def test_an_update_without_a_finite_gradient_is_skipped_and_counted(train, drawn_rewards,
+                                                                    monkeypatch, script):
     """One bad update of three: the weights are those of the other two; bad ones in a row stop the
     run, which leaves its checkpoint."""
     spoilt, seen = {1}, []
@@ -145,11 +127,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
         return real(parameters, limit)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    if script == "grpo":  # a random checkpoint earns nothing: let the reward vary
-        real_score = grpo.rewards.score
-        monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
-            **real_score(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
-    folder = run(script, "--steps", 3)
+    folder = train(script, "--steps", 3)
     log = [json.loads(s) for s in (folder / "log.jsonl").read_text().splitlines() if "loss" in s]
     key = "bad_updates" if script == "grpo" else "bad_steps"
     assert [row[key] for row in log] == [0, 1, 0] and not math.isfinite(log[1]["grad_norm"])
@@ -157,7 +135,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(run, monkeyp
     spoilt.update(range(99))
     with pytest.raises(launch.RunError,
                        match="no finite gradient for 3 steps in a row.*step_000003"):
-        run(script, "--steps", 9, "--resume")
+        train(script, "--steps", 9, "--resume")
     assert runs.newest_checkpoint(str(folder)).endswith("step_000003")
 
 
@@ -177,18 +155,16 @@ def swapped(engine, weights, real):
 
 
 @pytest.mark.parametrize("sync", [None, stale, swapped])
-def test_stale_and_wrongly_mapped_weights_stop_the_run(run, monkeypatch, sync):
-    real, real_score = ReferenceEngine.sync, grpo.rewards.score
-    monkeypatch.setattr(grpo.rewards, "score", lambda turns, *a, **k: {
-        **real_score(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})
+def test_stale_and_wrongly_mapped_weights_stop_the_run(train, drawn_rewards, monkeypatch, sync):
+    real = ReferenceEngine.sync
     words = ("--steps", 2, "--lr", 1e-2)
     if sync is None:  # in order: the gap stays within the tolerance
-        assert steps_of(run("grpo", *words)) == [1, 2]
+        assert steps_of(train("grpo", *words)) == [1, 2]
         return
     monkeypatch.setattr(ReferenceEngine, "sync", lambda e, weights: sync(e, weights, real))
     with pytest.raises(launch.RunError,
                        match="step 1: mean .log-prob gap. between engine and trainer is"):
-        run("grpo", *words)
+        train("grpo", *words)
 
 
 # ------------------------------------------------------------------------------------------------
