@@ -10,6 +10,7 @@ tools/replay.py and evaluation/endpoint.py.
 """
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -58,13 +59,16 @@ def read_verdicts(path, model):
 
 
 def append_row(path, row):
-    """Appends a row to JSONL of several threads and ranks, whole or not at all. Raises RunError, or
-    OSError, if the disk does not take it."""
+    """Appends a row to JSONL of several threads and ranks, whole or not at all. Raises RunError if
+    the disk does not take it."""
     line = json.dumps(row).encode() + b"\n"
-    with open(path, "ab", buffering=0) as f:  # one write, so a kill leaves no half line
-        if (size := f.write(line)) < len(line):  # a full disk takes a part, without an error
-            f.truncate(f.tell() - size)
-            raise launch.RunError(f"{path}: the disk is full; the same command goes on")
+    try:
+        with open(path, "ab", buffering=0) as f:  # one write, so a kill leaves no half line
+            if (size := f.write(line)) < len(line):  # a full disk takes a part, without an error
+                f.truncate(f.tell() - size)
+                raise OSError(errno.ENOSPC, "the disk is full")
+    except OSError as error:
+        raise launch.RunError(f"{path}: {launch.why(error)}; the same command goes on") from None
 
 
 class Judge(Client):

@@ -14,6 +14,7 @@ import pytest
 from fixtures import rows_of, write_rows
 from scripted import Scripted, Server
 
+import launch
 import rewards
 import rollout
 from plumbing import judge as client
@@ -129,7 +130,7 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
 
 
 def test_a_verdict_that_cannot_be_written_ends_the_run(judge, tmp_path):
-    with Server("no") as server, pytest.raises(FileNotFoundError, match="judge.jsonl"):
+    with Server("no") as server, pytest.raises(launch.RunError, match="judge.jsonl: No"):
         one = judge(server)
         one.path = str(tmp_path / "gone" / "judge.jsonl")
         pay(one, said("dark red"))
