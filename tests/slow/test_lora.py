@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import run_script
-from test_lora import CPU, RANK, adapted, adapters, moved, pack_of, run, saved  # noqa: F401
+from test_lora import CPU, RANK, adapted, adapters, moved, pack_of, saved  # noqa: F401
 
 import model
 from engine import EngineConfig, VllmEngine
