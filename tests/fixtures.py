@@ -302,11 +302,12 @@ def hf_config(name):
 @pytest.fixture
 def train(monkeypatch, toy, tmp_path):
     """train("grpo" | "sft", *flags) -> run folder, with the reference engine."""
-    import grpo
     import reference
+    from scripted import LIVE
+
+    import grpo
     import rollout
     import sft
-    from scripted import LIVE
 
     monkeypatch.setattr(rollout, "make_engine", reference.make_engine)
 
