@@ -52,6 +52,7 @@ def run_main(main):
     for kind in ("stdout", "stderr"):
         stream = getattr(sys, kind)
         if stream and stream is getattr(sys, f"__{kind}__"):  # not one of a test
+            os.set_blocking(stream.fileno(), True)  # else a full pipe, as of node, is an error
             buffer = io.BufferedWriter(Terminal(stream.fileno(), "w", closefd=False))
             setattr(sys, kind, io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, True))
     try:
@@ -84,13 +85,13 @@ def run_main(main):
 
 class Terminal(io.FileIO):
     """stdout or stderr. If nobody reads them any more (`| head`, a closed terminal), or their file
-    lies on a full disk, the run goes on without them."""
+    lies on a full disk or in a home over its quota, the run goes on without them."""
 
     def write(self, data):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT):
                 raise
             return len(data)
 
@@ -199,9 +200,8 @@ def start_process_group(patience=1800.0, cpu=False):
     import torch
     import torch.distributed as dist
 
-    gpu = use_gpu(cpu)
+    gpu, device = use_gpu(cpu), torch.device("cpu")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cpu")
     if gpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)

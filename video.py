@@ -48,12 +48,14 @@ from plumbing import arguments, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 # H.264's, HEVC's message that only later frames are whole, as of a stream that renews its picture
-# by columns: its type, its length, a number of frames above 0. Two kinds of messages may precede.
-RECOVERY = rb"(?s)\0\0(?:\x01|\0.)(?:\x06|\x4e\x01)(?:[\0\x01].{,33}?){0,3}\x06[\x01-\x0f][\0-\x7f]"
+# by columns: its type, its length, a number of frames above 0. Messages of two other types may
+# precede in its unit, each as long as its second byte says; escapes may make them longer.
+SEI = b"|".join(rb"[\0\1]\x%02x(?:(?!\0\0[\0\1]).){%d,%d}?" % (n, n, n + 2) for n in range(1, 64))
+RECOVERY = rb"(?s)\0\0(?:\x01|\0.)(?:\x06|\x4e\x01)(?:%b){0,3}\x06[\x01-\x0f][\0-\x7f]" % SEI
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 14  # raise this if reading changes: older frames on disk are then not used
-MAX_PIXELS = 2**26  # of a frame; two frames of 8K
-MAX_MEMORY = 8 * 2**30  # bytes of a decoder process, decoded frames included
+CACHE_VERSION = 15  # raise this if reading changes: older frames on disk are then not used
+# Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
+MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
 
 class VideoError(launch.UserError):

@@ -107,10 +107,17 @@ def test_every_frame_is_that_of_ffmpeg(coded, ffmpeg, name):
     assert_as_shown_by(ffmpeg, coded(name), exact=name not in ("ten.mp4", "fields.mp4"))
 
 
-def test_frames_that_renew_a_part_are_no_key_frames(tmp_path, ffmpeg):
+HRD = "bitrate=400:vbv-maxrate=400:vbv-bufsize=400:nal-hrd=vbr:"  # with messages of timing
+
+
+@pytest.mark.parametrize("params, keys", [("intra-refresh=1:keyint=48", 1), (HRD + "keyint=15", 6),
+                                          (HRD + "intra-refresh=1:keyint=48", 1)])
+@pytest.mark.parametrize("ending", ["ts", "mp4"])
+def test_frames_that_renew_a_part_are_no_key_frames(tmp_path, ffmpeg, params, keys, ending):
     ffmpeg(*"-f lavfi -i testsrc2=s=128x96:r=15:d=6 -c:v libx264 -x264-params".split(),
-           "intra-refresh=1:keyint=48:bframes=0", tmp_path / "v.ts")
-    assert_as_shown_by(ffmpeg, tmp_path / "v.ts")
+           params + ":bframes=0", path := tmp_path / f"v.{ending}")
+    assert_as_shown_by(ffmpeg, path)
+    assert len(video.FrameCache(0).table(str(path)).keys) == keys
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "ts", "flv"])
