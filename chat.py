@@ -251,11 +251,12 @@ def think_prefix_ids(codec, prompt_ids):
     return [] if prompt_ids[-len(prefix):] == prefix else prefix
 
 
-def tool_response_ids(codec, messages, ended, items=()):
+def tool_response_ids(codec, messages, ended, items=(), tools=None):
     """Compact ids between two sampled turns: end of turn, all responses as the template writes
     them, the next generation prompt.
 
-    messages: the tool (or user) messages after this turn; items: the VisionItems of their frames.
+    messages: the tool (or user) messages after this turn; items: the VisionItems of their frames;
+    tools: of the prompt, as some templates look at them again.
     ended: the turn's last sampled id was the end of turn. If the turn was cut off instead, the end
     is inserted here. The model did not sample that id, so that id is not trained.
 
@@ -265,8 +266,8 @@ def tool_response_ids(codec, messages, ended, items=()):
     """
     # TURN stands for the sampled turn, whose own ids are kept. The text after TURN is the glue.
     dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
-    text = apply_template(codec, dummy + guard_messages(codec, messages, items)).split(TURN, 1)[1]
-    ids = encode(codec, text)
+    text = apply_template(codec, dummy + guard_messages(codec, messages, items), tools)
+    ids = encode(codec, text.split(TURN, 1)[1])
     # The engine stops a turn at this id alone, so the glue must begin with this id.
     if ids[0] != codec.eos:
         raise launch.UserError("the chat template does not end an assistant turn with <|im_end|>")
@@ -314,7 +315,7 @@ def encode_chat(codec: ChatProcessor, messages: list[dict], items=(), tools=None
             new = turn_ids(codec, "".join(piece["text"] for piece in content_of(message)), ids)
         elif ids:
             # All messages before the next turn make ONE glue, as in a rollout.
-            new = expand(codec, tool_response_ids(codec, run, True, run_items), run_items)
+            new = expand(codec, tool_response_ids(codec, run, True, run_items, tools), run_items)
         else:
             new, _ = encode_prompt(codec, run, run_items, tools)
         ids += new
@@ -394,8 +395,7 @@ def bases() -> dict:
         # an error of bf16 in it grows with the length of the sequence. mtp: heads that guess
         # further tokens, which neither transformers nor a plain engine loads.
         "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "qwen3_5", "dense Qwen3.5", True,
-                               "bfloat16", (".A_log",), ("mtp.",)),
-    }
+                               "bfloat16", (".A_log",), ("mtp.",))}
 
 
 def check_config(path):
@@ -560,8 +560,9 @@ def load_codec(ckpt, channel="image", template_kwargs=None):
     with as_user_error(ckpt, "chat template"):
         prompt = owner.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool],
                                            tokenize=False, add_generation_prompt=True)
-    if '"look"' not in prompt:
-        raise launch.UserError(f"checkpoint {ckpt}: no chat template with tools; copy its base's")
+    if '"look"' not in prompt or isinstance(tokenizer.chat_template, dict):
+        raise launch.UserError(f"checkpoint {ckpt}: no single chat template with tools; copy its "
+                               "base's")
     return ChatProcessor(
         tokenizer=tokenizer, processor=processor, channel=channel, eos=eos, **marks,
         patch=cut[0], merge=cut[1], temporal=cut[2], mean=norms[0][0], std=norms[0][1],

@@ -487,7 +487,7 @@ def setup(args):
                     rows, replace(source, root=video.root_of(args, path)),
                     rollout.max_num_frames(args.frames), agent.max_model_len,
                     partial(rollout.prompt_tokens, codec, agent))
-            data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
+            arguments.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
         return None
     launch.make_out(os.path.join(args.out, "rollouts"))
     runs.claim_run(args.out, [args.data, args.val])

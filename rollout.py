@@ -333,7 +333,7 @@ async def run_episode(episode: Episode, sampler: RolloutWorker) -> Episode:
                     else record["summary"]} for record, (spec, _) in zip(records, windows)]
         items = [chat.vision_item(*window) for window in windows if window[0]]
         # A turn that was cut off at max_new_tokens has no end of turn yet; the glue adds one.
-        compact = chat.tool_response_ids(codec, replies, completion.ended, items)
+        compact = chat.tool_response_ids(codec, replies, completion.ended, items, tools)
         glue = chat.expand(codec, compact, items)
         # The next turn starts with prefix. If nothing fits after it, the episode fails without the
         # responses: an episode never ends on a tool response.

@@ -211,7 +211,7 @@ def check_chats(args, codec, cache):
             longest, trained = max(longest, len(sequence.ids)), trained + sum(sequence.mask)
         print(f"{path}: {len(chats.rows)} chats, the longest has {longest} tokens, of --max-len "
               f"{args.max_len}; {trained} trained tokens")
-    data.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
+    arguments.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
 
 
 def batch_packs(chats, step, codec, args, rank, world):

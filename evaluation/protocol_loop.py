@@ -178,7 +178,7 @@ async def play(episode, sampler, protocol):
         context.frames += reply.frames
         if codec is not None:
             items = [chat.vision_item(s, f) for s, f in zip(reply.specs, reply.frames)]
-            compact = chat.tool_response_ids(codec, reply.messages, completion.ended, items)
+            compact = chat.tool_response_ids(codec, reply.messages, completion.ended, items, tools)
             glue = chat.expand(codec, compact, items)
             if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
                 episode.fail("context", f"the responses exceed a context of {agent.max_model_len}")
@@ -388,7 +388,6 @@ def add_video(reply, spec, frames, stamp):
 def tagged(text):
     """Text in tool response tags. The tags are trusted and become special tokens; the text is not.
     """
-    return [
-        {"type": "text", "text": "<tool_response>\n", "trusted": True},
-        {"type": "text", "text": text},
-        {"type": "text", "text": "\n</tool_response>", "trusted": True}]
+    return [{"type": "text", "text": "<tool_response>\n", "trusted": True},
+            {"type": "text", "text": text},
+            {"type": "text", "text": "\n</tool_response>", "trusted": True}]

@@ -44,25 +44,19 @@ from plumbing import hub
 
 NAMED_PATH = "The video path for this video is: {video}"
 ANSWER = "Write only the final answer between <answer> and </answer>."
-THINK = (
-    "Reason between <think> and </think>, then write only the final answer between <answer> and "
-    "</answer>."
-)
-REWATCH = (
-    f"{QUESTION}\nThe video runs from 00:00 to {{length}}. You may note what you look at between "
-    "<action> and </action> and what you see between <observation> and </observation>. " + THINK
-)
-LONGVT = (
-    "Reason between <think> and </think>. Call crop_video when you need to see a part of the video "
-    "closely; when you know the answer, write it between <answer> and </answer>."
-)
+THINK = ("Reason between <think> and </think>, then write only the final answer between <answer> "
+         "and </answer>.")
+REWATCH = (f"{QUESTION}\nThe video runs from 00:00 to {{length}}. You may note what you look at "
+           "between <action> and </action> and what you see between <observation> and "
+           "</observation>. " + THINK)
+LONGVT = ("Reason between <think> and </think>. Call crop_video when you need to see a part of the "
+          "video closely; when you know the answer, write it between <answer> and </answer>.")
 VIDEOZOOMER = (
     "You watch a video through a few frames, each after a tag with its number and time. To see a "
     "part of it at a higher frame rate, write\n"
     '<video_zoom> {"segment": [start, end], "fps": frames per second} </video_zoom>\n'
     "once in a turn, with the times in seconds and at most 16 frames in all. Think between <think> "
-    "and </think> first. When you know the answer, write <answer> \\boxed{answer} </answer>."
-)
+    "and </think> first. When you know the answer, write <answer> \\boxed{answer} </answer>.")
 
 # ------------------------------------------------------------------------------------------------
 # The systems
@@ -245,17 +239,16 @@ def describe_one(args):
 
 def flag_checks(args):
     """-> [(whether the flags of a protocol contradict each other, why)]."""
-    return [
-        (not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
-         "--set: overview_fps and total_pixels must be numbers of at least 0"),
-        (args.texts_of and (args.prompt_file or args.user_file),
-         "--texts-of takes all texts: leave --prompt-file and user_file out"),
-        (args.protocol.startswith("paper") and args.channel != "image",
-         f"--protocol {args.protocol} chooses the channel of each task: leave channel out"),
-        (args.protocol.startswith("paper")
-         and args.tools != all_systems()[args.protocol].native.get("tools", ["on"]),
-         f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
-         "paper-reasoning: off)")]
+    return [(not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
+             "--set: overview_fps and total_pixels must be numbers of at least 0"),
+            (args.texts_of and (args.prompt_file or args.user_file),
+             "--texts-of takes all texts: leave --prompt-file and user_file out"),
+            (args.protocol.startswith("paper") and args.channel != "image",
+             f"--protocol {args.protocol} chooses the channel of each task: leave channel out"),
+            (args.protocol.startswith("paper")
+             and args.tools != all_systems()[args.protocol].native.get("tools", ["on"]),
+             f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
+             "paper-reasoning: off)")]
 
 
 def source_of(source, args):
@@ -604,14 +597,12 @@ def conan_texts():
         "Rate between <score> and </score> how well the frames so far answer the question, reason "
         "between <think> and </think>, name the clips you want to see between <clip> and </clip> "
         "as HH:MM:SS-HH:MM:SS, separated by commas, or leave it empty when you need none, and "
-        "write your answer between <answer> and </answer>."
-    )
+        "write your answer between <answer> and </answer>.")
     question, options = "Question: {question}", "\nOptions: {options}"
-    rounds = [
-        f"{question}{options}\nThe frames above carry their times. {contract}",
-        f"These are frames of the clips you asked for. {contract} {question}{options}",
-        "These are the last frames. Reason between <think> and </think> and write your answer "
-        f"between <answer> and </answer>. {question}{options}"]
+    rounds = [f"{question}{options}\nThe frames above carry their times. {contract}",
+              f"These are frames of the clips you asked for. {contract} {question}{options}",
+              "These are the last frames. Reason between <think> and </think> and write your "
+              f"answer between <answer> and </answer>. {question}{options}"]
     return rounds + [text.replace(options, "") for text in rounds]
 
 

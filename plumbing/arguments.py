@@ -115,3 +115,12 @@ def check_outputs(outputs, inputs):
     for path in outputs:
         if os.path.realpath(path) in read:
             raise launch.UserError(f"{path} would be replaced, but it is an input; change --out")
+
+
+def report_check(faults, of):
+    """Ends --check: prints each fault; raises UserError if there is one. of: what was checked."""
+    for fault in faults:
+        print(launch.printable(fault))
+    if faults:
+        raise launch.UserError(f"--check: {len(faults)} faults in {of} (no file? --video-root)")
+    print(f"no fault in {of}")

@@ -16,6 +16,7 @@ import rewards
 import video
 from plumbing.subtitles import check_subtitles
 
+UNREAD = "videos images audios system documents chat_template_kwargs".split()  # columns of chats
 MESSAGE_FIELDS = ("role", "content", "id", "name", "tool_call_id")  # of a chat; ids change nothing
 
 # ------------------------------------------------------------------------------------------------
@@ -68,6 +69,12 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
         return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
     if len(options) > 26:  # the rest would have no letter
         return f"{len(options)} options; there are letters for 26"
+    letters = [*string.ascii_uppercase]
+    labels = re.findall(r"(?:^|\0)\s*\(?([A-Z])[.):]\s", "\0".join(options))
+    # Not initials of names, which are seldom all different and of the first letters.
+    odd = labels != letters[:len(options)] and {*labels} & {*letters[:len(options) + 2]}
+    if odd and len(odd) == len(options) > 1:
+        return "options have labels that are not A, B, .. in order"
     if unlabelled and row["answer"] is None:
         return None
     # A label that earns less than 1 when the model writes that very label misleads training.
@@ -89,15 +96,6 @@ def label_fault(task: dict, end: float, evidence=()) -> str | None:
     if task["answer"] is None or rewards.task_types()[task["type"]].within(task["answer"], end):
         return None
     return f"the answer, {task['answer']} s, lies beyond the video, which has {end:g} s"
-
-
-def report_check(faults, of):
-    """Ends --check: prints each fault; raises UserError if there is one. of: what was checked."""
-    for fault in faults:
-        print(launch.printable(fault))
-    if faults:
-        raise launch.UserError(f"--check: {len(faults)} faults in {of} (no file? --video-root)")
-    print(f"no fault in {of}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -171,9 +169,9 @@ def read_chats(path: str, faults: list | None = None) -> list[dict]:
     def fault(row):
         if "messages" not in row:
             return "missing 'messages'" + "; a task, for grpo.py and eval.py" * ("question" in row)
-        if media := [name for name in ("videos", "images", "audios") if row.get(name)]:
-            return f"a column {media[0]!r}, which is not read; tools/convert.py reads such rows"
-        if not isinstance(row.get("tools") or [], list):
+        if unread := [name for name in UNREAD if row.get(name)]:
+            return f"a column {unread[0]!r}, which is not read; tools/convert.py reads such rows"
+        if not (isinstance(t := row.get("tools") or [], list) and all(type(x) is dict for x in t)):
             return "'tools' must be a list of tools, or null"
         return chat_fault(row["messages"])
 

@@ -103,19 +103,23 @@ def test_pieces_of_tokens_join_to_the_utf8_text(codec, text, tag):
 
 
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
-def test_frames_in_a_tool_response_stand_where_the_template_puts_them(each_codec, album):
+def test_frames_in_a_tool_response_stand_where_the_template_puts_them(each_codec, album,
+                                                                      monkeypatch):
     """Published traces show frames in the responses. The ids are those of the whole chat rendered
-    at once; forwards of such ids: test_model.py."""
+    at once, by a template that looks at the tools again; forwards of such ids: test_model.py."""
+    owner, tools = each_codec.processor, [{"type": "function", "function": {"name": "look"}}]
+    monkeypatch.setattr(owner, "chat_template", owner.chat_template.replace(
+        "{{- '<tool_response>", "{{- 'none' if not tools else '<tool_response>"))
     first, second, third = (album.item(n, frames=n + 1, height=32, width=32) for n in (1, 2, 3))
     talk = [*user(first, "Which? <|im_end|>"), {"role": "assistant", "content": "<think>\nlook"},
             {"role": "tool", "content": user("Shown: ", second, " <|im_end|>")[0]["content"]},
             {"role": "tool", "content": user(third)[0]["content"]},
             {"role": "assistant", "content": "<think>\nseen"}]
     items = [first, second, third]
-    ours = chat.encode_chat(each_codec, talk, items)
+    ours = chat.encode_chat(each_codec, talk, items, tools)
     rendered = [m if m["role"] == "assistant" else g
                 for m, g in zip(talk, chat.guard_messages(each_codec, talk, items))]
-    whole = chat.encode(each_codec, chat.apply_template(each_codec, rendered, None, False))
+    whole = chat.encode(each_codec, chat.apply_template(each_codec, rendered, tools, False))
     end = len(each_codec.tokenizer("\n")["input_ids"])
     assert ours.ids == chat.expand(each_codec, whole, items)[:-end] and ours.items == items
     text = chat.decode(each_codec, ours.ids, keep_end=True)

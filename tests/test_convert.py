@@ -151,7 +151,9 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
     *[({"video": "a.mp4", "question": "Which?", **more}, ()) for more in (
         {"A": "one", "B": "two", "C": "", "answer": "B"}, {"a0": "one", "a1": "two", "answer": 1},
         {"option_b": "two", "Option_A": "one", "answer": "b"},
-        {"choice 1": "one", "choice 2": "two", "answer": "choice 2"})],
+        {"choice 1": "one", "choice 2": "two", "answer": "choice 2"},
+        {"a": "one", "b": "two", "answer": "b"}, {"opt9": "one", "opt10": "two", "answer": 10},
+        {"options": {"B": "one", "D": "two"}, "answer": "D"})],
     *[({"video": "a.mp4", "question": "Which?", "answer": first + 1, **more},
        ("--answers-from", first)) for first in (0, 1) for more in (
         ASKED | {"answer": first + 1.0}, {"question": LINES}, {"a1": "one", "a2": "two"})],
@@ -193,6 +195,7 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
                 {"A": 0, "B": 1, "start": 2, "end": 70, "subtitles": "b", "subtitle_start": "7"},
                 {"A": "x", "B": "y", "evidence": "[[1, 2], [3.5, 4]]", "start": None, "end": ""},
                 {"A": 0, "B": 1, "start": 5, "end": 2}, {"a0": 2, "a1": 3, "a2": 4, "answer": 2},
+                {"A": "x", "C": "y", "answer": "(C)"}, {"options": ["A. x", "C. y"]},
                 {"options": ["", "y"]}, {"options": "x"}, {"options": [{"id": 0}, {"id": 1}]}, {})]]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     _, out, _ = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl")
@@ -208,7 +211,8 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
     assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and "subtitles" not in tasks[-1]
     for why in ("an absolute path that", "the answer is none of the options; do numbers count?",
                 "an answer that names two options", "no window", "a letter", "no question, or an "
-                "option", "options that", "still images", "no video, no"):
+                "option", "options that", "still images", "no video, no", "options have labels",
+                "options whose letters"):
         assert f" rows, {why}" in out
 
 

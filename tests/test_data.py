@@ -37,6 +37,8 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
     (labelled("list", ", ,"), "letter or a digit"),
     *[(labelled("open", "x") | {"evidence": e}, "list of windows") for e in (5, [5, 10])],
+    *[(labelled("mcq", "A", options), "not A, B, .. in order") for options in (
+        ["A. x", "C. y"], ["(B) x", "(A) y"])],
     (labelled("mcq", "A", [str(n) for n in range(27)]), "letters for 26")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
     path = write_rows(tmp_path / "tasks.jsonl", [labelled("open", "fine"), {**task, "id": "u"}])
@@ -47,6 +49,7 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
 
 @pytest.mark.parametrize("task", [
     labelled("mcq", " d ", FOUR), labelled("mcq", "B", ["B", "A", "C"]),
+    labelled("mcq", "A", ["J. Cole", "B. Dylan"]),
     labelled("mcq", "A", ["是", "不是"]), labelled("mcq", "Z", [str(n) for n in range(26)]),
     labelled("grounding", [24.296875, 30.40000057220459]), labelled("open", "-0.5"),
     labelled("open", "5 %"), labelled("open", "the"), labelled("open", "一只红色的狗"),
@@ -60,8 +63,9 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
 
 @pytest.mark.parametrize("read, row, hint", [
     (data.read_chats, labelled("open", "red"), "a task, for grpo.py and eval.py"),
-    (data.read_chats, {"id": "c", "messages": [], "videos": ["v.mp4"]}, "column 'videos', which"),
-    (data.read_chats, {"id": "c", "messages": [], "tools": "[]"}, "'tools' must be a list"),
+    *[(data.read_chats, {"id": "c", "messages": [], **more}, says) for more, says in (
+        ({"videos": ["v.mp4"]}, "column 'videos', which"), ({"system": "x"}, "column 'system'"),
+        ({"tools": "[]"}, "must be a list of tools"), ({"tools": ["{}"]}, "list of tools"))],
     (data.read_tasks, {"id": "t", "messages": []}, "a chat, which sft.py trains on")])
 def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
     with pytest.raises(launch.UserError, match=hint):

@@ -45,7 +45,8 @@ COLUMNS = {"video": ("video", "videos", "video_path", "path"), "question": ("que
            "options": ("options", "choices", "candidates"), "answer": ("answer", "solution")}
 MORE = ("start", "end", "evidence", "type", "subtitles")  # columns of a task that may be there
 KNOWN = {*MORE, *(name for names in COLUMNS.values() for name in names)}
-OPTION = r"[A-H]|[Aa]\d|(?i:option|choice)[ _]?(?i:[a-h]|\d)"  # a column of one option
+# A column of one option.
+OPTION = r"(?i)(?:(?:ans|answer|opt|option|choice|candidate)[ _]?)?(?:[a-h]|\d\d?)|a\d\d?"
 COUNT = re.compile(r"(\d\d?)(?:\.0)?")  # an answer that may be the place of an option
 SHIFTED = "numbers as answers count otherwise than the options: --answers-from 0 or 1"
 UNKNOWN = "no video, no question or no answer"
@@ -94,9 +95,9 @@ def normal_form(row, first=None):
              for m in parse_if_json(row.get("conversations")) or []]
     if row.get("query"):
         pairs = [*(parse_if_json(row.get("history")) or []), (row["query"], row["response"])]
-        turns = [("system", row["system"])] if row.get("system") else []
-        turns += [turn for pair in pairs for turn in zip(("user", "assistant"), pair)]
+        turns = [turn for pair in pairs for turn in zip(("user", "assistant"), pair)]
     if turns:  # LLaVA marks a video as <image>
+        turns = [("system", row["system"]), *turns] if row.get("system") else turns
         mark = "<image>" if row.get("images") else "<video>"
         return {**row, "messages": [
             {"role": ROLES.get(role, role), "content": text.replace("<image>", mark)}
@@ -110,25 +111,30 @@ def normal_form(row, first=None):
 
 def options_of(row, cell, answer):
     """-> (options of a row as lines, its answer). The cell may hold a list, {"A": ..}, or texts
-    with line breaks, | or ; between them. Without it columns are read (OPTION), and the answer may
-    be the name of one, or its last letter or digit. Raises ValueError with the reason."""
-    options = parse_loosely(cell)
-    if not options:
-        options = {key.lower(): row[key] for key in map(str, row) if re.fullmatch(OPTION, key)}
+    with line breaks, | or ; between them. Without it columns are read (OPTION). Of these and of
+    {"A": ..} the answer may be a name, or its last letter or number. Raises ValueError with the
+    reason."""
+    columns = {key: row[key] for key in map(str, row) if re.fullmatch(OPTION, key)}
+    options = parse_loosely(cell) or (columns if len(columns) > 1 else [])
+    if isinstance(options, dict):
+        options = sorted((len(key), key.lower(), text) for key, text in options.items())
+        marks = [re.search(r"\d+$|.$", key)[0] for _, key, _ in options]
         counted = row["(first)"] is not None and COUNT.fullmatch(str(answer))  # see letter_of
-        named = {number for number, (key, text) in enumerate(sorted(options.items())) if not counted
-                 and (str(answer).lower() in (key, key[-1]) or str(text) == str(answer))}
-        numbers = {int(key[-1]) for key in options if key[-1].isdigit() and not counted}
+        named = {n for n, (_, key, text) in enumerate(options) if not counted
+                 and (str(answer).lower() in (key, marks[n]) or str(text) == str(answer))}
+        places = [int(mark) if mark.isdigit() else ord(mark) for mark in marks]
         # Then the other rows have wrong labels: 0 with columns from 1, or the other way round.
-        if not named and numbers and str(answer) in (str(min(numbers) - 1), str(max(numbers) + 1)):
+        if not named and not counted and str(answer) in (str(places[0] - 1), str(places[-1] + 1)):
             raise ValueError(SHIFTED)
         if len(named) > 1:  # a digit that is also the text of another option
             raise ValueError("an answer that names two options")
+        if not named and places != [*range(places[0], places[0] + len(places))]:
+            raise ValueError("options whose letters or numbers leave one out")
         answer = string.ascii_uppercase[named.pop()] if named else answer
-    elif not isinstance(options, (list, dict)) and not benchmarks.split_options(str(options))[1]:
+        options = [text for _, _, text in options]
+    elif not isinstance(options, list) and not benchmarks.split_options(str(options))[1]:
         mark = next((mark for mark in "\n|;" if mark in str(options)), "\n")
         options = [text for text in str(options).split(mark) if text.strip()]
-    options = [options[k] for k in sorted(options)] if isinstance(options, dict) else options
     if isinstance(options, list):
         while options and options[-1] in (None, ""):  # of a row with fewer options than others
             options.pop()
@@ -558,7 +564,7 @@ def to_task(row):
         extra.get("question_type"))
     span = span_of(parse_loosely(answer), kind)  # "[1.5, 7]"
     letter = letter_of(answer, options, row["(first)"]) if options else ""
-    if kind is None and not options and re.fullmatch(r"\(?[A-H][.)]?", str(answer)):
+    if kind is None and not options and re.fullmatch(r"\(?[A-Ha-h][.)]?", str(answer)):
         raise ValueError("a letter as the answer, and no options: --map options=COLUMN names them")
     kind = kind or ("grounding" if span is not None else "mcq" if options else "open")
     task = {"video": videos[0]["video"], "question": full_text, "options": None,

@@ -146,8 +146,7 @@ def turns():
         "arguments as text": '<tool_call>{"name": "crop_video", "arguments": "{}"}</tool_call>',
         "a list of calls": '<tool_call>[{"name": "crop_video"}]</tool_call>',
         "no text": "",
-        "an answer": "<think>x</think><answer>B</answer>",
-    }
+        "an answer": "<think>x</think><answer>B</answer>"}
 
 
 def published(split, options=4, **more):

@@ -95,8 +95,7 @@ def row_of(bench, number, gold):
                  "question_type": "multiple-choice" if len(gold) == 1 else "open-ended",
                  "question": question, "answer": gold,
                  "choices": choices if len(gold) == 1 else dict.fromkeys("ABCDE", "")},
-        "charades": {"video": f"v{number}.mp4", "caption": "a cup falls", "timestamp": gold},
-    }
+        "charades": {"video": f"v{number}.mp4", "caption": "a cup falls", "timestamp": gold}}
     return rows[bench]
 
 

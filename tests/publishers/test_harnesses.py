@@ -12,6 +12,7 @@ import re
 from functools import partial
 
 import pytest
+from test_scores import looked
 
 from evaluation import benchmarks, scores
 from evaluation.windows import window_stats
@@ -42,15 +43,6 @@ def run(path, known):
         except NameError:  # a decorator or a constant of a package
             pass
     return space
-
-
-def looked(name, spans, evidence=((10, 20),), score=1.0):
-    """A record whose calls looked at `spans` of a film of 100 seconds."""
-    calls = [{"status": "ok", "start": a, "end": b} for a, b in spans]
-    task = {"id": name, "video": name, "type": "mcq", "evidence": [*map(list, evidence)]}
-    return {"task": task, "sample": 0, "status": "ok", "score": score, "extracted": "A",
-            "finish": ["stop"], "calls": calls, "reward": {"fmt": 1.0},
-            "timing": {"video_s": 100.0}}
 
 
 def test_groups_of_video_mme_v2_score_as_in_both_harnesses(functions):

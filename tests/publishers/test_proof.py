@@ -100,8 +100,7 @@ EDITS = [
                                             "utils.crop_frames(vpath, st, min(et, st + 120))"),
     (DRIVER, 'args.get("start_time", ', 'args.get("begin", '),
     (DRIVER, "turn == max_turns - 1", "turn == max_turns"),
-    (DRIVER, "messages.append({\"role\": \"assistant\", \"content\": response})", "pass"),
-]
+    (DRIVER, "messages.append({\"role\": \"assistant\", \"content\": response})", "pass")]
 
 
 @pytest.fixture(scope="module")

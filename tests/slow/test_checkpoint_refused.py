@@ -150,13 +150,6 @@ CONFIGS = {
     "empty": (emptied, "no config.json")}
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_every_script_refuses_what_no_script_trains(ckpt, refuse, kind):
-    damage, why = CONFIGS[kind]
-    damage(ckpt)
-    for script in (*SCRIPTS, "plan"):
-        line = refuse(script, ckpt)
-        assert why in line and str(ckpt) in line
 
 
 def sharded(folder):
@@ -243,10 +236,10 @@ FILES = {
     "nothing": (shutil.rmtree, "no such folder")}
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_every_script_refuses_what_it_cannot_load(ckpt, refuse, kind):
-    damage, why = FILES[kind]
+@pytest.mark.parametrize("kind", [*CONFIGS, *FILES])
+def test_every_script_refuses_what_it_cannot_train_or_load(ckpt, refuse, kind):
+    damage, why = {**CONFIGS, **FILES}[kind]
     damage(ckpt)
-    for script in SCRIPTS:
+    for script in (*SCRIPTS, *["plan"] * (kind in CONFIGS)):  # which reads configurations alone
         line = refuse(script, ckpt)
         assert why in line and str(ckpt) in line

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -110,6 +111,12 @@ def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
     assert process.stderr.read() == b"a warning\n" and not process.wait(60) and out.exists()
     with open("/dev/full", "wb") as full:  # a log on a full disk
         assert not subprocess.run(process.args, stdout=full, stderr=full, cwd=ROOT).returncode
+    reading, writing = os.pipe()  # as node leaves one: a write into a full pipe is an error
+    os.set_blocking(writing, False)
+    with subprocess.Popen(process.args, stdout=writing, cwd=ROOT), open(reading, "rb") as f:
+        os.close(writing)
+        time.sleep(1)
+        assert f.read().endswith(b"19999\n")
 
 
 def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):

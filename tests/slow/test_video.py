@@ -5,6 +5,7 @@ python -m pytest tests/slow/test_video.py -q
 import argparse
 import base64
 import contextlib
+import functools
 import os
 import struct
 import subprocess
@@ -87,19 +88,20 @@ CODINGS = {
     "mpeg4.avi": {"codec": "mpeg4", "bf": 2, "g": 20}}
 
 
-@pytest.fixture(scope="module")
-def coded(tmp_path_factory):
-    """Name of a coding -> 48 pictures written in it, once."""
-    folder, paths = tmp_path_factory.mktemp("coded"), {}
-
+def written_once(folder, codings, ending, frames, **more):
+    """-> function: name of a coding -> a film in it."""
+    @functools.cache
     def path(name):
-        if CODINGS[name].get("codec", "libx264") not in av.codecs_available:
+        if codings[name].get("codec", "libx264") not in av.codecs_available:
             pytest.skip("this PyAV cannot write it")
-        if name not in paths:
-            paths[name] = write(folder / name, 48, size=(128, 64), draw=grainy, **CODINGS[name])
-        return paths[name]
+        return write(folder / (name + ending), frames, draw=grainy, **more, **codings[name])
 
     return path
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory):
+    return written_once(tmp_path_factory.mktemp("coded"), CODINGS, "", 48, size=(128, 64))
 
 
 @pytest.mark.parametrize("name", CODINGS)
@@ -142,17 +144,7 @@ FILMS = {  # none has a key frame every second
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory):
-    """Name of FILMS -> 300 frames at 25 fps, written once."""
-    folder, paths = tmp_path_factory.mktemp("films"), {}
-
-    def path(name):
-        if FILMS[name].get("codec", "libx264") not in av.codecs_available:
-            pytest.skip("this PyAV cannot write it")
-        if name not in paths:
-            paths[name] = write(folder / f"{name}.mp4", 300, draw=grainy, **FILMS[name])
-        return paths[name]
-
-    return path
+    return written_once(tmp_path_factory.mktemp("films"), FILMS, ".mp4", 300)  # at 25 fps
 
 
 CUTS = [(0.5, 6, "mp4"), (0, 3.3, "mp4"), (7.3, 2, "mov"), (11.5, 9, "mp4"), (4.77, 0.1, "mp4")]
