@@ -72,8 +72,8 @@ def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec,
 def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):
     """Messages as a JSON string, nulls in every piece, file:// and the publisher's folders before
     the path, results in a user turn."""
-    talk = json.dumps(paravt(responses("a red square", "nothing")))
-    (row,) = convert(tmp_path, [{"id": "x-1", "messages": talk}], frames=8)
+    talk = json.dumps(paravt(responses("a red square", "nothing"), system=None))
+    (row,) = convert(tmp_path, [{"id": "x-1", "messages": talk, "system": TOOLS}], frames=8)
     assert row["id"] == "paravt_sft_x/0" and row["source"] == "x-1"
     assert row["tools"] == rollout.tool_schema()
     system, user, first, *tools, last = row["messages"]
@@ -87,6 +87,7 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     user = [{"role": "user", "content": "<video>Say."}, {"role": "assistant", "content": ANSWER}]
     bad = [({"messages": user, "videos": []}, "more <video> marks than videos"),
+           ({"messages": user, "documents": [0]}, "a column 'documents', which is not read"),
            ({"messages": user, "videos": ["a.mp4", "b.mp4"]}, "more videos than"),
            ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path that is"),
            ({"query": "<video>a?", "response": "B", "videos": ["a.mp4"]}, "such rows are tasks"),

@@ -76,6 +76,8 @@ def normal_form(row, first=None):
 
     if row.get("data_type") == "image":  # Video-R1 mixes both
         raise ValueError("still images are not read")
+    if unread := [name for name in ("documents", "chat_template_kwargs") if row.get(name)]:
+        raise ValueError(f"a column {unread[0]!r}, which is not read")
     if any((cell or "").strip() for cell in row.get("(no name)") or []):
         raise ValueError("more cells than columns: a cell with a comma needs quotes")
     videos = parse_loosely(column("video"))
@@ -89,19 +91,19 @@ def normal_form(row, first=None):
     talk = parse_loosely(row.get("messages"))
     if talk and answer is not None and all(m["role"] != "assistant" for m in talk):  # ms-swift, RL
         return {**row, "messages": None, "prompt": talk, "extra_info": extra}
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if talk or row.get("prompt"):
-        return row
+        return {**row, "messages": system + talk} if system and talk else row
     turns = [(m.get("from") or m["role"], m.get("value") or m["content"])
              for m in parse_if_json(row.get("conversations")) or []]
     if row.get("query"):
         pairs = [*(parse_if_json(row.get("history")) or []), (row["query"], row["response"])]
         turns = [turn for pair in pairs for turn in zip(("user", "assistant"), pair)]
     if turns:  # LLaVA marks a video as <image>
-        turns = [("system", row["system"]), *turns] if row.get("system") else turns
         mark = "<image>" if row.get("images") else "<video>"
-        return {**row, "messages": [
+        return {**row, "messages": [*system, *(
             {"role": ROLES.get(role, role), "content": text.replace("<image>", mark)}
-            for role, text in turns]}
+            for role, text in turns)]}
     if question is None or answer is None or not videos:
         raise ValueError(UNKNOWN)
     options, extra["answer"] = options_of(row, column("options"), extra["answer"])
@@ -541,8 +543,7 @@ def letter_of(answer, options, first=None):
 def to_task(row):
     """A published RL row -> a task of grpo.py's JSONL. Raises ValueError with the reason."""
     extra, reward = (parse_if_json(row.get(name)) or {} for name in ("extra_info", "reward_model"))
-    answer = extra.get("answer")
-    answer = reward.get("ground_truth") if answer is None else answer
+    answer = extra["answer"] if extra.get("answer") is not None else reward.get("ground_truth")
     media = media_of(row)
     videos = list(media["video"])
     if len(videos) != 1:
