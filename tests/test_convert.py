@@ -153,7 +153,7 @@ VIDEO_R1 = {"problem_id": 7, "problem": "Which?", "options": ["A. one", "B. two"
         {"A": "one", "B": "two", "C": "", "answer": "B"}, {"a0": "one", "a1": "two", "answer": 1},
         {"option_b": "two", "Option_A": "one", "answer": "b"},
         {"choice 1": "one", "choice 2": "two", "answer": "choice 2"},
-        {"a": "one", "b": "two", "answer": "b"}, {"opt9": "one", "opt10": "two", "answer": 10},
+        {"b": "two", "a": "one", "answer": "b"}, {"opt9": "one", "opt10": "two", "answer": 10},
         {"options": {"B": "one", "D": "two"}, "answer": "D"})],
     *[({"video": "a.mp4", "question": "Which?", "answer": first + 1, **more},
        ("--answers-from", first)) for first in (0, 1) for more in (

@@ -119,12 +119,13 @@ def options_of(row, cell, answer):
     columns = {key: row[key] for key in map(str, row) if re.fullmatch(OPTION, key)}
     options = parse_loosely(cell) or (columns if len(columns) > 1 else [])
     if isinstance(options, dict):
-        options = sorted((len(key), key.lower(), text) for key, text in options.items())
+        options = sorted((len(str(key)), str(key).lower(), text) for key, text in options.items())
         marks = [re.search(r"\d+$|.$", key)[0] for _, key, _ in options]
         counted = row["(first)"] is not None and COUNT.fullmatch(str(answer))  # see letter_of
         named = {n for n, (_, key, text) in enumerate(options) if not counted
                  and (str(answer).lower() in (key, marks[n]) or str(text) == str(answer))}
-        places = [int(mark) if mark.isdigit() else ord(mark) for mark in marks]
+        # Letters lie below all numbers: "96" is none.
+        places = [int(mark) if mark.isdigit() else ord(mark) - 999 for mark in marks]
         # Then the other rows have wrong labels: 0 with columns from 1, or the other way round.
         if not named and not counted and str(answer) in (str(places[0] - 1), str(places[-1] + 1)):
             raise ValueError(SHIFTED)
