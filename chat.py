@@ -418,10 +418,10 @@ def check_config(path):
         raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
                                f"{families}; docs/recipe.md says why")
     # Quantizers write their settings at the top of the file or into a section. vLLM drops a part of
-    # this bias, and reads other kinds of RoPE, no factor, or the tower's theta in another way than
-    # transformers.
+    # this bias, and reads other kinds of RoPE, no factor, the tower's theta, or attention to both
+    # sides in another way than transformers.
     if bad := re.search('"quantization_config": (?!null)|"attention_bias": true|"factor": null|'
-                        '"(rope_)?type": "(?!axial|default|mrope|yarn)[^"]*"|'
+                        '"(rope_)?type": "(?!axial|default|mrope|yarn)[^"]*"|"is_causal": false|'
                         r'"vision_config": \{[^}]*theta": (?!10000\b)[^,}]+', json.dumps(config)):
         raise launch.UserError(f"checkpoint {folder}: {bad[0]} in config.json: such weights "
                                "cannot be trained; give the BF16 checkpoint as published")

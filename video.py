@@ -379,11 +379,10 @@ def _open_folder(path):
         raise VideoError(path, f"this folder has {has}: add images 000001.jpg, .. and either fps, "
                          "a text file of one number, or times.txt, one time in seconds a line")
     try:
-        with open(os.path.join(path, clock[0]), encoding="utf-8-sig") as file:
-            times, end = np.array(file.read().split(), float), 0.0  # 0: the end is unknown
+        times = np.array(launch.read_file(f"{path}/{clock[0]}").decode("utf-8-sig").split(), float)
     except (OSError, ValueError) as error:
         raise VideoError(path, f"{launch.machine_mark(error)}{clock[0]}: {error}") from error
-    gaps, count = np.diff(numbers), len(names)
+    gaps, count, end = np.diff(numbers), len(names), 0.0  # 0: the end is unknown
     if clock == ["fps"]:
         if len(times) != 1 or not 1e-6 < times[0] <= 1000:
             raise VideoError(path, "fps must hold one number, above 0 and at most 1000")
@@ -577,11 +576,13 @@ def _open(path):
 def _parameter_sets(codec, packet):
     """Packet -> {kind of parameter set that it brings: whether the file's header lacks its bytes}.
 
-    A decoder applies the ones that came last: NAL units of H.264 and HEVC, a second header (FLV,
-    mp4). A kind is the type and the first number: as many bits after a 1 as before. PPS have one.
+    A decoder applies the ones that came last: NAL units of H.264 and HEVC (39: how the picture is
+    turned), headers of sequences of MPEG-1, -2 and -4, a second header (FLV, mp4). A kind is the
+    type and the first number: as many bits after a 1 as before. PPS have one.
     """
     sets = {"header": True} if packet.has_sidedata("new_extradata") else {}
-    types = {"h264": (7, 8), "hevc": (32, 33, 34)}.get(codec.name)
+    types = {"h264": (7, 8), "hevc": (32, 33, 34, 39), "mpeg4": range(32, 48),
+             "mpeg1video": (0xB3,), "mpeg2video": (0xB3, 0xB5)}.get(codec.name)
     if types is None:
         return sets
     head, data, units, hevc = codec.extradata or b"", bytes(packet), [], codec.name == "hevc"
@@ -592,8 +593,8 @@ def _parameter_sets(codec, packet):
             units.append(bytes(view[size:end]))
             view = view[end:]
     for unit in units or data.split(b"\0\0\1"):
-        kind = unit and (unit[0] >> 1 & 63 if hevc else unit[0] & 31)
-        if kind in types:
+        kind = unit and (unit[0] >> 1 & 63 if hevc else unit[0] & (31 if types[0] == 7 else 255))
+        if kind in types and (kind != 39 or unit[2:3] == b"\x2f"):
             bits = f"{int.from_bytes(unit[1 + hevc : 5 + hevc], 'big'):032b}"
             kind = kind, bits[: 2 * bits.find("1") + 1]
             sets[kind] = sets.get(kind, False) or unit.rstrip(b"\0") not in head

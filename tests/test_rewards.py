@@ -208,33 +208,29 @@ def test_letter_is_read_by_policy(response, want):
 
 @pytest.mark.parametrize("response, want", [
     ("10 - 20", (10, 20)), ("from 10 to 20", (10, 20)), ("10s, 20s", (10, 20)),
-    ("[10, 20]", (10, 20)),
-    ("10, 20", (10, 20)), ("10, 20 seconds", (10, 20)), ("0:10 to 0:20", (10, 20)),
-    ("10.5–20 seconds", (10.5, 20)),
+    ("[10, 20]", (10, 20)), ("10, 20", (10, 20)), ("10, 20 seconds", (10, 20)),
+    ("0:10 to 0:20", (10, 20)), ("10.5–20 seconds", (10.5, 20)),
     ("1:02:03 - 1:02:10", (3723, 3730)), ("between 10 and 20", (10, 20)), ("１０－２０", (10, 20)),
     ("start: 10, end: 20", (10, 20)), ('{"start_time":10,"end_time":20.5}', (10, 20.5)),
     ("1 minute 30 seconds to 2 minutes", (90, 120)), ("2 to 3 minutes", (120, 180)),
     ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)),
-    ("<think>1-2</think><answer>3-4</answer>", (3, 4)),
-    ("1.2.3, 5", None), ("1:2:3:4 - 5", None), ("20 - 10", None), ("10 - 10", None),
-    ("-5 - 10", None), ("10", None),
+    ("<think>1-2</think><answer>3-4</answer>", (3, 4)), ("1.2.3, 5", None), ("1:2:3:4 - 5", None),
+    ("20 - 10", None), ("10 - 10", None), ("-5 - 10", None), ("10", None),
     ("at 10, 20 people", None), ("frames 10-20", None), ("10-20 frames", None), ("5%-6%", None),
-    ("٣ - ٥", None),
-    ("5-7, then 9-8", None), ("0:10 - 0:99", None), ("", None), ("<think>1-2", None),
-    ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)), ("12.54 to 17.83", (12.54, 17.83)),
-    ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
+    ("٣ - ٥", None), ("5-7, then 9-8", None), ("0:10 - 0:99", None), ("", None),
+    ("<think>1-2", None), ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)),
+    ("12.54 to 17.83", (12.54, 17.83)), ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
     ("from 00:03 until 00:09", (3, 9)), ("starts at 3 seconds and ends at 9 seconds", (3, 9)),
-    ("3s-9s", (3, 9)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
-    ("start 9, end 3", None), ("it lasts 6 seconds", None), ("2024-2025 frames", None)])
+    ("3s-9s", (3, 9)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)), ("start 9, end 3", None),
+    ("it lasts 6 seconds", None), ("2024-2025 frames", None)])
 def test_span_is_read_in_seconds(response, want):
     assert rewards.extract_span(response) == want
 
 
 @pytest.mark.parametrize("span, gold, want", [
     ((0, 10), (5, 15), 5 / 15), ((0, 10), (0, 10), 1), ((0, 1), (1, 2), 0), ((0, 1), (5, 6), 0),
-    (None, (0, 1), 0),
-    ((2, 4), (0, 10), 0.2), ((5, 5), (0, 10), 0), ((6, 5), (0, 10), 0), ((math.nan, 5), (0, 10), 0),
-    ((0, math.inf), (0, 10), 0)])
+    (None, (0, 1), 0), ((2, 4), (0, 10), 0.2), ((5, 5), (0, 10), 0), ((6, 5), (0, 10), 0),
+    ((math.nan, 5), (0, 10), 0), ((0, math.inf), (0, 10), 0)])
 def test_iou_equals_hand_computed_values(span, gold, want):
     assert rewards.temporal_iou(span, gold) == approx(want)
 
@@ -246,18 +242,16 @@ def test_half_of_a_labelled_span_has_to_be_in_the_video():
 
 @pytest.mark.parametrize("response, gold", [
     ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"),
-    ("5.0", "five"),
-    ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"), ("well known", "well-known"),
-    ("007", "7"), ("(A)", "A")])
+    ("5.0", "five"), ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"),
+    ("well known", "well-known"), ("007", "7"), ("(A)", "A")])
 def test_open_answers_match_after_normalising(response, gold):
     assert match_open(response, gold) and rewards.accuracy(response, "open", gold) == 1.0
 
 
 @pytest.mark.parametrize("response, gold", [
     ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"),
-    ("zoom", "dolly zoom"),
-    ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"), ("50", "50%"),
-    ("red or blue", "red")])
+    ("zoom", "dolly zoom"), ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"),
+    ("50", "50%"), ("red or blue", "red")])
 def test_open_answers_that_differ_do_not_match(response, gold):
     assert not match_open(response, gold)
 

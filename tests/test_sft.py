@@ -180,9 +180,8 @@ def trained(toy, tmp_path_factory):
                 patch.setattr(sys, "argv", list(map(str, argv)))
                 sft.main()
             rows = rows_of(out / "log.jsonl")
-            kept[flags] = SimpleNamespace(rows=rows,
-                                          weights=load_file(out / "last" / "model.safetensors"),
-                                          out=out)
+            weights = load_file(out / "last" / "model.safetensors")
+            kept[flags] = SimpleNamespace(rows=rows, weights=weights, out=out)
         return kept[flags]
 
     return run

@@ -39,9 +39,8 @@ def write(folder, **more):
 
 def settings(script, monkeypatch, toy, data, *flags):
     """Flags of a script -> (args, tasks, Agent, VideoSource)."""
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--preset", "toy", "--ckpt",
-                                      str(toy / "init"), "--data", str(data), "--frames", "4",
-                                      *flags])
+    words = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--frames", 4, *flags]
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, words)])
     args = script.parse_args()
     return args, data_py.read_tasks(args.data), *rollout.agent_settings(args, args.data)
 

@@ -378,9 +378,8 @@ def sizes(folder):
 
 
 def same(one, other):
-    return (np.array_equal(one.images, other.images) and one.key == other.key
-            and one.seconds.tolist() == other.seconds.tolist()
-            and one.frame_keys == other.frame_keys)
+    return (np.array_equal(one.images, other.images) and np.array_equal(one.seconds, other.seconds)
+            and (one.key, one.frame_keys) == (other.key, other.frame_keys))
 
 
 @pytest.mark.parametrize("timeout", [None, 20])

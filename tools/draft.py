@@ -157,9 +157,9 @@ def main():
     # Two processes would write each draft twice.
     launch.lock(folder, f".{os.path.basename(args.out)}.lock")
     drafts, rows = f"{stem}.drafts.jsonl", []
-    if os.path.exists(drafts):
+    if launch.is_file(drafts):
         rows = launch.read_jsonl(drafts, ("id", "task", "left_out", "settings"), faults=[])
-    elif os.path.exists(args.out):
+    elif launch.is_file(args.out):
         raise launch.UserError(f"--out {args.out} exists and is not of this tool; choose another")
     settings = {name: value for name, value in vars(args).items() if name in (
         "model", "questions", "types", "seconds", "frames", "max_pixels", "seed")}
@@ -171,7 +171,7 @@ def main():
     source = video.VideoSource(root, cache, 1024, args.max_pixels)
     done, failed = {row["id"] for row in rows}, []
     # A kill between the two appends below leaves a task without its draft.
-    kept = launch.read_file(args.out).decode() if os.path.exists(args.out) else ""
+    kept = launch.read_file(args.out).decode() if launch.is_file(args.out) else ""
 
     def work(number):
         try:

@@ -192,9 +192,8 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason=NO_PYARROW)
     import numpy as np
 
-    half = pyarrow.array([np.array(s, dtype=np.float16)
-                          for s in ([24.3, 30.4], [24.3, 30.4], [0.0, 7.1])],
-                         type=pyarrow.list_(pyarrow.float16()))
+    spans = [np.array(s, np.float16) for s in ([24.3, 30.4], [24.3, 30.4], [0.0, 7.1])]
+    half = pyarrow.array(spans, type=pyarrow.list_(pyarrow.float16()))
     put(parquet, "data/test-00000-of-00001.parquet", pyarrow.table({
         "video": ["3MSZA.mp4", "3MSZA.mp4",
                   "XYZ.mp4"], "caption": ["person turn a light on.", "person turn a light on.",

@@ -143,6 +143,7 @@ CONFIGS = {
     "theta": (lambda f: change(f, "config.json", "vision_config", rope_parameters={
         "rope_type": "axial", "rope_theta": 100.0}), "theta"),
     "bias": (lambda f: change(f, "config.json", "text_config", attention_bias=True), "bias"),
+    "both sides": (lambda f: change(f, "config.json", "text_config", is_causal=False), "causal"),
     "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
     "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
                                     auto_map={"AutoImageProcessor": "evil.Evil"}),

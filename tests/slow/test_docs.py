@@ -15,6 +15,7 @@ from fixtures import rows_of
 from scripted import Server, call
 from test_draft import SCRIPT, Model
 
+import chat
 import grpo
 from plumbing import arguments
 
@@ -106,9 +107,7 @@ class Teacher(Model):
         messages = body["messages"]
         if len(messages) == 1:
             return super().__call__(body)
-        texts = [part["text"] for m in messages for part in (
-            [{"text": m["content"]}] if isinstance(m["content"], str) else m["content"])
-            if "text" in part]
+        texts = [part["text"] for m in messages for part in chat.content_of(m) if "text" in part]
         if not any("crop_video" in text for text in texts):
             return "A hat."
         if not any("A hat." in text for text in texts):

@@ -283,9 +283,8 @@ def test_image_ids_equal_the_processors(codecs, data):
     seconds = sorted(data.draw(st.lists(st.integers(0, 4_000_000).map(lambda n: n / 100),
                                         min_size=count, max_size=count)))
     item = chat.VisionItem({"video": "v"}, "v", count, 32 * rows, 32 * columns, seconds)
-    talk = [{"role": "system", "content": "Watch."},
-            {"role": "user", "content": [{"type": "video", "video": "v"},
-                                         {"type": "text", "text": question}]}]
+    asked = [{"type": "video", "video": "v"}, {"type": "text", "text": question}]
+    talk = [{"role": "system", "content": "Watch."}, {"role": "user", "content": asked}]
     ids, compact = chat.encode_prompt(codec, talk, [item], rollout.tool_schema())
     parts = [p for s in seconds for p in ({"type": "text", "text": f"<{s:.1f} seconds>"},
                                           {"type": "image"})]

@@ -186,14 +186,13 @@ def test_tags_of_a_call_carry_credit(codec35):
 
 @pytest.mark.parametrize("body", [
     CALL.format(16, 8), CALL.format("soon", 8), CALL.format("", 8),
-    CALL.format(8, 16).replace("crop_video", "look"),
-    CALL.format(8, 16).replace("</function>", ""),
+    CALL.format(8, 16).replace("crop_video", "look"), CALL.format(8, 16).replace("</function>", ""),
     CALL.format(8, 16).replace("</parameter>\n<parameter=end_time>", "<parameter=end_time>"),
     CALL.format(8, 16).replace("</parameter>\n</function>", "</function>"),
     CALL.format(8, 16).replace("</function>", "</function> and more"),
     CALL.format(8, 16).replace("<parameter=start_time>", "start_time="),
-    CALL.format(8, "16</parameter><parameter=end_time"),
-    "<tool_call><function=", "<tool_call><function=></function></tool_call>",
+    CALL.format(8, "16</parameter><parameter=end_time"), "<tool_call><function=",
+    "<tool_call><function=></function></tool_call>",
     "<tool_call><function=crop_video></function></tool_call>",
     "<tool_call>" + "<function=crop_video>" * 100_000,
     "<tool_call><function=crop_video>" + "<parameter=a>" * 200 + "</function></tool_call>"])

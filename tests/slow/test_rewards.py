@@ -65,10 +65,9 @@ STATED = [
     # a letter that is denied
     *((f"{denial} A. So B", "B") for denial in (
         "It is not", "It was never", "I doubt", "It is anything but", "It is unlikely to be",
-        "I ruled out",
-        "It isn't", "It is not option", "It is not answer", "I do not choose", "I do not pick",
-        "I do not think it is", "I do not believe it's", "I do not think that it is",
-        "It is not D or", "Neither C nor")),
+        "I ruled out", "It isn't", "It is not option", "It is not answer", "I do not choose",
+        "I do not pick", "I do not think it is", "I do not believe it's",
+        "I do not think that it is", "It is not D or", "Neither C nor")),
     ("I doubt it is A. So B", "B"), ("So A, B is wrong.", "A"), ("Neither A nor B, D", "D"),
     ("B rather than A", "B"), ("B, instead of A", "B"), ("答案不是B", None), ("不选B，选C", "C"),
     *((f"A {denial}. So B", "B") for denial in (
@@ -82,8 +81,7 @@ STATED = [
         "say", "matches", "and", "towards", "like", "leaving", "probably", "or", "nor")),
     *((f"Yes: B {word} x", "B") for word in (
         "because", "since", "as", "or", "nor", "and", "is", "but", "rather than", "that", "the",
-        "this", "there", "it", "its", "in",
-        "seems", "best", "has")),
+        "this", "there", "it", "its", "in", "seems", "best", "has")),
     ("He takes vitamins B", None), ("Vitamin B", None), ("A best-selling book", None),
     ("A man", None), ("B选项正确", "B"), ("答案是B", "B"),
     ("(A) is wrong. So B", "B"), ("A and B are wrong. So C", "C"),

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import functools
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -329,6 +330,22 @@ def assert_looks_as_in_a_row(path, count):
     assert all(np.array_equal(a, b) for a, b in zip(got, row))
     for i in np.linspace(0, count - 1, 11).astype(int):
         assert np.array_equal(images(path, [i])[0], row[i]), i
+
+
+@pytest.mark.parametrize("codec, ways", [
+    ("mpeg4 -f m4v -strict very", ("-flags +qpel", "-mpeg_quant 1")),
+    ("mpeg2video -f mpeg2video", ("-qscale 9", "-qscale 9 -intra_matrix " + ",".join(["8"] * 64)))])
+def test_joined_clips_whose_headers_come_once(tmp_path, ffmpeg, codec, ways):
+    """As mpeg2enc writes them: ffmpeg's encoder repeats the header, which is cut out here."""
+    for way in ways:
+        ffmpeg(*f"-f lavfi -i testsrc2=s=128x96:r=25:d=2 -c:v {codec} -g 10 {way}".split(),
+               part := tmp_path / "part")
+        first, *others = filter(None, re.split(rb"(?=\0\0\x01\xb3)", part.read_bytes()))
+        with open(tmp_path / f"joined.m{codec[4]}v", "ab") as f:
+            f.write(first + b"".join(gop[max(0, gop.find(b"\0\0\1\xb8")):] for gop in others))
+    ffmpeg("-fflags", "+genpts", "-r", 25, "-i", tmp_path / f"joined.m{codec[4]}v", "-c", "copy",
+           path := tmp_path / "v.mkv")
+    assert_as_shown_by(ffmpeg, path)
 
 
 @pytest.mark.parametrize("repeat", [False, True])
