@@ -341,8 +341,7 @@ def _container_end(file):
     while at < size:
         file.seek(at)
         length, kind = int.from_bytes(file.read(4), "big"), file.read(4)  # with this header
-        if length == 1:  # the true size follows
-            length = int.from_bytes(file.read(8), "big")
+        length = int.from_bytes(file.read(8), "big") if length == 1 else length  # the true size
         if kind not in boxes or length < 8:  # another format; 0: "to the end of the file"
             break
         at += length
@@ -405,7 +404,8 @@ def _picture(folder, name):
     """Image of a folder -> [H, W, 3] uint8 RGB, upright as its EXIF says. VideoError."""
     from PIL import Image, ImageOps
     try:
-        with Image.open(os.path.join(folder, name), formats=["JPEG", "PNG", "WEBP"]) as image:
+        file = io.BytesIO(launch.read_file(os.path.join(folder, name)))
+        with Image.open(file, formats=["JPEG", "PNG", "WEBP"]) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels are too many")
             image = ImageOps.exif_transpose(image)

@@ -113,9 +113,10 @@ def stored_shapes(folder):
     if launch.is_file(index):
         content = chat.read_object(index)
         with chat.as_user_error(folder, "model.safetensors.index.json"):
-            missing = sorted(set(map(str, content["weight_map"].values())) - set(names))
-        if missing:
-            raise launch.UserError(f"checkpoint {folder}: {missing[0]} is missing; copy it again")
+            # Loaders differ in whether they read a file that the index does not name.
+            odd = sorted({*map(str, content["weight_map"].values())} ^ {*names})
+        if odd:
+            raise launch.UserError(f"checkpoint {folder}: {odd[0]} is missing, or not in its index")
     if not names:
         raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are "
                                "loaded, no .bin, no GGUF: take or save it in that format")

@@ -246,7 +246,7 @@ def update_links(folder, state):
     try:
         replace_link(os.path.join(out, "last"), folder)
         best = f"step_{state.get('best_step') or 0:06d}"  # 0: no folder has this name
-        if os.path.isdir(os.path.join(out, best)):
+        if launch.is_file(os.path.join(out, best), folders=True):
             replace_link(os.path.join(out, "best"), best)
         launch.fsync(out)  # before older checkpoints go
         prune_checkpoints(folder)
@@ -320,7 +320,7 @@ def is_complete(folder):
     """Whether a checkpoint is whole: all files are as long as its state.json says. Raises OSError
     if the disk cannot say: the run must not go on from an older checkpoint then."""
     try:
-        files = launch.parse_json(pathlib.Path(folder, "state.json").read_bytes())["files"].items()
+        files = launch.parse_json(launch.read_file(f"{folder}/state.json"))["files"].items()
         return all(os.path.getsize(os.path.join(folder, name)) == size for name, size in files)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return False

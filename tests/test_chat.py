@@ -103,8 +103,7 @@ def test_pieces_of_tokens_join_to_the_utf8_text(codec, text, tag):
 
 
 @pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
-def test_frames_in_a_tool_response_stand_where_the_template_puts_them(each_codec, album,
-                                                                      monkeypatch):
+def test_frames_in_a_response_stand_where_the_template_puts_them(each_codec, album, monkeypatch):
     """Published traces show frames in the responses. The ids are those of the whole chat rendered
     at once, by a template that looks at the tools again; forwards of such ids: test_model.py."""
     owner, tools = each_codec.processor, [{"type": "function", "function": {"name": "look"}}]

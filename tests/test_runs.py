@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fixtures import SHORT
 
 import launch
 from plumbing import metrics, runs
@@ -105,11 +106,12 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, damage):
     assert runs.newest_checkpoint(str(tmp_path)) is None
 
 
-@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
-def test_a_fault_of_the_disk_does_not_go_on_from_an_older_checkpoint(tmp_path, name):
+@pytest.mark.parametrize("name, fault", [("model.safetensors", "model.safetensors"),
+                                         ("state.json", "state.json"), ("state.json", SHORT)])
+def test_a_fault_of_the_disk_does_not_go_on_from_an_older_checkpoint(tmp_path, name, fault):
     _, second = saved_at(tmp_path, "step_000001"), saved_at(tmp_path, "step_000002")
     (second / name).unlink()
-    (second / name).symlink_to(name)  # reading it fails, and not because there is no such file
+    (second / name).symlink_to(fault)  # reading fails, or ends before the file
     with pytest.raises(OSError):
         runs.undamaged_checkpoint(str(tmp_path))
 

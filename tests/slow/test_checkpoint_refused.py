@@ -215,7 +215,7 @@ def test_a_tokenizer_whose_template_is_another_one_is_told(ckpt, capsys):
 FILES = {
     "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
     "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
-    "two downloads": (stale, "is in model-0000"), "gguf": (gguf, "no .safetensors file"),
+    "two downloads": (stale, "not in its index"), "gguf": (gguf, "no .safetensors file"),
     "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
     "another size": (lambda f: change(f, "config.json", "text_config", intermediate_size=128),
                      "has shape"),

@@ -3,6 +3,7 @@ Tests of folders of frames: python -m pytest tests/slow/test_frame_folders.py -q
 """
 import numpy as np
 import pytest
+from fixtures import SHORT
 from PIL import Image
 from test_video import NATIVE, ffmpeg, shown_by, write  # noqa: F401
 
@@ -50,3 +51,6 @@ def test_an_image_that_is_away_for_a_moment_moves_no_other(tmp_path):
         video.frames_at(str(tmp_path), [1, 5], cache=cache)
     (tmp_path / "away").rename(tmp_path / "3.png")
     assert [*video.frames_at(str(tmp_path), [1, 5], cache=cache).images[:, 0, 0, 0]] == [30, 150]
+    (tmp_path / "8.png").symlink_to(SHORT)
+    with pytest.raises(video.VideoError, match="the machine: 8.png"):
+        video.frames_at(str(tmp_path), [8])

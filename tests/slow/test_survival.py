@@ -112,8 +112,7 @@ def test_the_same_numbers_go_to_a_tracker(train, monkeypatch, script):
 
 
 @pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_an_update_without_a_finite_gradient_is_skipped_and_counted(train, drawn_rewards,
-                                                                    monkeypatch, script):
+def test_an_update_without_a_finite_gradient_is_skipped(train, drawn_rewards, monkeypatch, script):
     """One bad update of three: the weights are those of the other two; bad ones in a row stop the
     run, which leaves its checkpoint."""
     spoilt, seen = {1}, []
