@@ -576,25 +576,26 @@ def _open(path):
 def _parameter_sets(codec, packet):
     """Packet -> {kind of parameter set that it brings: whether the file's header lacks its bytes}.
 
-    A decoder applies the ones that came last: NAL units of H.264 and HEVC (39: how the picture is
-    turned), headers of sequences of MPEG-1, -2 and -4, a second header (FLV, mp4). A kind is the
-    type and the first number: as many bits after a 1 as before. PPS have one.
+    A decoder applies the ones that came last: NAL units of H.264 and HEVC, headers of sequences of
+    MPEG-1, -2 and -4, a second header (FLV, mp4). A kind is the type and the first number: as many
+    bits after a 1 as before. PPS have one. Two messages count: how HEVC's picture is turned (39),
+    and that x264 before build 151 wrote 4:4:4, which is decoded in another way (6).
     """
     sets = {"header": True} if packet.has_sidedata("new_extradata") else {}
-    types = {"h264": (7, 8), "hevc": (32, 33, 34, 39), "mpeg4": range(32, 48),
-             "mpeg1video": (0xB3,), "mpeg2video": (0xB3, 0xB5)}.get(codec.name)
-    if types is None:
-        return sets
+    types = {"h264": (7, 8, *[6] * (codec.pix_fmt == "yuv444p")), "hevc": (32, 33, 34, 39),
+             "mpeg1video": (0xB3,), "mpeg2video": (0xB3, 0xB5),
+             "mpeg4": range(32, 48)}.get(codec.name, ())
     head, data, units, hevc = codec.extradata or b"", bytes(packet), [], codec.name == "hevc"
-    if head[:1] == b"\1":  # avcC, hvcC: in front of each unit stands its length
+    if types and head[:1] == b"\1":  # avcC, hvcC: in front of each unit stands its length
         size, view = head.ljust(22, b"\3")[21 if hevc else 4] % 4 + 1, memoryview(data)
         while view:
             end = size + int.from_bytes(view[:size], "big")
             units.append(bytes(view[size:end]))
             view = view[end:]
-    for unit in units or data.split(b"\0\0\1"):
+    for unit in units or (types and data.split(b"\0\0\1")):
         kind = unit and (unit[0] >> 1 & 63 if hevc else unit[0] & (31 if types[0] == 7 else 255))
-        if kind in types and (kind != 39 or unit[2:3] == b"\x2f"):
+        if kind in types and (kind not in (6, 39) or re.search(
+                rb"(?s)^\x4e.\x2f|x264 - core (?:\d\d|1[0-4]\d|150)\b", unit)):
             bits = f"{int.from_bytes(unit[1 + hevc : 5 + hevc], 'big'):032b}"
             kind = kind, bits[: 2 * bits.find("1") + 1]
             sets[kind] = sets.get(kind, False) or unit.rstrip(b"\0") not in head

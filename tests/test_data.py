@@ -37,8 +37,7 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("open", "a </answer> b"), "no tags"), (labelled("open", 4), "a text"),
     (labelled("list", ", ,"), "letter or a digit"),
     *[(labelled("open", "x") | {"evidence": e}, "list of windows") for e in (5, [5, 10])],
-    *[(labelled("mcq", "A", options), "not A, B, .. in order") for options in (
-        ["A. x", "C. y"], ["(B) x", "(A) y"])],
+    (labelled("mcq", "A", ["(B) x", "(A) y"]), "not A, B, .. in order"),
     (labelled("mcq", "A", [str(n) for n in range(27)]), "letters for 26")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
     path = write_rows(tmp_path / "tasks.jsonl", [labelled("open", "fine"), {**task, "id": "u"}])

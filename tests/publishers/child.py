@@ -632,9 +632,8 @@ def ask_r1(checkout):
     def ask(item):
         script, task = begin(item), item["task"]
         kind = "multiple choice" if task["options"] else "free-form"
-        run([{"problem": task["question"], "options": lettered(task["options"]),
-              "path": "./v.mp4", "problem_type": kind, "data_type": "video",
-              "solution": "<answer>B</answer>"}])
+        run([{"problem": task["question"], "options": lettered(task["options"]), "path": "./v.mp4",
+              "problem_type": kind, "data_type": "video", "solution": "<answer>B</answer>"}])
         return script.sent()
 
     run([])  # what the script imports is then there

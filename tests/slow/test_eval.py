@@ -120,8 +120,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
                         allow=False)
         assert refused.code == 2 and "judge_error" in refused.err
         (done.folder / "judge.jsonl").write_text(lines[0] + "\n")  # a disk that lost the other one
-        lost = world("--compare", done.folder, done.folder, out=done.folder.parent / "lost",
-                     drop=("--data", "--ckpt"))
+        lost = world("--compare", *[done.folder] * 2, out=both.folder, drop=("--data", "--ckpt"))
         assert lost.code == 2 and "judge.jsonl lacks 3 verdicts" in lost.err
 
 

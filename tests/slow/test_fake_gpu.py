@@ -109,7 +109,7 @@ RUNS = {"8B sft": ("sft", "8B", 8, 8, 0), "8B grpo": ("grpo", "8B", 8, 8, 0),
 FAULTS = {"sequence ends left on the host": "sft", "sequence ends in 64 bits": "sft",
           "no compute in bf16": "sft", "masters in the configuration's dtype": "sft",
           "rotary table left behind": "sft", "bias of banned ids on the host": "sft",
-          "tree of each token on the host": "grpo", "lists of blocks on the host": "grpo",
+          "trees on the host": "grpo", "blocks on the host": "grpo",
           "vision features in fp32": "grpo"}
 
 
@@ -558,10 +558,8 @@ def faults():
         "rotary table left behind": (checkpoint, "load_sharded", rotary_left),
         "bias of banned ids on the host": (
             model, "chunk_logprobs", lambda h, w, y, bias, t: chunk(h, w, y, bias.cpu(), t)),
-        "tree of each token on the host": (
-            model, "block_mask", lambda pack, device: masks(pack, host).to(device)),
-        "lists of blocks on the host": (
-            model, "block_mask", lambda pack, device: masks(pack, device).to(host)),
+        "trees on the host": (model, "block_mask", lambda p, device: masks(p, host).to(device)),
+        "blocks on the host": (model, "block_mask", lambda p, device: masks(p, device).to(host)),
         "vision features in fp32": (model.Policy, "embed", uncast)}
 
 

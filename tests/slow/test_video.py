@@ -123,6 +123,13 @@ def test_frames_that_renew_a_part_are_no_key_frames(tmp_path, ffmpeg, params, ke
     assert len(video.FrameCache(0).table(str(path)).keys) == keys
 
 
+def test_444_of_an_old_x264_is_decoded_in_a_row(tmp_path, ffmpeg):
+    ffmpeg(*"-f lavfi -i testsrc2=d=4 -pix_fmt yuv444p -g 25".split(), path := tmp_path / "v.mp4")
+    for build, keys in ((b"151", 4), (b"150", 1)):
+        path.write_bytes(re.sub(rb"(?<=x264 - core )\d+", build, path.read_bytes()))
+        assert len(video.FrameCache(0).table(str(path)).keys) == keys
+
+
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "ts", "flv"])
 def test_times_of_a_varying_rate_are_those_of_ffmpeg(tmp_path, ffmpeg, ending):
     times = (700 + np.cumsum(np.random.default_rng(0).integers(4, 900, 30))).tolist()
