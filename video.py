@@ -522,9 +522,8 @@ def _open(path):
                 # A seek does not reliably bring a second header again.
                 begin = (packet.is_keyframe and changed <= sets.keys() - {"header"} and not (
                     codec.name in ("h264", "hevc") and re.search(RECOVERY, bytes(packet))))
-                if codec.name == "mpeg4":  # a joined clip may flag all; two bits tell what it is
-                    _, _, picture = bytes(packet).partition(b"\0\0\1\xb6")
-                    begin = begin and picture[:1] < b"\x40"  # 00: intra
+                if begin and codec.name == "mpeg4":  # a joined clip may flag all; 00: intra
+                    begin = bytes(packet).partition(b"\0\0\1\xb6")[2][:1] < b"\x40"  # two bits
                 packets.append((pts, pts if packet.dts is None else packet.dts, packet.pos or 0,
                                 packet.duration or 0, packet.is_keyframe, packet.is_discard, begin))
     if not early:
@@ -583,16 +582,17 @@ def _parameter_sets(codec, packet):
     """
     sets = {"header": True} if packet.has_sidedata("new_extradata") else {}
     types = {"h264": (7, 8, *[6] * (codec.pix_fmt == "yuv444p")), "hevc": (32, 33, 34, 39),
-             "mpeg1video": (0xB3,), "mpeg2video": (0xB3, 0xB5),
-             "mpeg4": range(32, 48)}.get(codec.name, ())
+             "mpeg4": range(32, 48), "mpeg1video": (179,), "mpeg2video": (179, 181)}.get(codec.name)
+    if types is None:
+        return sets
     head, data, units, hevc = codec.extradata or b"", bytes(packet), [], codec.name == "hevc"
-    if types and head[:1] == b"\1":  # avcC, hvcC: in front of each unit stands its length
+    if head[:1] == b"\1":  # avcC, hvcC: in front of each unit stands its length
         size, view = head.ljust(22, b"\3")[21 if hevc else 4] % 4 + 1, memoryview(data)
         while view:
             end = size + int.from_bytes(view[:size], "big")
             units.append(bytes(view[size:end]))
             view = view[end:]
-    for unit in units or (types and data.split(b"\0\0\1")):
+    for unit in units or data.split(b"\0\0\1"):
         kind = unit and (unit[0] >> 1 & 63 if hevc else unit[0] & (31 if types[0] == 7 else 255))
         if kind in types and (kind not in (6, 39) or re.search(
                 rb"(?s)^\x4e.\x2f|x264 - core (?:\d\d|1[0-4]\d|150)\b", unit)):

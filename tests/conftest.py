@@ -218,5 +218,3 @@ def toy(toy_as_made, tmp_path_factory):
     weights["model.language_model.embed_tokens.weight"] *= 0.02 * 128**0.5
     save_file(weights, path, metadata={"format": "pt"})
     return folder
-
-

@@ -162,5 +162,3 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(train, drawn_rewards, script):
     straight = train(script, *flags, *both, out="straight")
     assert not equal(adapters(train(script, *flags, *first, out="halves")), adapters(straight))
     assert equal(adapters(train(script, *flags, *both, out="halves")), adapters(straight))
-
-

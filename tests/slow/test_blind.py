@@ -96,5 +96,3 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
     # in the paper's layout
     table = run_script("eval.py", "--table", tmp_path / "out")
     assert table.returncode == 0 and "text alone" in table.stdout, table.stderr
-
-

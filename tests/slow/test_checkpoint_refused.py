@@ -151,8 +151,6 @@ CONFIGS = {
     "empty": (emptied, "no config.json")}
 
 
-
-
 def sharded(folder):
     """As large checkpoints are stored -> names of its files."""
     weights = load_file(folder / "model.safetensors")
@@ -215,10 +213,10 @@ def test_a_tokenizer_whose_template_is_another_one_is_told(ckpt, capsys):
 FILES = {
     "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
     "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
+    "twice": (lambda f: shutil.copy(f / "model.safetensors", f / "b.safetensors"), "is in b.safet"),
     "two downloads": (stale, "not in its index"), "gguf": (gguf, "no .safetensors file"),
     "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
-    "another size": (lambda f: change(f, "config.json", "text_config", intermediate_size=128),
-                     "has shape"),
+    "wide": (lambda f: change(f, "config.json", "text_config", intermediate_size=128), "has shape"),
     "shallower": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=1),
                   "is stored, but config.json describes a model without"),
     "another head": (lambda f: head(f, 1.5), "ties lm_head.weight to model.language_model.embed"),

@@ -126,5 +126,3 @@ def test_a_sample_that_is_cancelled_gives_up_its_request(codec, finished):
 
     assert asyncio.run(pumped(engine, work)) == (True, "red", "red")
     assert (("abort", "0/t/0/0") in engine.log) != finished and engine.waiting == []
-
-

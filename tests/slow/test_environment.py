@@ -63,5 +63,3 @@ def test_a_lock_file_fits_its_requirements(tmp_path, name):
     if solved.get("torch") == "2.13.0+cpu":
         del solved["torch"]
     assert solved.items() <= locked(f"{name}.txt").items()
-
-

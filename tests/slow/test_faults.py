@@ -277,5 +277,3 @@ def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
     assert all(m["gap_max"] < 1e-3 for m in rows)
     assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6
     assert runs.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
-
-

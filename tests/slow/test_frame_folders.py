@@ -38,8 +38,6 @@ def test_a_film_and_the_folder_of_its_frames_give_the_same(tmp_path, ffmpeg, nam
         assert np.array_equal(one.images, other.images)
 
 
-
-
 def test_an_image_that_is_away_for_a_moment_moves_no_other(tmp_path):
     for n in range(8):
         Image.new("RGB", (32, 32), (30 * n,) * 3).save(tmp_path / f"{n}.png")
