@@ -45,7 +45,7 @@ import rollout
 from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, run, shuffle_options
 from plumbing import arguments, data, hub, runs
-from plumbing.judge import add_judge_arguments, open_judge
+from plumbing.judge import add_judge_arguments, open_judge, rewrite_files
 from plumbing.subtitles import subtitle_files
 
 # ------------------------------------------------------------------------------------------------
@@ -291,11 +291,12 @@ def evaluate(args):
     for suite in written:
         results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
         results.write_json(meta, suite.out, "args.json")
+    name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
     if needed:
-        name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
         # This rank's tasks of every job.
         rank_jobs = [(*job[:3], [job[3][i] for i in part]) for job, part in zip(jobs, shares[rank])]
         run_jobs(rank_jobs, engine, codec, protocol, args, name, quiet=rank > 0 or args.quiet)
+    rewrite_files(os.path.join(suite.out, name) for suite in suites)
     faulthandler.cancel_dump_traceback_later()  # no more resets: waiting and grading take long
     if world > 1:
         launch.any_rank(False)  # a barrier: all records are written

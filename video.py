@@ -51,9 +51,9 @@ FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,
 # by columns: its type, its length, a number of frames above 0. Messages of two other types may
 # precede in its unit, each as long as its second byte says; escapes may make them longer.
 SEI = b"|".join(rb"[\0\1]\x%02x(?:(?!\0\0[\0\1]).){%d,%d}?" % (n, n, n + 2) for n in range(1, 64))
-RECOVERY = rb"(?s)\0\0(?:\x01|\0.)(?:\x06|\x4e\x01)(?:%b){0,3}\x06[\x01-\x0f][\0-\x7f]" % SEI
+RECOVERY = rb"(?s)\0\0(?:\x01|..)(?:\x06|\x4e\x01)(?:%b){0,3}\x06[\x01-\x0f][\0-\x7f]" % SEI
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 15  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 16  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -644,11 +644,12 @@ def _jump(path, pts, dts, flags, max_gap):
     """Path, packets' times in seconds, key flags [P] -> seconds to a jump of the clock, or None.
 
     A jump back: a key frame is earlier than frames before, by both times, because Matroska states
-    no dts and some files call all frames key frames. A jump ahead: by more than max_gap, or if
-    files were joined by 10 s. The bounds are ffmpeg's, which mends such a clock.
+    no dts and some files call all frames key frames; of MPEG-TS and -PS any frame, as of joined
+    recordings. A jump ahead: by more than max_gap, or if files were joined by 10 s. The bounds are
+    ffmpeg's, which mends such a clock.
     """
     back = [np.maximum.accumulate(times)[:-1] - times[1:] for times in (pts, dts)]  # [P - 1]
-    jumps, steps = (flags[1:] > 0) & (np.minimum(*back) > 0.1), np.diff(dts)
+    jumps, steps = ((flags[1:] > 0) | (max_gap == 10)) & (np.minimum(*back) > 0.1), np.diff(dts)
     jumps |= steps > (10 if (steps > 10).any() and _holds(path, MATROSKA) else max_gap)
     return dts[jumps.argmax()] - dts[0] if jumps.any() else None
 

@@ -54,11 +54,10 @@ class Split:
 
 def splits():
     """name -> Split, in the order of the tables' columns."""
-    videomme = Split(
-        hub="lmms-lab/Video-MME", items=2700, read=videomme_tasks,
-        rows=("videomme/test-*", "test-*", "test"),
-        columns=("question_id", "videoID", "question", "options", "answer"),
-        videos=("data", "videos", ""), subtitles=("subtitle", "subtitles"))
+    videomme = Split(hub="lmms-lab/Video-MME", items=2700, read=videomme_tasks,
+                     rows=("videomme/test-*", "test-*", "test"), videos=("data", "videos", ""),
+                     columns=("question_id", "videoID", "question", "options", "answer"),
+                     subtitles=("subtitle", "subtitles"))
     cgbench = Split(
         hub="CG-Bench/CG-Bench", items=3000, read=cgbench_tasks,
         rows=("cgbench_mini", "cg-bench-mini/train-*", "train-*"),

@@ -52,8 +52,9 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
 
 def read_records(out, digest=None):
     """
-    Finished records of a folder -> {item: record}. A torn last line is dropped. If an item was
-    asked again after an error that may pass, the error is dropped.
+    Finished records of a folder -> {item: record}. A torn last line is dropped, and one in which a
+    disk lost bytes, which come back as zeros. If an item was asked again after an error that may
+    pass, the error is dropped.
 
     Raises UserError if records are of other settings than `digest`, or of two settings.
     """
@@ -62,6 +63,8 @@ def read_records(out, digest=None):
         lines = launch.read_file(path := os.path.join(out, name)).split(b"\n")
         # A whole line ends in a newline, so the last piece is empty or torn.
         for number, line in enumerate(lines[:-1], 1):
+            if b"\0" in line:
+                continue
             try:
                 row = launch.parse_json(line)
                 item = row["task"]["id"], row["budget"], scores.mode_of(row), row["sample"]
@@ -316,7 +319,11 @@ def finish(out, bench_dirs, args, policy, parts=None):
     if parts:
         print(f"{out} holds more tasks than these: its summary stays as it is")
     print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"), "acc": acc}))
-    if refused:  # last, so that the table and the summary are there: exit code 2
+    # Last, so that the table and the summary are there.
+    if (away := [text for text in errors if launch.MACHINE in text]) and not args.allow_errors:
+        raise launch.RunError(f"{sum(map(errors.get, away))} items failed through the machine; the "
+                              f"same command asks them again: {away[0][:300]}")
+    if refused:
         head = "no headline above 1% failed items (--allow-errors prints it): "
         for message, count in errors.most_common(1):
             refused.append(f"the most frequent error, {count} times: {message[:300]}")

@@ -305,8 +305,7 @@ def pool_seeds(name, runs):
             row["headline"] = row["interval"] = None  # refused in one run
         run_costs = [r.get("cost") for r in rows]
         if None not in run_costs:
-            row["cost"] = {key: costs.mean_or_none([cost[key] for cost in run_costs])
-                           for key in run_costs[0]}
+            row["cost"] = {k: costs.mean_or_none([c[k] for c in run_costs]) for k in run_costs[0]}
         # On the items that all have, so that the runs differ by their seeds alone.
         row["seeds"] = [bootstrap([run[item] for item in records], cell[0], draws=1)[0]
                         for run in run_records]

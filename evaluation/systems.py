@@ -446,11 +446,10 @@ def paravt_protocol(texts, args):
     schema_in_text = not default_text and "{tool_schema}" in texts[0]
     schema = partial(crop_schema, frames=frames, path=schema_in_text)
     system = None if default_text else texts[0].replace("{tool_schema}", json.dumps(schema()[0]))
-    return Protocol(
-        opening=partial(paravt_opening, system=system, stamp=stamp, path=schema_in_text),
-        answer=partial(frames_reply, stamp=stamp) if schema_in_text and frames else partial(
-            trained_reply, stamp=stamp),
-        schema=None if schema_in_text else schema)
+    opening = partial(paravt_opening, system=system, stamp=stamp, path=schema_in_text)
+    reply = frames_reply if schema_in_text and frames else trained_reply
+    return Protocol(opening=opening, answer=partial(reply, stamp=stamp),
+                    schema=None if schema_in_text else schema)
 
 
 def paravt_opening(task, num_frames, agent, subtitles, duration, system, stamp, path, user=None):
@@ -576,11 +575,10 @@ async def videozoomer_reply(records, calls, episode, sampler, turn):
     else:
         record["summary"] = "The frames of the segment:"
         head = "<tool_response>\nThe frames of the segment:\n"
-        content = [
-            {"type": "text", "text": head, "trusted": True},
-            add_video(reply, spec, frames, "frame"),
-            {"type": "text", "text": "\n</tool_response>", "trusted": True},
-            {"type": "text", "text": "\nGo on thinking, then zoom again or answer."}]
+        content = [{"type": "text", "text": head, "trusted": True},
+                   add_video(reply, spec, frames, "frame"),
+                   {"type": "text", "text": "\n</tool_response>", "trusted": True},
+                   {"type": "text", "text": "\nGo on thinking, then zoom again or answer."}]
     if turn == sampler.agent.max_turns - 1:
         content.append({"type": "text", "text": " Do not zoom again: answer now."})
     reply.messages.append({"role": "user", "content": content})

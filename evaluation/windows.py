@@ -99,8 +99,7 @@ def window_stats(records, mean):
     # Mean over the thresholds 0.1 to 0.5.
     columns["rec@iou"] = [(record, sum(iou > n / 10 for n in range(1, 6)) / 5)
                           for record, iou in columns["miou"]]
-    columns["acc@iou"] = [(record, share * (item_score(record) == 1))
-                          for record, share in columns["rec@iou"]]
+    columns["acc@iou"] = [(r, share * (item_score(r) == 1)) for r, share in columns["rec@iou"]]
     placed = [(r, random_scores(spans, r["task"]["evidence"], r["timing"]["video_s"],
                                 seed=str(r["task"]["id"])))
               for r, spans, _ in scored if r["timing"].get("video_s")]

@@ -71,6 +71,13 @@ def append_row(path, row):
         raise launch.RunError(f"{path}: {launch.why(error)}; the same command goes on") from None
 
 
+def rewrite_files(paths):
+    """Writes finished JSONL anew. A disk that was full for a while may have taken rows into memory
+    alone, where they are read as if they were on it."""
+    for path in filter(launch.is_file, paths):
+        launch.write_atomic(path, launch.read_file(path))
+
+
 class Judge(Client):
     """A chat endpoint that decides open answers while rollouts go on. Equal texts are asked about
     once, and verdicts are kept in a file for a run that goes on."""
@@ -92,10 +99,6 @@ class Judge(Client):
         for texts, verdict in read_verdicts(path, self.model).items():
             self.known[texts] = Future()
             self.known[texts].set_result(verdict)
-        with contextlib.suppress(FileNotFoundError):
-            if launch.read_file(path or "")[-1:] not in (b"", b"\n"):
-                with open(path, "ab") as f:
-                    f.write(b"\n")  # else the next line would become a part of the torn one
 
     def ask(self, question, gold, answer):
         """-> (Future of True, False, or None after a failure; whether these texts were asked about

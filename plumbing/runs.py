@@ -107,15 +107,13 @@ def content_digest(ckpt):
 
 def digest_of(files, names=True):
     """Digest of the bytes of files [(folder, name)], and of their names unless names is False. The
-    folder does not count, so that data may move."""
+    folder does not count, so that data may move. OSError: a file is gone that was there before."""
     digests = []
     for folder, name in sorted(set(files)):
-        path, digest = os.path.join(folder, name), None  # of a missing file
+        path = os.path.join(folder, name)
         if os.path.exists(path) and not os.path.isfile(path):  # read a second time, a pipe is empty
             raise launch.UserError(f"{path}: is not a regular file")
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            digest = hashlib.sha256(launch.read_file(path)).hexdigest()
-        digests.append((name, digest))
+        digests.append((name, hashlib.sha256(launch.read_file(path)).hexdigest()))
     digests = digests if names else sorted(str([digest]) for _, digest in digests)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 

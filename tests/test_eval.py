@@ -100,6 +100,24 @@ def test_errors_stay_in_the_denominator(world, tmp_path, monkeypatch):
                       "failing": (0.0, "engine_error"), "letter": (1.0, "ok"), "span": (0.5, "ok")}
 
 
+def test_records_that_a_disk_lost_are_asked_again(world, tmp_path, monkeypatch):
+    """A disk that was full for a while gives zeros, or tells so when the records are rewritten."""
+    done, real = world(), evaluation.launch.write_atomic
+    path, summary = (done.folder / name for name in ("records.rank0.jsonl", "summary.json"))
+    path.write_bytes(b"\0" * 9 + path.read_bytes()[9:])
+    summary.unlink()
+    with monkeypatch.context() as disk:
+        disk.setattr(evaluation.launch, "write_atomic", lambda name, content: real(
+            tmp_path / "gone" / "x" if name == str(path) else name, content))
+        full = world()
+    assert full.code == 1 and "gone/x: No such" in full.err and not summary.exists()
+    (again,) = world().results
+    assert (again["n"], again["acc"]) == (6, done.results[0]["acc"])
+    monkeypatch.setattr(evaluation.launch, "MACHINE", "none.mp4")  # the text of its error
+    away = world(allow=False)
+    assert away.code == 1 and "1 items failed through the machine" in away.err
+
+
 def test_no_answer_and_cut_off_are_counted_apart_from_errors(world):
     said = {"silent": "hm\n</think>\n", "torn": "I think that the answer",
             "letter": "x\n</think>\nneither"}

@@ -96,10 +96,9 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         assert sorted(e.notes["judge_cached"] for e in group) == [False] * 2 + [True] * 7
         (again,) = pay(one, said("scarlet"))  # the next step
         assert again["judge"] is True and len(server.asked) == 2
-        # A kill in the middle of a line: what was read stays, and the next line is whole.
         file = tmp_path / "judge.jsonl"
         lines = file.read_bytes().splitlines(keepends=True)
-        file.write_bytes(lines[0] + b"[]\n\xff\n" + lines[1][:-9])
+        file.write_bytes(lines[0] + b"[]\n\xff\n" + lines[1][:-9] + b"\n")  # lines torn or foreign
         kept, two = json.loads(lines[0])["answer"], judge(server)
         pay(two, said(kept))
         assert len(server.asked) == 2

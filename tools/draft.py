@@ -171,7 +171,8 @@ def main():
     source = video.VideoSource(root, cache, 1024, args.max_pixels)
     done, failed = {row["id"] for row in rows}, []
     # A kill between the two appends below leaves a task without its draft.
-    kept = launch.read_file(args.out).decode() if launch.is_file(args.out) else ""
+    kept = launch.is_file(args.out) and launch.read_jsonl(args.out, ("id",), faults=["torn lines"])
+    kept = {row["id"] for row in kept or ()}
 
     def work(number):
         try:
@@ -179,7 +180,7 @@ def main():
         except (video.VideoError, Unanswered) as error:
             failed.append(str(error))
             return
-        if not row["left_out"] and json.dumps(row["id"]) not in kept:
+        if not row["left_out"] and row["id"] not in kept:
             judge.append_row(args.out, row["task"])
         rows.append({**row, "settings": settings})
         judge.append_row(drafts, {**row, "settings": settings})
@@ -189,6 +190,10 @@ def main():
     with ThreadPoolExecutor(args.workers) as pool:
         list(tqdm(pool.map(work, todo), "drafts", len(todo), disable=None))
     engine.close()
+    # A disk that is full or detached for a while may have lost rows, in memory or beneath a mount.
+    if rows and launch.read_file(drafts).count(b"\n") < len(rows):
+        raise launch.RunError(f"{drafts} lost rows: is the disk there? The same command goes on")
+    judge.rewrite_files([drafts, args.out])
     write_page(f"{stem}.html", root, rows)
     counts = Counter(row["left_out"] for row in rows)
     print(f"{len(rows)} drafts, {counts.pop(None, 0)} kept -> {args.out}; to correct: {stem}.html")

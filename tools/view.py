@@ -93,8 +93,7 @@ def load_source(path, name, troubles):
     rows = [row for file in record_files(path) for row in read_objects(file, troubles)]
     stage = "sft" if any("trained_tokens" in row for row in log) else "grpo"
     return {"kind": "run" if log else "eval", "stage": stage, "name": name, "args": args,
-            "log": log, "rows": rows, "tables": tables,
-            "root": args.get("video_root") or root}
+            "log": log, "rows": rows, "tables": tables, "root": args.get("video_root") or root}
 
 
 def load_sources(paths, names, troubles):

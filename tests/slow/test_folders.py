@@ -225,36 +225,6 @@ def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------------------------
-# A folder that another run writes to
-
-
-def test_runs_that_come_and_go_never_hold_a_folder_together(tmp_path):
-    """The file stays at the end of a run, and the next one locks the same file."""
-    script = f"""
-import os, launch
-launch.time.sleep = print
-turns = 0
-while turns < 60:
-    try:
-        launch.lock({str(tmp_path)!r})
-    except launch.UserError:
-        continue
-    # Fails if another run is inside.
-    inside = os.open({str(tmp_path / "inside")!r}, os.O_CREAT | os.O_EXCL)
-    os.close(inside)
-    os.remove({str(tmp_path / 'inside')!r})
-    launch.unlock()
-    turns += 1
-"""
-    running = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE,
-                                stdout=subprocess.DEVNULL, text=True) for _ in range(3)]
-    for process in running:
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
-    assert os.listdir(tmp_path) == [".lock"]
-
-
-# ------------------------------------------------------------------------------------------------
 # Filesystems that lack links, modes, or the fsync of a folder
 
 

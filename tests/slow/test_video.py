@@ -506,20 +506,19 @@ def test_an_avi_whose_index_lacks_frames_is_read_as_in_a_row(tmp_path, codec, pi
     assert_looks_as_in_a_row(path, 60)
 
 
-def test_a_clock_that_leaps_for_days_is_refused(tmp_path, ffmpeg):
-    ffmpeg(*"-f lavfi -i testsrc2=s=96x64:d=4 -c:v flv1 -bsf:v".split(),
-           "setts=ts='if(gt(TS*TB,2),TS+144000/TB,TS)'", tmp_path / "v.flv")
-    with pytest.raises(video.VideoError, match="clock jumps"):
-        video.FrameCache(0).index(tmp_path / "v.flv")
-
-
-def test_fragments_joined_out_of_order_are_refused(tmp_path, film, ffmpeg):
+def test_a_clock_that_leaps_for_days_or_steps_back_is_refused(tmp_path, film, ffmpeg, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    leaps = "-c:v flv1 -bsf:v setts=ts='if(gt(TS*TB,2),TS+144000/TB,TS)'"
+    for coder in (f"{leaps} v.flv", "-c:v mpeg2video -g 200 -sc_threshold 1000000000 v.ts"):
+        ffmpeg(*f"-f lavfi -i testsrc2=s=96x64:d=4 {coder}".split())
+    part = len(data := Path("v.ts").read_bytes()) // 564 * 188
+    Path("v.ts").write_bytes(data[: 2 * part] + data[part:])  # what is there twice has no key frame
     ffmpeg("-i", film("long"), *"-c copy -f dash -seg_duration 1 -init_seg_name 0.mp4".split(),
-           "-media_seg_name", "$Number$.mp4", tmp_path / "x.mpd")
-    parts = [(tmp_path / f"{n}.mp4").read_bytes() for n in (0, 1, 3, 2)]
-    (tmp_path / "v.mp4").write_bytes(b"".join(parts))
-    with pytest.raises(video.VideoError, match="clock jumps"):
-        video.FrameCache(0).index(tmp_path / "v.mp4")
+           "-media_seg_name", "$Number$.mp4", "x.mpd")
+    joined("v.mp4", "0.mp4", "1.mp4", "3.mp4", "2.mp4")
+    for name in ("v.flv", "v.ts", "v.mp4"):
+        with pytest.raises(video.VideoError, match="clock jumps"):
+            video.FrameCache(0).index(name)
 
 
 @pytest.mark.parametrize("part", [False, True])  # a network disk may just give a part of a file
