@@ -496,7 +496,7 @@ def _open(path):
     They include key frames that an edit list hides; starts do not. Raises VideoError.
     """
     # changed: kinds. sound: its end in seconds, on a clock that may begin below 0; NaN: no sound
-    early, packets, changed, sound = [], [], set(), math.nan
+    early, packets, changed, sound, dts = [], [], set(), math.nan, None
     with _stream(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         codec = stream.codec_context
@@ -524,8 +524,10 @@ def _open(path):
                     codec.name in ("h264", "hevc") and re.search(RECOVERY, bytes(packet))))
                 if begin and codec.name == "mpeg4":  # a joined clip may flag all; 00: intra
                     begin = bytes(packet).partition(b"\0\0\1\xb6")[2][:1] < b"\x40"  # two bits
-                packets.append((pts, pts if packet.dts is None else packet.dts, packet.pos or 0,
-                                packet.duration or 0, packet.is_keyframe, packet.is_discard, begin))
+                # Some muxers of MPEG-TS state none: then that of the packet before.
+                dts = (dts, pts)[dts is None or max_gap > 10] if packet.dts is None else packet.dts
+                packets.append((pts, dts, packet.pos or 0, packet.duration or 0, packet.is_keyframe,
+                                packet.is_discard, begin))
     if not early:
         raise VideoError(path, "PyAV: holds no video frames")
     untimed = [n for n, (pts, *_) in enumerate(packets) if pts is None]
@@ -565,8 +567,7 @@ def _open(path):
     else:
         starts, end = ticks, ticks[-1] + lengths[displayed][pts[displayed].argmax()]
     end, sound = (end - starts[0]) * unit, round(float(sound - starts[0] * unit), 1)
-    starts = np.round((starts - starts[0]) * unit, 4)
-    duration = _duration(starts, end)
+    duration = _duration(starts := np.round((starts - starts[0]) * unit, 4), end)
     height, width = _upright(path, early[0]).shape[:2]  # the header may lie
     # The last picture stays while the sound goes on, whose end containers round differently.
     return starts, (duration, sound)[sound > duration + 0.1], height, width, ticks, keys

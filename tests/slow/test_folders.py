@@ -152,7 +152,7 @@ def test_the_lock_ends_with_its_run_and_not_with_the_children(holder, tmp_path):
 
 
 @pytest.mark.parametrize("script, out, words", [
-    (grpo, "log.jsonl", "--data log.jsonl --out ."),
+    (grpo, "rollouts/r.jsonl", "--data rollouts/r.jsonl --out ."),
     (grpo, "log.jsonl", "--data other.jsonl --val log.jsonl --out ."),
     (sft, "log.jsonl", "--data log.jsonl --out ."),
     (evaluation, "tasks.jsonl", "--data tasks.jsonl --out . --frames 2"),
@@ -163,6 +163,7 @@ def test_the_lock_ends_with_its_run_and_not_with_the_children(holder, tmp_path):
 def test_no_script_replaces_a_file_that_it_reads(
         start, toy, tmp_path, monkeypatch, script, out, words):
     monkeypatch.setattr(rollout, "make_engine", make_engine)
+    (tmp_path / "rollouts").mkdir()
     for name in {out, "other.jsonl"}:
         shutil.copy(toy / ("sft.jsonl" if script is sft else "eval.jsonl"), tmp_path / name)
     (tmp_path / "alias.jsonl").symlink_to(tmp_path / "tasks.jsonl")
@@ -255,11 +256,3 @@ def test_weights_that_a_network_disk_loses_until_close_are_not_saved(tmp_path, m
     with pytest.raises(OSError, match=r"error: '.*model\.safetensors'"):
         checkpoint.save_whole({}, tmp_path, {"weight": torch.zeros(2, 2)})
     assert not list(tmp_path.iterdir())
-
-
-def test_rollouts_of_a_run_are_not_deleted_by_an_update_from_them(toy, tmp_path):
-    record = tmp_path / "run" / "rollouts" / "step_000000.rank0.jsonl"
-    record.parent.mkdir(parents=True)
-    record.write_text("{}")
-    with pytest.raises(launch.UserError, match="rank0.jsonl would be replaced, but it is an input"):
-        runs.claim_run(str(tmp_path / "run"), [str(record)])

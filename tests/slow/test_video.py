@@ -521,6 +521,13 @@ def test_a_clock_that_leaps_for_days_or_steps_back_is_refused(tmp_path, film, ff
             video.FrameCache(0).index(name)
 
 
+def test_a_transport_stream_that_states_no_times_of_decoding(tmp_path, ffmpeg):
+    path = Path(write(tmp_path / "v.ts", 60, x264_params="bframes=5:b-adapt=0:keyint=30"))
+    path.write_bytes(re.sub(rb"(?s)(\0\0\x01\xe0...)\xc0(.)1(.{4})\x11.{4}",
+                            b"\\1\x80\\2!\\3" + b"\xff" * 5, path.read_bytes()))
+    assert_as_shown_by(ffmpeg, path)
+
+
 @pytest.mark.parametrize("part", [False, True])  # a network disk may just give a part of a file
 @pytest.mark.parametrize("name, codec", [("v.avi", "mjpeg"), ("v.flv", "libx264"),
                                          ("v.mpg", "mpeg2video"), ("v.wmv", "wmv2")])
