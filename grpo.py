@@ -534,10 +534,9 @@ def gap_tolerance(dtype=None):
 def check_gap(step, gap, tolerance):
     """Raises RunError, on all ranks alike, if engine and trainer are not the same policy."""
     if gap is not None and not gap <= tolerance:  # NaN fails this comparison too
-        raise launch.RunError(
-            f"step {step}: mean |log-prob gap| between engine and trainer is {gap:.3f} nats, "
-            f"tolerance {tolerance}: the engine samples from other weights or other inputs, or "
-            "at another --temperature")
+        raise launch.RunError(f"step {step}: mean |log-prob gap| between engine and trainer is "
+                              f"{gap:.3f} nats, tolerance {tolerance}: the engine samples from "
+                              "other weights or other inputs, or at another --temperature")
 
 
 def reward_config(args):

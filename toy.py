@@ -320,9 +320,8 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     core = Tokenizer(models.BPE())
     # Whole numbers and whole time stamps stay in one piece; a word keeps the space before it.
     split = Regex(r"<\d+\.\d seconds>| ?[A-Za-z_]+|\d+|[^\sA-Za-z0-9<]+|\s|<")
-    core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(split, "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"), level])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(corpus, trainers.BpeTrainer(
         vocab_size=512 + 2 * seconds, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

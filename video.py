@@ -42,18 +42,13 @@ import numpy as np  # av and PIL are imported in the functions that decode; samp
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import launch
-from plumbing import arguments, caches
+from plumbing import arguments, bitstream, caches
 
 # Formats of a single file whose frames have times. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
-# H.264's, HEVC's message that only later frames are whole, as of a stream that renews its picture
-# by columns: its type, its length, a number of frames above 0. Messages of two other types may
-# precede in its unit, each as long as its second byte says; escapes may make them longer.
-SEI = b"|".join(rb"[\0\1]\x%02x(?:(?!\0\0[\0\1]).){%d,%d}?" % (n, n, n + 2) for n in range(1, 64))
-RECOVERY = rb"(?s)\0\0(?:\x01|..)(?:\x06|\x4e\x01)(?:%b){0,3}\x06[\x01-\x0f][\0-\x7f]" % SEI
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 16  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 17  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -515,13 +510,13 @@ def _open(path):
                 continue
             early += packet.decode() if len(early) < (8 if reorders else 1) else ()
             if packet.size:  # else: the flush at the end
-                sets = _parameter_sets(stream.codec_context, packet)
+                sets = bitstream.parameter_sets(stream.codec_context, packet)
                 changed |= {kind for kind, new in sets.items() if new}
                 pts = _pts_of(packet, reorders or changed)  # a joined clip may have B-frames
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
-                begin = (packet.is_keyframe and changed <= sets.keys() - {"header"} and not (
-                    codec.name in ("h264", "hevc") and re.search(RECOVERY, bytes(packet))))
+                begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
+                begin = begin and not bitstream.recovers_later(codec, packet)
                 if begin and codec.name == "mpeg4":  # a joined clip may flag all; 00: intra
                     begin = bytes(packet).partition(b"\0\0\1\xb6")[2][:1] < b"\x40"  # two bits
                 # Some muxers of MPEG-TS state none: then that of the packet before.
@@ -571,36 +566,6 @@ def _open(path):
     height, width = _upright(path, early[0]).shape[:2]  # the header may lie
     # The last picture stays while the sound goes on, whose end containers round differently.
     return starts, (duration, sound)[sound > duration + 0.1], height, width, ticks, keys
-
-
-def _parameter_sets(codec, packet):
-    """Packet -> {kind of parameter set that it brings: whether the file's header lacks its bytes}.
-
-    A decoder applies the ones that came last: NAL units of H.264 and HEVC, headers of sequences of
-    MPEG-1, -2 and -4, a second header (FLV, mp4). A kind is the type and the first number: as many
-    bits after a 1 as before. PPS have one. Two messages count: how HEVC's picture is turned (39),
-    and that x264 before build 151 wrote 4:4:4, which is decoded in another way (6).
-    """
-    sets = {"header": True} if packet.has_sidedata("new_extradata") else {}
-    types = {"h264": (7, 8, *[6] * (codec.pix_fmt == "yuv444p")), "hevc": (32, 33, 34, 39),
-             "mpeg4": range(32, 48), "mpeg1video": (179,), "mpeg2video": (179, 181)}.get(codec.name)
-    if types is None:
-        return sets
-    head, data, units, hevc = codec.extradata or b"", bytes(packet), [], codec.name == "hevc"
-    if head[:1] == b"\1":  # avcC, hvcC: in front of each unit stands its length
-        size, view = head.ljust(22, b"\3")[21 if hevc else 4] % 4 + 1, memoryview(data)
-        while view:
-            end = size + int.from_bytes(view[:size], "big")
-            units.append(bytes(view[size:end]))
-            view = view[end:]
-    for unit in units or data.split(b"\0\0\1"):
-        kind = unit and (unit[0] >> 1 & 63 if hevc else unit[0] & (31 if types[0] == 7 else 255))
-        if kind in types and (kind not in (6, 39) or re.search(
-                rb"(?s)^\x4e.\x2f|x264 - core (?:\d\d|1[0-4]\d|150)\b", unit)):
-            bits = f"{int.from_bytes(unit[1 + hevc : 5 + hevc], 'big'):032b}"
-            kind = kind, bits[: 2 * bits.find("1") + 1]
-            sets[kind] = sets.get(kind, False) or unit.rstrip(b"\0") not in head
-    return sets
 
 
 def _pts_of(item, reorders):
@@ -703,7 +668,8 @@ def _decode(container, stream, wanted, keys, drop):
         if packet.is_keyframe and not begun and not (keys == [tick, packet.pos or 0]).all(1).any():
             return
         begun = begun or packet.is_keyframe
-        drop = drop and not any(_parameter_sets(codec, packet).values())  # it may have more layers
+        # It may have more layers.
+        drop = drop and not any(bitstream.parameter_sets(codec, packet).values())
         codec.skip_frame = "NONREF" if drop and not useful else "DEFAULT"
         # Never a hidden frame. A decoder takes no dropped frame, a sample of 0 bytes.
         yield from packet.decode() if begun and (packet.size or tick is None) else ()

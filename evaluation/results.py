@@ -290,8 +290,7 @@ def finish(out, bench_dirs, args, policy, parts=None):
                else scores.refuse_headlines(results, refuse_empty=flags.get("engine") == "openai"))
     scores.add_crr(results)
     summary = {"checkpoint": policy}
-    if args.judge_model:
-        summary["judge_model"] = args.judge_model
+    summary |= {"judge_model": args.judge_model} if args.judge_model else {}
     names = ("protocol", "prompt_hash", "prompt_file", "texts_of", "served")
     summary |= {name: flags[name] for name in names if name in flags}  # "served": of endpoints
     departures = list(systems.all_systems()[flags["protocol"]].departures)
@@ -359,7 +358,7 @@ def table(words):
 
 def prepare_data(bench, root, path):
     """--prepare: the tasks of a benchmark as task JSONL. Raises UserError if `path` exists."""
-    if os.path.exists(path):  # it may be a file of the publisher
+    if launch.is_file(path, folders=True):  # it may be a file of the publisher
         raise launch.UserError(f"--prepare {path}: there is such a file already")
     tasks, notes = benchmarks.read_split(bench, root)
     # --data shows the subtitle files that tasks name.

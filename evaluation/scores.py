@@ -307,8 +307,7 @@ def pool_seeds(name, runs):
         if None not in run_costs:
             row["cost"] = {k: costs.mean_or_none([c[k] for c in run_costs]) for k in run_costs[0]}
         # On the items that all have, so that the runs differ by their seeds alone.
-        row["seeds"] = [bootstrap([run[item] for item in records], cell[0], draws=1)[0]
-                        for run in run_records]
+        row["seeds"] = [bootstrap([r[i] for i in records], cell[0], 1)[0] for r in run_records]
         results.append(row)
         pooled[cell] = records
     departures = [text for _, summary, _ in runs for text in summary.get("departures", [])]
@@ -683,8 +682,7 @@ def control_table(named, markdown=False):
     if markdown:
         return markdown_table(head, [[title], *rows])
     wide = [max(map(len, column)) for column in zip(head, *rows)]
-    return "\n".join([title, *("  ".join(map(str.ljust, row, wide)).rstrip()
-                               for row in [head, *rows])])
+    return "\n".join([title, *("  ".join(map(str.ljust, r, wide)).rstrip() for r in [head, *rows])])
 
 
 def markdown_table(head, rows, bold=(), notes=()):

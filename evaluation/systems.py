@@ -91,10 +91,9 @@ def all_systems():
               "stamps": False}
     zoomer = {**rounds, "max_turns": 4, **paced_overview(0.5, 64), "max_new_tokens": 4096,
               "temperature": 1.0, "min_pixels": 25088, "max_pixels": 100352}
-    qwen3 = {**single, **paced_overview(2.0, 512), "min_pixels": 3584,
-             "max_pixels": 401408, "total_pixels": 19267584, "max_new_tokens": 32768,
-             "temperature": 0.7, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.5,
-             "max_model_len": 98304}
+    qwen3 = {**single, **paced_overview(2.0, 512), "min_pixels": 3584, "max_pixels": 401408,
+             "total_pixels": 19267584, "max_new_tokens": 32768, "temperature": 0.7, "top_p": 0.8,
+             "top_k": 20, "presence_penalty": 1.5, "max_model_len": 98304}
     stamps = "each frame is an image after its time, theirs are one video"
     replies = "the answers to calls are in our words"
     greedy = "greedy here, theirs samples at temperature 0.1 with top-p 0.001"

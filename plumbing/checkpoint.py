@@ -353,7 +353,7 @@ def base_of(ckpt: str, check: bool = False) -> str:
     if config is None:
         return ckpt
     base = hub.fetch_ckpt(str(config.get("base_model_name_or_path")), config.get("revision"))
-    if not os.path.isdir(base):
+    if not launch.is_file(base, folders=True):
         raise launch.UserError(f"checkpoint {ckpt}: its base {base} is missing; write where the "
                                "base lies now into base_model_name_or_path of adapter_config.json")
     if check and config["base_digest"] != runs.content_digest(base):

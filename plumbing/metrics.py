@@ -44,8 +44,7 @@ def log_step(log, step, steps, episodes, stats, counts):
         judged = [row for row in rows if row["judge"] is not None]
         m |= {"judged": len(judged),
               "judge_failed": sum(row["judge"] == "fallback" for row in judged),
-              "judge_cached": sum(row["judge_cached"] for row in judged
-                                  if row["judge"] != "fallback")}
+              "judge_cached": sum(r["judge_cached"] for r in judged if r["judge"] != "fallback")}
     log.write(m, step_line(m, steps, log.eta(step + 1, steps)))
     warnings = {key: line for key, line in run_warnings(log.rows).items() if key not in log.warned}
     # Once per run, and one line per step: the first sign is the cause, others follow from it.
@@ -236,9 +235,12 @@ def log_held_out(log, step, rows):
         log.write({"step": step, "val": val},
                   f"step {step:04d} | held-out acc {number(val['acc'])} no tools "
                   f"{number(val['acc_without_tools'])}{failed}")
-    # An answer that token F1 scored, because the judge was away, cannot be compared either.
+    # An answer that token F1 scored, because the judge was away, cannot be compared either. Of most
+    # answers: no evaluation of that time is `best`, so the step makes the list unlike any other.
     comparable = {row["id"] for row in finished if row["tools"] and row["judge"] != "fallback"}
-    unread = sorted({row["id"] for row in rows} - comparable)
+    verdicts = [row["judge"] for row in finished if row["tools"] and row["judge"] is not None]
+    away = [f"judge at {step}"] * (verdicts.count("fallback") > len(verdicts) / 2)
+    unread = sorted({row["id"] for row in rows} - comparable) + away
     return math.nan if val["acc"] is None else val["acc"], unread
 
 

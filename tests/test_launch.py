@@ -74,14 +74,6 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path):
     assert os.listdir(tmp_path / "a" / "b") == []
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "args.json"
-    launch.write_atomic(str(path), "old")
-    with pytest.raises(UnicodeEncodeError):
-        launch.write_atomic(str(path), "half a character: \ud800")
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["args.json"]
-
-
 # ------------------------------------------------------------------------------------------------
 # Order of the data
 

@@ -180,6 +180,15 @@ def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
 # The log
 
 
+def test_an_evaluation_without_its_judge_is_never_the_best():
+    row = {"tools": True, "status": "ok", "K": 4, "acc": 1.0, "judge": "fallback", "type": "open"}
+    rows = [{**row, "id": str(n)} for n in range(3)]
+    (acc, last), (_, unread) = (metrics.log_held_out(None, step, rows) for step in (4, 8))
+    assert not metrics.is_best(acc, 0.5, unread, [], last)
+    rows[0]["judge"] = rows[1]["judge"] = True
+    assert metrics.log_held_out(None, 8, rows)[1] == ["2"]
+
+
 def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path, capsys):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1}\nnot json\n{}\n'

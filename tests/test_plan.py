@@ -50,11 +50,10 @@ def test_command_line_says_what_fits_and_each_flag_counts(start, flags, says):
     assert ("vLLM" in out) == (flags != ("--gpu-memory-utilization", 0))
 
 
-@pytest.mark.parametrize("flags, why", [(("/no/such",), "neither one of 2B"),
-                                        (("8B", "--gpus", "0"), "--gpus"),
-                                        (("8B", "--set", "dp_replicate=3"), "--gpus"),
-                                        (("8B", "--gpu-memory-utilization", "1"),
-                                         "--gpu-memory-utilization")])
+@pytest.mark.parametrize("flags, why", [
+    (("/no/such",), "neither one of 2B"), (("8B", "--gpus", "0"), "--gpus"),
+    (("8B", "--set", "dp_replicate=3"), "--gpus"),
+    (("8B", "--gpu-memory-utilization", "1"), "--gpu-memory-utilization")])
 def test_bad_input_is_one_line(start, flags, why):
     code, _, err = start(plan, *flags)
     assert code == 2 and why in err

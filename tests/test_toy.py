@@ -44,10 +44,9 @@ def test_one_seed_gives_one_world_to_the_byte(toy_as_made, tmp_path):
     assert a == b and len(a) == 48 + 5 + len(list((toy_as_made / "init").iterdir()))
 
 
-@pytest.mark.parametrize("flags, why", [(("--sft-videos", 0), "sft_videos"),
-                                        (("--eval-videos", -1), "eval_videos"),
-                                        (("--wrong", -0.5), "wrong"),
-                                        (("--out", "/proc/nothing"), "output folder")])
+@pytest.mark.parametrize("flags, why", [
+    (("--sft-videos", 0), "sft_videos"), (("--eval-videos", -1), "eval_videos"),
+    (("--wrong", -0.5), "wrong"), (("--out", "/proc/nothing"), "output folder")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, start, tmp_path):
     code, _, err = start(toy_world, "--out", tmp_path / "w", *flags)
     assert code == 2 and why in err and err.count("\n") == 1

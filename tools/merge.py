@@ -28,7 +28,7 @@ def main():
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     if checkpoint.adapter_config(ckpt) is None:
         raise launch.UserError(f"{args.ckpt} holds whole weights already")
-    if os.path.exists(args.out):
+    if launch.is_file(args.out, folders=True):
         raise launch.UserError(f"--out {args.out} exists")
     launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     with runs.atomic_folder(args.out) as folder:

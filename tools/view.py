@@ -38,7 +38,7 @@ from plumbing import arguments
 def read_objects(path, troubles):
     """JSONL, or a .json of one object -> list of dicts; [] if there is no such file. A line that is
     no JSON object, or no UTF-8, is counted in `troubles`, which names the first such line."""
-    if not os.path.exists(path) or not os.path.getsize(path):  # a run has just begun
+    if not launch.is_file(path) or not os.path.getsize(path):  # a run has just begun
         return []
     rows, faults = [], []
     try:

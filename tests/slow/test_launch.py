@@ -52,8 +52,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(number, ends):
     assert ("another Ctrl-C ends at once" in done.stderr) == ends
 
 
-@pytest.mark.parametrize("rank, saves", [({}, False), ({"RANK": "0"}, True)],
-                         ids=["alone", "torchrun"])
+@pytest.mark.parametrize("rank, saves", [({}, False), ({"RANK": "0"}, True)])  # torchrun's
 def test_nohup_shields_a_process_alone_and_not_the_ranks_of_a_torchrun_that_ends(rank, saves):
     """torchrun ends at SIGHUP also under nohup, and passes it on."""
     script = ("import launch, os, signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"

@@ -299,8 +299,8 @@ def test_image_ids_equal_the_processors(codecs, data):
 
 @pytest.mark.parametrize("first", [
     "<think>look</think>\n<answer>B</answer>", "<think>\nlook\n</think>\n\n<answer>B</answer>",
-    "<answer>B</answer>", "<think>\n\nlook",
-    "look</think>B", "\n<think>look</think>B", LOOK, RIGHT])
+    "<answer>B</answer>", "<think>\n\nlook", "look</think>B", "\n<think>look</think>B", LOOK,
+    RIGHT])
 def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, source, first):
     """Cold start and RL see one form: the forced `<think>` `\\n` as ids of its own, never twice,
     then the rest as sampled."""
