@@ -59,8 +59,8 @@ def run_main(main):
         main()
     except (Exception, KeyboardInterrupt) as e:
         # Of a file that cannot be written. Any other OSError is a fault of ours.
-        named = "ENOSPC EDQUOT EROFS EACCES EIO ENOENT EPERM EFBIG ENAMETOOLONG ESTALE".split()
-        if isinstance(e, OSError) and errno.errorcode.get(e.errno) in named:
+        named = "ENOSPC EDQUOT EROFS EACCES EIO ENOENT EPERM EFBIG ENAMETOOLONG ESTALE ENOTCONN"
+        if isinstance(e, OSError) and errno.errorcode.get(e.errno) in named.split():
             e = RunError(f"{e.filename or 'a file'}: {why(e)}")
         expected = isinstance(e, (UserError, RunError, KeyboardInterrupt))
         code = 2 if isinstance(e, UserError) else 130 if isinstance(e, KeyboardInterrupt) else 1

@@ -904,9 +904,12 @@ def main():
                 break
     write_rollouts(rows, args.out)
     print(f"{summary_line(rows, len(rows) - before, time.monotonic() - began)} -> {args.out}")
-    errors = [str(row["error"]) for row in rows if runs.is_retried(row)]
-    if len(rows) < wanted or source.cache.disk_away(errors):
-        raise launch.RunError(f"stopped after {len(rows) - len(errors)} of {wanted} rollouts; the "
+    failed = [row for row in rows if runs.is_retried(row)]
+    errors = [row["error"] for row in failed if row["error"]]
+    # A judge may have no verdict on a single answer, however often it is asked.
+    judge_away = sum(runs.unjudged(row["reward"]) for row in failed) > wanted / 100
+    if len(rows) < wanted or judge_away or source.cache.disk_away(errors):
+        raise launch.RunError(f"stopped after {len(rows) - len(failed)} of {wanted} rollouts; the "
                               "same command goes on")
     sampler.engine.close()  # on a GPU this ends the process
 

@@ -66,8 +66,7 @@ def splits():
     timelens = {f"timelens_{name}": Split(
         hub="kcz358/timelens", items=0, read=timelens_tasks, rows=(f"{name}-*", name),
         columns=("video_path", "query", "span"), videos=("", "videos"), folder="timelens",
-        metric="mIoU", merged=True)
-        for name in ("charades", "activitynet", "qvhighlights")}
+        metric="mIoU", merged=True) for name in ("charades", "activitynet", "qvhighlights")}
     return {
         "videomme": videomme,
         # The same items with the lines that are spoken at the frames' times.
@@ -311,11 +310,10 @@ def video_holmes_tasks(row, path):
     options = {label: text for label, text in sorted(row["Options"].items()) if text}
     index = [*options].index(row["Answer"]) if row["Answer"] in options else None
     name = row["video ID"]
-    yield {
-        "id": "-".join(map(str, filter(None, (name, row.get("Question ID"))))),
-        "video": f"{name}.mp4", "question": row["Question"], "options": [*options.values()],
-        "answer": "" if index is None else string.ascii_uppercase[index],
-        "tags": {"question_type": row["Question Type"]}}
+    yield {"id": "-".join(map(str, filter(None, (name, row.get("Question ID"))))),
+           "video": f"{name}.mp4", "question": row["Question"], "options": [*options.values()],
+           "answer": "" if index is None else string.ascii_uppercase[index],
+           "tags": {"question_type": row["Question Type"]}}
 
 
 def clock_spans(text):

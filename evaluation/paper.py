@@ -76,11 +76,10 @@ def protocol(texts, args, names=AGENT, general=False):
     first = partial(opening, texts=texts)
     if names == ONE_TURN:
         return Protocol(opening=first, schema=None, jpeg=QUALITY)
-    return Protocol(opening=first, answer=partial(respond, texts=texts),
+    return Protocol(opening=first, answer=partial(respond, texts=texts), schema=None, jpeg=QUALITY,
                     parse=lambda text, think_open=False: read_calls(text) or [],
                     force=lambda task: texts["span" if task["type"] == "grounding" else "letter"],
-                    force_tokens=lambda task: 128 if task["type"] == "grounding" else 64,
-                    schema=None, jpeg=QUALITY)
+                    force_tokens=lambda task: 128 if task["type"] == "grounding" else 64)
 
 
 def opening(task, num_frames, agent, subtitles, duration, texts):

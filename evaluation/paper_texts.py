@@ -28,16 +28,15 @@ def stub_rows():
     """split -> a row as its publisher ships it, whose data are the places of a template."""
     options = ["{a}", "{b}"]
     videomme = {"videoID": "made-up", "question": "{published}", "options": options, "answer": "A"}
-    return {
-        "videomme": videomme, "videomme_wsub": videomme,
-        "longvideobench": {"id": "x", "video_path": "made-up.mp4", "question": "{published}",
-                           "option0": "{a}", "option1": "{b}", "correct_choice": 0},
-        "lvbench": dict(uid="x", video_path="made-up.mp4", question="{published}", answer="A"),
-        "mlvu": {"video_name": "made-up.mp4", "question": "{published}", "candidates": options,
-                 "answer": "{a}", "task_type": "x"},
-        "mmvu": {"id": "x", "video": "videos/Art/made-up.mp4", "question": "{published}",
-                 "choices": {"A": "{a}", "B": "{b}"}, "answer": "A"},
-        "charades": {"video": "made-up.mp4", "caption": "{event}", "timestamp": [1.0, 2.0]}}
+    return {"videomme": videomme, "videomme_wsub": videomme,
+            "longvideobench": {"id": "x", "video_path": "made-up.mp4", "question": "{published}",
+                               "option0": "{a}", "option1": "{b}", "correct_choice": 0},
+            "lvbench": dict(uid="x", video_path="made-up.mp4", question="{published}", answer="A"),
+            "mlvu": {"video_name": "made-up.mp4", "question": "{published}", "candidates": options,
+                     "answer": "{a}", "task_type": "x"},
+            "mmvu": {"id": "x", "video": "videos/Art/made-up.mp4", "question": "{published}",
+                     "choices": {"A": "{a}", "B": "{b}"}, "answer": "A"},
+            "charades": {"video": "made-up.mp4", "caption": "{event}", "timestamp": [1.0, 2.0]}}
 
 
 def run_driver(checkout, script, items, child=None, extra_args=()):

@@ -293,9 +293,8 @@ def pool_seeds(name, runs):
             raise launch.UserError(f"{name}: {reason}")
         records = {}
         for item in sorted(same, key=str):
-            scores = [run[item]["score"] for run in run_records]
-            records[item] = {**run_records[0][item], "score": sum(scores) / len(scores),
-                             "sides": [scores]}
+            each = [run[item]["score"] for run in run_records]
+            records[item] = run_records[0][item] | {"score": sum(each) / len(each), "sides": [each]}
         row = {"bench": cell[0], "K": rows[0]["K"]}
         row["tools"], row["show"] = split_mode(cell[2])
         row.update(headline_stats(records.values(), cell[0]))

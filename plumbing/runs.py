@@ -228,8 +228,14 @@ MACHINE_FAULTS = ("video_error", "engine_error")
 
 def is_retried(record):
     """Whether the next start tries the episode of a record again. The fault may have been one of
-    the machine, which has passed; a label beyond the end, of a file that was still being copied."""
-    return record["status"] in (*MACHINE_FAULTS, "label_error")
+    the machine, which has passed; a label beyond the end, of a file that was still being copied; a
+    judge that was away."""
+    return record["status"] in (*MACHINE_FAULTS, "label_error") or unjudged(record.get("reward"))
+
+
+def unjudged(reward):
+    """Whether token F1 scored an answer, because its judge gave no verdict."""
+    return (reward or {}).get("judge") == "fallback"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -206,3 +206,14 @@ def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys)
     for rows, best in ((with_judge, 1), (without, 0)):
         task_part = [row["advantage"]["task"] for row in rows[:4]]
         assert max(task_part) == task_part[best] > 0 and task_part.count(max(task_part)) == 1
+
+
+def test_rollouts_without_a_verdict_are_sampled_again(run, start, toy, open_tasks, tmp_path):
+    out = tmp_path / "r.jsonl"
+    for reply, ends, verdict in (("hm", 1, "fallback"), ("yes", 0, True)):
+        with Server(reply) as server:
+            code, _, err = start(rollout, "--preset", "toy", "--ckpt", toy / "init", "--data",
+                                 open_tasks, "--frames", 4, "--num-generations", 4, "--out", out,
+                                 "--video-root", toy, *judged_by(server))
+        assert code == ends and ("stopped after 2 of 8 rollouts" in err) == bool(ends), err
+        assert [row["reward"].get("judge") for row in rows_of(out)] == [*[verdict] * 3, None] * 2

@@ -68,6 +68,13 @@ def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
 
 
 @pytest.mark.process
+def test_an_answer_without_a_verdict_is_neither_good_nor_wrong(recorded, tmp_path):
+    rows = rows_of(recorded)
+    rows[1]["reward"]["judge"] = "fallback"
+    a, *_ = pick.read_groups([write_rows(tmp_path / "r.jsonl", rows)])
+    assert pick.rollout_fault(a[1]) == "not judged" and pick.mean_accuracy(a) == 1 / 3
+
+
 def test_the_command_and_its_flags(recorded, tmp_path):
     """The band takes tasks whose rollouts disagree."""
     out, band = tmp_path / "chats.jsonl", tmp_path / "tasks.jsonl"

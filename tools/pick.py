@@ -144,8 +144,8 @@ def read_groups(paths: list[str]) -> list[list]:
     for group in by_task.values():
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
-            episode.reward = rollout.compute_reward(
-                episode, verdict=verdict if isinstance(verdict, bool) else None)
+            known = verdict if isinstance(verdict, bool) else None
+            episode.reward = {**rollout.compute_reward(episode, verdict=known), "judge": verdict}
     return list(by_task.values())
 
 
@@ -153,7 +153,7 @@ def rollout_fault(e, min_acc: float = 0.5, recall: float = 0.0) -> str | None:
     """-> None, or why a rollout is nothing to learn from. recall: see --recall."""
     share = (e.reward.get("windows") or {}).get("recall")  # None: no evidence to compare with
     return ("not ok" if e.status != "ok" else "cut off" if "length" in e.finish
-            else "wrong" if e.reward["acc"] < min_acc
+            else "not judged" if runs.unjudged(e.reward) else "wrong" if e.reward["acc"] < min_acc
             else "looked elsewhere" if share is not None and e.calls and share < recall else None)
 
 
@@ -206,8 +206,9 @@ def chats_of(episode, tools: bool = True, sub_question: bool = True,
 
 
 def mean_accuracy(group: list) -> float:
-    """Mean R_acc of a group, without rollouts that the machine failed; NaN if none is left."""
-    accs = [e.reward["acc"] for e in group if e.status not in runs.MACHINE_FAULTS]
+    """Mean R_acc of a group, without rollouts that machine or judge failed; NaN: none is left."""
+    accs = [e.reward["acc"] for e in group
+            if e.status not in runs.MACHINE_FAULTS and not runs.unjudged(e.reward)]
     return sum(accs) / len(accs) if accs else float("nan")
 
 

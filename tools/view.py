@@ -480,7 +480,7 @@ def main():
     if options["episodes"] < 0 or not options["max_mb"] > 0 or options["pixels"] < 1024:
         raise launch.UserError("--episodes may not be negative, --max-mb must be above 0, "
                                "--thumb-pixels at least 1024")
-    if os.path.exists(options["out"]):
+    if launch.is_file(options["out"]):
         with open(options["out"], "rb") as file:
             if not file.read(15).lower().startswith(b"<!doctype html"):
                 raise launch.UserError(f"--out {options['out']} is no page; give another name")

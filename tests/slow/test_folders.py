@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -227,21 +226,6 @@ def test_a_checkpoint_with_a_flipped_bit_is_passed_over(toy, tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------
 # Filesystems that lack links, modes, or the fsync of a folder
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002, 0o077], ids=oct)
-def test_files_of_a_checkpoint_have_the_modes_of_the_umask(tmp_path, mask):
-    before = os.umask(mask)
-    try:
-        with runs.atomic_folder(str(tmp_path / "c")) as folder:
-            checkpoint.save_whole({}, folder, {"weight": torch.zeros(2, 2)})
-            os.mkdir(os.path.join(folder, "train_state"))
-            open(os.path.join(folder, "train_state", "x"), "w").close()
-    finally:
-        os.umask(before)
-    for path in (tmp_path / "c", *(tmp_path / "c").rglob("*")):
-        wanted = (0o777 if path.is_dir() else 0o666) & ~mask
-        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
 
 
 class Lost(io.FileIO):
