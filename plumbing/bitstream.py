@@ -39,7 +39,7 @@ def parameter_sets(codec, packet):
             units.append(bytes(view[size:end]))
             view = view[end:]
     units = units or data.split(b"\0\0\1")
-    # The profile of a parameter set, at first that of the header.
+    # x264's message counts if header or packet holds a set of the profile f4, which 4:4:4 has.
     if types[0] == 6 and b"\x67\xf4" not in head + b" ".join(unit[:2] for unit in units):
         types = 7, 8
     for unit in units:
