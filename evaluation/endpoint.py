@@ -331,9 +331,11 @@ class OpenAIEngine(Client):
             usage = answer["usage"] if isinstance(answer.get("usage"), dict) else {}
             counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
             self.usage |= {request.id: counts} if [*map(type, counts)] == [int, int] else {}
-            # Half of an answer, or none, with status 200.
-            if finish in BROKEN_OFF or [text, counts[1]] == ["", 0]:
-                return Completion(request.id, error=f"the server broke off: {finish}"), 0, wait
+            # Half of an answer, or none, with status 200. A model that says nothing says its end.
+            fault = answer.get("error") or choice.get("error") or finish * (finish in BROKEN_OFF)
+            if fault or not (text or thought) and (counts[1] == 0 or finish == "none"):
+                reason = f"the server broke off: {str(fault or finish)[:200]}"
+                return Completion(request.id, error=reason), 0, wait
             done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
             # An empty text would be graded as an answer that says nothing.
             if message.get("tool_calls") or (finish == "tool_calls" and not text):

@@ -315,6 +315,8 @@ def finish(out, bench_dirs, args, policy, parts=None):
     for row in results:
         prefix = [row["bench"]] if "bench" in row else []
         acc["/".join([*prefix, str(row["K"]), scores.mode_of(row)])] = round(row["acc"], 4)
+    if len(names := flags.get("served", ())) > 1:
+        print(f"answers came from several models: {launch.printable(', '.join(names))}")
     if parts:
         print(f"{out} holds more tasks than these: its summary stays as it is")
     print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"), "acc": acc}))

@@ -502,8 +502,7 @@ def difference_lines(compared):
     if not rows:
         return []
     tests = sum(row["p"] is not None for row in rows)
-    lines = ["", "difference of the same items; p by sign flips of videos, "
-             f"Holm's over {tests}",
+    lines = ["", f"difference of the same items; p by sign flips of videos, Holm's over {tests}",
              f"{'pair':<18} {'K':>6} {'tools':>5} {'difference [95%]':>23} {'p':>6} {'Holm':>6} "
              f"{'videos':>6} {'items':>6}"]
     for row in rows:

@@ -590,11 +590,10 @@ async def videozoomer_reply(records, calls, episode, sampler, turn):
 
 def conan_texts():
     """First round, further round, last round of a question with options; then without."""
-    contract = (
-        "Rate between <score> and </score> how well the frames so far answer the question, reason "
-        "between <think> and </think>, name the clips you want to see between <clip> and </clip> "
-        "as HH:MM:SS-HH:MM:SS, separated by commas, or leave it empty when you need none, and "
-        "write your answer between <answer> and </answer>.")
+    contract = ("Rate between <score> and </score> how well the frames so far answer the question, "
+                "reason between <think> and </think>, name the clips you want to see between "
+                "<clip> and </clip> as HH:MM:SS-HH:MM:SS, separated by commas, or leave it empty "
+                "when you need none, and write your answer between <answer> and </answer>.")
     question, options = "Question: {question}", "\nOptions: {options}"
     rounds = [f"{question}{options}\nThe frames above carry their times. {contract}",
               f"These are frames of the clips you asked for. {contract} {question}{options}",

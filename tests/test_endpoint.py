@@ -109,7 +109,8 @@ def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of,
     (b'{"choices": CUT', 3, "RemoteProtocolError"),
     (b'{"choices": [{"finish_reason": "abort", "message": {"content": "A"}}]}', 3, "broke off"),
     (b'{"choices": [{"message": {"content": ""}}], "usage": {"completion_tokens": 0}}', 3, "broke"),
-])  # fmt: skip
+    (b'{"choices": [{"message": {"content": ""}}]}', 3, "broke off: none"),  # a gateway's
+    (b'{"error": "busy", "choices": [{"message": {"content": "A"}}]}', 3, "broke off: busy")])
 def test_endpoint_errors_end_the_episode_and_never_count_as_an_answer(
         reply, times, why, tasks, frames_of, no_pause):
     """An error text that was graded could be a correct letter."""

@@ -53,14 +53,13 @@ def read_rollouts(paths: list[str]) -> list[dict]:
         for row in launch.read_jsonl(path, (*rollout.RECORD_FIELDS, *CONTEXT, "K"), record_fault):
             name, key = str(row["task"]["id"]), (row["group"], row["sample"])
             prompt = row["ids"][: row["spans"][0][0]] if row["spans"] else None
-            problem = (
-                "is another task elsewhere" if tasks.setdefault(name, row["task"]) != row["task"]
-                else f"has sample {row['sample']} of {row['group']} twice" if key in rows
-                else "has two prompts in one group"
-                if prompt and prompts.setdefault(row["group"], prompt) != prompt else None)
-            if problem:
-                raise launch.UserError(f"{path}: task {name} {problem}; leave out a file, or give "
-                                       "the tasks ids of their own")
+            why = ("is another task elsewhere" if tasks.setdefault(name, row["task"]) != row["task"]
+                   else f"has sample {row['sample']} of {row['group']} twice" if key in rows
+                   else "has two prompts in one group"
+                   if prompt and prompts.setdefault(row["group"], prompt) != prompt else None)
+            if why:
+                raise launch.UserError(f"{path}: task {name} {why}; leave out a file, or give "
+                                   "the tasks ids of their own")
             rows[key] = row
     return list(rows.values())
 

@@ -457,11 +457,10 @@ def build_page(paths, names, out, episodes, max_mb, root, pixels):
 
 def line_of(out, data):
     """A page and its data -> the line that the terminal shows."""
-    unread = sum(count for _, count in data["troubles"])
+    bad = sum(count for _, count in data["troubles"])
+    note = f"could not be read: {bad}, listed on the page; " * bool(bad) + "open it in a browser"
     return (f"{out}: {os.path.getsize(out) / 2**20:.1f} MiB, {len(data['episodes'])} of "
-            f"{data['found']} episodes, {len(data['pictures'])} thumbnails; "
-            + (f"could not be read: {unread}, listed on the page; " if unread else "")
-            + "open it in a browser")
+            f"{data['found']} episodes, {len(data['pictures'])} thumbnails; {note}")
 
 
 def main():

@@ -75,7 +75,7 @@ def test_what_the_video_gives_is_a_block_of_the_table(toy, data, tmp_path):
         # 2 K with 4 modes, and text alone with 2; the probe of each run comes on top
         assert len(server.asked) == 12 * (2 * 4 + 2) + (asked - 5 * (2 * 4 + 2)) * 2
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["served"] == ["m-0", "m-1"]
+    assert "several models: m-0, m-1\n" in done.stdout and len(summary["served"]) == 2
     modes = [(row["K"], row["show"]) for row in summary["results"]]
     assert modes == [(0, "real"), (0, "options")] + [
         (k, show) for k in (2, 4) for show in ("real", "blank", "shuffled", "options")]

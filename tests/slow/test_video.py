@@ -123,8 +123,7 @@ def test_frames_that_renew_a_part_are_no_key_frames(tmp_path, ffmpeg, params, ke
     assert len(video.FrameCache(0).table(str(path)).keys) == keys
 
 
-@pytest.mark.parametrize("coder", ["libx264 -pix_fmt yuv444p", "libx264 -pix_fmt yuvj444p",
-                                   "libx264rgb"])
+@pytest.mark.parametrize("coder", ["libx264 -pix_fmt yuv444p", "libx264rgb"])
 def test_444_of_an_old_x264_is_decoded_in_a_row(tmp_path, ffmpeg, coder):
     ffmpeg(*f"-f lavfi -i testsrc2=d=4 -c:v {coder} -g 25".split(), path := tmp_path / "v.mp4")
     for build, keys in ((b"151", 4), (b"150", 1)):
