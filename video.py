@@ -48,7 +48,7 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 17  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 18  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -548,8 +548,9 @@ def _open(path):
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
     disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
-    # A copy that lost its times of display has those of decoding; Matroska states one for both.
-    alike = (pts == dts).all() or "matroska" in container.format.name
+    # A copy that lost its times of display has those of decoding, which never step back. Matroska
+    # states one for both, and a further copy has that less a delay, as MPEG-2 without B-frames has.
+    alike = (pts == dts).all() or re.search("264|hevc|matroska", codec.name + container.format.name)
     copied = alike and (np.diff(pts) > 0).all() and (reorders or changed)
     # A palette comes once, in front.
     can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())

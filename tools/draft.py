@@ -98,9 +98,9 @@ def draft_task(engine, source, args, name, number):
         done = engine.run(engine.call(ChatRequest(
             task["id"], [], [], [], list(frames), args.max_new_tokens, 0.0, args.seed,
             messages=[{"role": "user", "content": content}]))).result()
-        if done.error:
-            raise Unanswered(done.error)
-        return done.text.rpartition("</think>")[2].strip()
+        if not (text := done.text.rpartition("</think>")[2].strip()):
+            raise Unanswered(done.error or "the answer was empty")
+        return text
 
     def is_right(answer):
         answer = rewards.answer_or_tail([answer])

@@ -203,14 +203,14 @@ XVID = "-c:v libxvid -bf 2 -g 50 xvid.avi"
 DVD = "-c:v mpeg2video -bf 2 -f vob dvd.vob"
 AVI = "-c:v mpeg4 -bf 2 -g 50 old.avi"
 H264 = "-c:v libx264 -bf 3 -pix_fmt yuv420p h264.mp4"
+LATE = "-force_key_frames expr:lt(n,12) -pix_fmt yuv420p v.h264 | -i v.h264 -c copy v.mp4"
 COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of the file
     XVID, f"{XVID} | -i xvid.avi -c copy -bsf:v mpeg4_unpack_bframes v.avi",
-    f"{XVID} | -fflags +genpts -i xvid.avi -c copy v.mp4",
+    f"{XVID} | -fflags +genpts -i xvid.avi -c copy v.mp4", f"{H264} | -i h264.mp4 -c copy v.asf",
     DVD, f"{DVD} | -i dvd.vob -c copy v.mp4", f"{DVD} | -ss 2.5 -i dvd.vob -c copy v.mp4",
     f"{DVD} | -i dvd.vob -f lavfi -i sine=d=6 -c:v copy -c:a mp2 sound.vob"
     " | -ss 2.5 -i sound.vob -c copy v.mp4",
     AVI, f"{AVI} | -i old.avi -c copy v.mp4", f"{H264} | -i h264.mp4 -c copy v.avi",
-    f"{H264} | -i h264.mp4 -c copy v.asf",
     f"{H264} | -i h264.mp4 -c copy v.avi | -i v.avi -c copy v.mp4",
     f"{H264} | -i h264.mp4 -c copy v.avi | -fflags +genpts -i v.avi -c copy v.mkv",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p a.ts | -i a.ts -c:v libx264 -bf 3 b.ts"
@@ -219,7 +219,7 @@ COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of t
     "-c:v libx265 -x265-params log-level=none v.h265 | -i v.h265 -c copy v.mp4",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p new.mp4 | -i new.mp4 -c copy v.avi",
     # B-frames come late.
-    "-force_key_frames expr:lt(n,12) -pix_fmt yuv420p v.h264 | -i v.h264 -c copy v.mp4",
+    LATE, f"{LATE} | -i v.mp4 -c copy v.mkv | -i v.mkv -c copy w.mp4",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p a.h264 | -i a.h264 -c:v libx264 -bf 3 b.h264"
     " | -i concat:a.h264|b.h264 -c copy v.mp4",
     "-c:v rawvideo -pix_fmt pal8 v.avi", "-c:v mpeg4 -bf 2 -g 12 v.ts"]
@@ -233,6 +233,8 @@ def test_copies_that_lost_their_times_of_display_are_read_as_by_ffmpeg(tmp_path,
     for step in [f"-f lavfi -i testsrc2=s=160x96:r=25:d=6 {make}", *copies]:
         ffmpeg(*step.split())
     path = tmp_path / steps.split()[-1]
+    if path.name == "w.mp4":  # its last frames share times, and ffmpeg's guesses differ
+        return pytest.raises(IndexError, lambda: FrameCache(0).table(str(path)).keys[0])  # in a row
     assert_as_shown_by(ffmpeg, path)
     whole = images(path, range(60))  # two groups of pictures and a part of the next
     for i in range(48, 58):
