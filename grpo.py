@@ -406,8 +406,7 @@ def main():
             # A single step without a finite gradient, or without a video that can be read, is
             # skipped; three in a row end the run.
             bad_steps = bad_steps + 1 if stats["bad_updates"] or blind else 0
-            if bad_steps:
-                runs.check_run(step, bad_steps, args.out, blind, last)
+            runs.check_run(step, bad_steps, args.out, blind, last)
             check_gap(step, stats["gap"], run.gap_tolerance)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
@@ -427,6 +426,7 @@ def main():
         # the same number, so all of them save or none.
         if eval_due:
             acc, unread = evaluate(run.log, run.sampler, val_tasks, step + 1, args)
+            unread += [f"step {step}"] * blind  # rows of this time have not gone for good
             if metrics.is_best(acc, best["best"], unread, best["best_unread"], best["last_unread"]):
                 best.update(best=acc, best_step=step + 1, best_unread=unread)
             best["last_unread"] = unread

@@ -432,7 +432,8 @@ def main():
         # val_chats is None without --val: then no `best`, and checkpoints by --save-every alone.
         if val_chats and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, val_chats, args, rank, world)
-            unread = sorted(launch.gather_rows(sorted(val_chats.broken)))
+            # While the disk is away, rows have not gone for good: a list unlike any other.
+            unread = sorted(launch.gather_rows(sorted(val_chats.broken))) + [f"step {step}"] * blind
             if rank == 0:
                 log.write({"step": step + 1, "val_loss": None if math.isnan(value) else value},
                           f"step {step + 1:04d} | held-out loss {value:.4f} nats/token")

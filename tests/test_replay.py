@@ -137,12 +137,10 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
     assert n["total"] == pytest.approx(m["total"]) and n["by_K"] == m["by_K"]
 
 
-@pytest.mark.parametrize("damage,word", [
-    (lambda r: r.pop("spans"), "spans"), (lambda r: r.pop("reward"), "reward"),
-    (lambda r: r.pop("vision"), "vision")])
-def test_a_damaged_rollout_file_is_one_line(start, toy, recorded, tmp_path, damage, word):
+@pytest.mark.parametrize("word", ["spans", "reward", "vision"])
+def test_a_damaged_rollout_file_is_one_line(start, toy, recorded, tmp_path, word):
     rows = rows_of(recorded)
-    damage(rows[2])
+    rows[2].pop(word)
     path = write_rows(tmp_path / "damaged.jsonl", rows)
     code, _, err = start(replay, "--ckpt", toy / "init", "--rollouts", path, "--out", tmp_path)
     assert code == 2 and err == f"replay.py: {path}:3: missing '{word}'\n"

@@ -193,14 +193,17 @@ def train_sft(absent, toy, tmp_path, start, monkeypatch):
     return train
 
 
-def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(train_sft):
-    """A disk that is away burns no more than three steps, and none of them moves a weight."""
-    flags = ("--steps", 6, "--save-every", 2)
+def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
+        train_sft, monkeypatch):
+    """A disk that is away burns no more than three steps, and none of them moves a weight or counts
+    rows as gone."""
+    flags, unread = ("--steps", 6, "--save-every", 2, "--eval-every", 1), []
+    monkeypatch.setattr(metrics, "is_best", lambda value, best, rows, *_: unread.append(rows))
     code, _, err, log = train_sft(range(2, 6), *flags)
     assert code == 1 and len(err.splitlines()) == 1, err
     assert "step 5: videos could not be read for 3 steps; is the disk there?" in err
     # Nothing was saved at step 4: the weights there were those of step 2.
-    assert err.rstrip().endswith("step_000002")
+    assert err.rstrip().endswith("step_000002") and unread == [[], [], ["step 2"], ["step 3"]]
     code, out, err, log = train_sft((), *flags)  # it is back
     assert code == 0 and "done" in out, err
     assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
