@@ -139,7 +139,7 @@ def test_a_judge_that_is_away_is_asked_a_few_times_in_all(judge, no_pause):
     with Server(*[500] * 99) as server:
         pay(judge(server), *(said(f"{n} red", n) for n in range(8)))
     assert len(server.asked) <= 12  # 8 at once; 4 of them once more, before the fifth failure
-    with Server(*[429] * 24, *["no"] * 8) as server:  # a rate limit: it is there
+    with Server(*[429] * 10, *["no"] * 8) as server:  # a rate limit: it is there
         rewards = pay(judge(server), *(said(f"{n} blue", n) for n in range(8)))
     assert [reward["judge"] for reward in rewards] == [False] * 8
 
