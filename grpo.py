@@ -426,7 +426,7 @@ def main():
         # the same number, so all of them save or none.
         if eval_due:
             acc, unread = evaluate(run.log, run.sampler, val_tasks, step + 1, args)
-            unread = [*unread, *[f"step {step}"] * blind]  # such rows have not gone for good
+            unread += [f"step {step}"] * blind  # rows of this time have not gone for good
             if metrics.is_best(acc, best["best"], unread, best["best_unread"], best["last_unread"]):
                 best.update(best=acc, best_step=step + 1, best_unread=unread)
             best["last_unread"] = unread

@@ -228,7 +228,7 @@ def stand_in_for_grpo(policy, disk, window):
     def evaluate(log, sampler, held, step, args):
         value = VALUES[step - 1] if step else 9.0
         log.write({"step": step, "val": value}, "")
-        return 1 / value, 1
+        return 1 / value, ["held"]
 
     model.engine_dtype = lambda *_: torch.float32
     rollout.make_engine = lambda *_, **__: types.SimpleNamespace(
