@@ -425,18 +425,14 @@ def check_config(path):
                         r'"vision_config": \{[^}]*theta": (?!10000\b)[^,}]+', json.dumps(config)):
         raise launch.UserError(f"checkpoint {folder}: {bad[0]} in config.json: such weights "
                                "cannot be trained; give the BF16 checkpoint as published")
-    # Files that may ask for Python code of the checkpoint's own, which is never run.
+    # Files that may ask for code of the checkpoint's own: an auto_map, or at any depth an attention
+    # kernel from a hub ("owner/name"), which transformers would fetch.
+    code = r'"auto_map": |attn_implementation": (?:"[^"]*|\{[^}]*)/'
     for name in sorted(name for name in os.listdir(folder) if name.endswith("config.json")):
-        if asks_for_code(read_object(os.path.join(folder, name))):
+        if re.search(code, json.dumps(read_object(os.path.join(folder, name)))):
             raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own, which "
                                    "is never run; remove auto_map or attn_implementation from it")
     return folder
-
-
-def asks_for_code(config):
-    """Whether a configuration asks for code, at any depth: an auto_map, or an attention kernel from
-    a hub ("owner/name"), which transformers would fetch."""
-    return re.search(r'"auto_map": |attn_implementation": (?:"[^"]*|\{[^}]*)/', json.dumps(config))
 
 
 def read_object(path):

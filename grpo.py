@@ -176,8 +176,7 @@ def policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, clip_eps,
     # The minimum is pessimistic: a token that moved too far in the good direction has no gradient.
     loss = -weight.clamp(max=tis_cap) * torch.minimum(ratio * advantage, clipped * advantage)
     stats = {"clipped": ((ratio - 1).abs() > clip_eps).float(),
-             "truncated": (weight > tis_cap).float(),
-             "kl": torch.zeros_like(logp.detach())}
+             "truncated": (weight > tis_cap).float(), "kl": torch.zeros_like(logp.detach())}
     if ref_logps is not None:
         # The KL is a term of the loss, per token. The reward does not contain it.
         gap = ref_logps - logp  # [n]
@@ -426,10 +425,7 @@ def main():
         # the same number, so all of them save or none.
         if eval_due:
             acc, unread = evaluate(run.log, run.sampler, val_tasks, step + 1, args)
-            unread += [f"step {step}"] * blind  # rows of this time have not gone for good
-            if metrics.is_best(acc, best["best"], unread, best["best_unread"], best["last_unread"]):
-                best.update(best=acc, best_step=step + 1, best_unread=unread)
-            best["last_unread"] = unread
+            metrics.update_best(best, math.nan if blind else acc, step + 1, unread)
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_event.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
@@ -499,8 +495,8 @@ def setup(args):
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
     texts = subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
-    files = {"--data": [args.data], "--val": [args.val]}
-    inputs = runs.input_identities({"--ckpt": ckpt}, files, texts)
+    rows = {"--data": (args.data, tasks), "--val": (args.val, val_tasks)}
+    inputs = runs.input_identities({"--ckpt": ckpt}, rows, texts)
     newest, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start = state.get("step", 0)
     if start >= args.steps:
@@ -517,9 +513,8 @@ def setup(args):
     if newest:  # the engine has read --ckpt, but the resumed weights are newer
         engine.sync(checkpoint.full_weights(policy, engine_dtype))
     size = f"{args.prompts} prompts x {args.num_generations} rollouts"
-    log = metrics.open_log(args, start, f"{size} a step, K {args.frames} | "
-                           f"{checkpoint.weights_line(policy)} | format credit "
-                           f"{args.format_credit}")
+    log = metrics.open_log(args, start, f"{size} a step, K {args.frames} | format credit "
+                           f"{args.format_credit} | {checkpoint.weights_line(policy)}")
     sampler = rollout.RolloutWorker(engine, codec, source, agent, reward_config(args), judge)
     return Run(tasks, val_tasks, policy, reference, optimizer, sampler, engine_dtype,
                gap_tolerance(engine_dtype), log, inputs, start, metrics.best_so_far(state, -1.0))

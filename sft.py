@@ -354,7 +354,8 @@ def main():
     launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     train, val_chats = open_data(args, codec, cache)
-    inputs = runs.input_identities({"--ckpt": ckpt}, {"--data": [args.data], "--val": [args.val]})
+    rows = {"--data": (args.data, train.rows), "--val": (args.val, val_chats and val_chats.rows)}
+    inputs = runs.input_identities({"--ckpt": ckpt}, rows)
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
     folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     start, best = state.get("step", 0), metrics.best_so_far(state, math.inf)
@@ -432,16 +433,12 @@ def main():
         # val_chats is None without --val: then no `best`, and checkpoints by --save-every alone.
         if val_chats and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, val_chats, args, rank, world)
-            # While the disk is away, rows have not gone for good: a list unlike any other.
-            unread = sorted(launch.gather_rows(sorted(val_chats.broken))) + [f"step {step}"] * blind
+            unread = sorted(launch.gather_rows(sorted(val_chats.broken)))
             if rank == 0:
                 log.write({"step": step + 1, "val_loss": None if math.isnan(value) else value},
                           f"step {step + 1:04d} | held-out loss {value:.4f} nats/token")
             # Every rank has the same numbers, so all of them save or none.
-            if metrics.is_best(-value, -best["best"], unread, best["best_unread"],
-                               best["last_unread"]):
-                best.update(best=value, best_step=step + 1, best_unread=unread)
-            best["last_unread"] = unread
+            metrics.update_best(best, math.nan if blind else value, step + 1, unread, sign=-1)
             launch.reset_watchdog(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(stop_event.is_set())

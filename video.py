@@ -48,7 +48,7 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 18  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 19  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -510,25 +510,26 @@ def _open(path):
                 continue
             early += packet.decode() if len(early) < (8 if reorders else 1) else ()
             if packet.size:  # else: the flush at the end
-                sets = bitstream.parameter_sets(stream.codec_context, packet)
+                units = bitstream.read_units(codec, packet)
+                sets = bitstream.parameter_sets(codec, packet, units)
                 changed |= {kind for kind, new in sets.items() if new}
                 pts = _pts_of(packet, reorders or changed)  # a joined clip may have B-frames
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
                 begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
-                begin = begin and not bitstream.recovers_later(codec, packet)
+                begin = begin and not bitstream.recovers_later(units)
                 if begin and codec.name == "mpeg4":  # a joined clip may flag all; 00: intra
                     begin = bytes(packet).partition(b"\0\0\1\xb6")[2][:1] < b"\x40"  # two bits
                 # Some muxers of MPEG-TS state none: then that of the packet before.
                 dts = (dts, pts)[dts is None or max_gap > 10] if packet.dts is None else packet.dts
                 packets.append((pts, dts, packet.pos or 0, packet.duration or 0, packet.is_keyframe,
-                                packet.is_discard, begin))
+                                packet.is_discard, begin, bitstream.shows_early(codec, units)))
     if not early:
         raise VideoError(path, "PyAV: holds no video frames")
     untimed = [n for n, (pts, *_) in enumerate(packets) if pts is None]
-    # In decoding order: time of display, time of decoding, byte, length [P] in ticks; three flags.
-    pts, dts, places, lengths, flags, hidden, begins = np.array(
-        [row for row in packets if row[0] is not None], np.int64).reshape(-1, 7).T
+    # In decoding order: time of display, time of decoding, byte, length [P] in ticks; four flags.
+    pts, dts, places, lengths, flags, hidden, begins, b_frames = np.array(
+        [row for row in packets if row[0] is not None], np.int64).reshape(-1, 8).T
     came = [_pts_of(frame, reorders) for frame in early]
     # Frames before the first frame that decodes are left over from a cut and do not count.
     displayed = (hidden == 0) & (came[0] is not None and pts >= came[0])
@@ -545,13 +546,13 @@ def _open(path):
     front = untimed and untimed[0] > 0 and untimed[-1] <= len(untimed) < len(packets) - 1
     keys = np.unique(np.stack([pts, places], 1)[begins > 0], axis=0)
     # Clips joined by times that overlap: a frame in front of a key frame is displayed later.
-    overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < np.maximum.accumulate(pts)[:-1]
+    latest = np.maximum.accumulate(pts)[:-1]
+    overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < latest
     disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
-    # A copy that lost its times of display has those of decoding, which never step back. Matroska
-    # states one for both, and a further copy has that less a delay, as MPEG-2 without B-frames has.
-    alike = (pts == dts).all() or re.search("264|hevc|matroska", codec.name + container.format.name)
-    copied = alike and (np.diff(pts) > 0).all() and (reorders or changed)
+    # A copy that lost its times of display has those of decoding, which never step back: B-frames
+    # are later than all before. Other codecs' types of frames are not read.
+    copied = ((b_frames[1:] > 0) & (pts[1:] > latest)).any() or reorders and (pts == dts).all()
     # A palette comes once, in front.
     can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())
     # Then the file is decoded in a row; of what may be a copy, if the times of its frames go back.
@@ -574,6 +575,12 @@ def _pts_of(item, reorders):
     return item.dts if item.pts is None and not reorders else item.pts
 
 
+def _all_frames(container, stream):
+    """-> iterator of the frames in a row. A decoder takes no dropped frame, a sample of 0 bytes."""
+    for packet in container.demux(stream):
+        yield from packet.decode() if packet.size or packet.dts is None else ()
+
+
 def _display_pts(path):
     """Path -> (time of each frame in the decoder's order, end of the last, in ticks, and how often
     the stated times went back).
@@ -586,7 +593,7 @@ def _display_pts(path):
     # disorder, latest: of pts, of dts. dts: of each frame.
     times, dts, length, disorder, latest = [], [], 0, [0, 0], [-math.inf, -math.inf]
     with _stream(path) as (container, stream):
-        for frame in container.decode(stream):
+        for frame in _all_frames(container, stream):
             stamps = frame.pts, frame.dts
             for i, tick in enumerate(stamps):
                 disorder[i] += tick is not None and tick <= latest[i]
@@ -670,9 +677,10 @@ def _decode(container, stream, wanted, keys, drop):
             return
         begun = begun or packet.is_keyframe
         # It may have more layers.
-        drop = drop and not any(bitstream.parameter_sets(codec, packet).values())
+        drop = drop and not any(bitstream.parameter_sets(
+            codec, packet, bitstream.read_units(codec, packet)).values())
         codec.skip_frame = "NONREF" if drop and not useful else "DEFAULT"
-        # Never a hidden frame. A decoder takes no dropped frame, a sample of 0 bytes.
+        # Never a hidden frame, or a dropped one.
         yield from packet.decode() if begun and (packet.size or tick is None) else ()
         if useful:
             missing.discard(tick)
@@ -702,7 +710,7 @@ def _images(path, ticks, keys, drop):
                     if after > 1 or after and len(pending) < len(ticks):  # else it stands there
                         container.seek(int(key_ticks[after - 1]), stream=stream)
                 frames = (_decode(container, stream, set(run), keys, drop) if seeks
-                          else container.decode(stream))
+                          else _all_frames(container, stream))
                 for number, frame in enumerate(frames):
                     tick = _pts_of(frame, reorders) if len(key_ticks) else number
                     if tick in run:

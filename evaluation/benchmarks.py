@@ -84,14 +84,16 @@ def splits():
             hub="sy1998/MLVU_dev", items=2174, read=mlvu_tasks,
             rows=("test-*", "json/[0-9]_*"),  # the Hub's parquet, or the first release
             columns=("question", "candidates", "answer"), videos=("", "videos", "video"),
-            metric="M-Avg", part=mlvu_part,
+            # The mean of the means of seven tasks, not the mean over items.
+            metric="M-Avg", part=lambda record: record["task"]["tags"].get("task", ""),
             marked="candidates"),  # the first release has two tasks more, answered in sentences
         "mmvu": Split(
             hub="yale-nlp/MMVU", items=1000, read=mmvu_tasks,
             rows=("validation", "validation-*"),
             columns=("id", "video", "question_type", "question", "choices", "answer"),
             videos=("", "videos"),
-            metric="accuracy, multiple choice", part=mmvu_part),
+            metric="accuracy, multiple choice",  # open answers stand beside the headline
+            part=lambda record: "mc" if record["task"]["type"] == "mcq" else None),
         "charades": Split(
             hub="lmms-lab/charades_sta", items=3720, read=charades_tasks,
             rows=("charades_sta_test", "test-*"), columns=("video", "caption", "timestamp"),
@@ -218,11 +220,6 @@ def mlvu_tasks(row, path):
         "answer": row["answer"]}  # a letter (Hub) or the text of a candidate (first release)
 
 
-def mlvu_part(record):
-    """M-Avg is the mean of the means of seven tasks, not the mean over items."""
-    return record["task"]["tags"].get("task", "")
-
-
 def mmvu_tasks(row, path):
     # The column holds an address on the Hub. The path below the root follows /main/.
     video_path = row["video"].partition("/main/")[2] or row["video"]
@@ -235,11 +232,6 @@ def mmvu_tasks(row, path):
         "id": row["id"], "video": video_path, "question": row["question"], "answer": row["answer"],
         "options": choices if mcq else None, "type": "mcq" if mcq else "open",
         "tags": {"kind": row["question_type"], "discipline": discipline, "subject": subject}}
-
-
-def mmvu_part(record):
-    """The paper's column is multiple choice alone. Open answers stand beside the headline."""
-    return "mc" if record["task"]["type"] == "mcq" else None
 
 
 def mmvu_disciplines():

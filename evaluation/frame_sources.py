@@ -69,9 +69,8 @@ class PublisherSource(rollout.VideoSource):
         if "frames" not in spec:
             return self.apply_show(super().load(spec), spec)
         num_frames, max_pixels = spec["frames"], self.max_pixels
-        if self.overview_fps:
-            num_frames = qwen_vl_sampling.frame_count(
-                self.duration(spec), self.overview_fps, num_frames)
+        if self.overview_fps:  # half a frame counts as one
+            num_frames = max(1, min(int(self.duration(spec) * self.overview_fps + 0.5), num_frames))
         if self.total_pixels:
             # Two frames make one grid of patches, which the publishers' reader counts once. The
             # reader leaves 5% above the least, so that a shape still fits between both bounds.

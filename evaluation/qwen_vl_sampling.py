@@ -69,12 +69,6 @@ def sides(height: int, width: int, factor: int, min_pixels: float, max_pixels: f
     return tall, wide
 
 
-def frame_count(seconds: float, fps: float, max_frames: int) -> int:
-    """Frames of an overview with `fps` frames a second and `max_frames` at most; one at least.
-    Half a frame counts as one."""
-    return max(1, min(int(seconds * fps + 0.5), max_frames))
-
-
 def qwen(ele: dict, total: int, rate: float, height: int, width: int, patch: int = 14) -> tuple:
     """
     What qwen_vl_utils.fetch_video reads -> (indices of frames, (height, width)).

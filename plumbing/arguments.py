@@ -16,14 +16,6 @@ import sys
 
 import launch
 
-# Flags of earlier versions -> their names now. Others became settings and kept their names.
-RENAMED = {"--group": "--num-generations", "--kl": "--beta", "--context": "--max-model-len",
-           "--lora": "--lora-rank", "--engine-share": "--gpu-memory-utilization",
-           "--clip": "--set max_grad_norm=", "--max-seqs": "--set max_num_seqs=",
-           "--recompute": "--set gradient_checkpointing=", "--replicas": "--set dp_replicate=",
-           "--window-reward": "--set window_weight=",
-           "--template-args": "--set chat_template_kwargs="}
-
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Help with defaults, and the description as it was written."""
@@ -62,9 +54,8 @@ class Parser(argparse.ArgumentParser):
         flag = message.partition("unrecognized arguments: ")[2].split("=")[0].split(" ")[0]
         settings = self.settings._actions if self.settings else []
         by_flag = {f"--{s.dest.replace('_', '-')}": f"--set {s.dest}=" for s in settings}
-        near = (by_flag | RENAMED).get(flag)
-        if near not in {*by_flag.values(), *self._option_string_actions}:  # of other scripts
-            near = "".join(difflib.get_close_matches(flag, self._option_string_actions, 1, 0.7))
+        near = by_flag.get(flag) or "".join(
+            difflib.get_close_matches(flag, self._option_string_actions, 1, 0.7))
         if self.prog.endswith("--set"):  # a setting has no dashes
             message = message.replace("unrecognized arguments: --", "no such setting: ")
             message, near = message.replace("argument --", ""), ""

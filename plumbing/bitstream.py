@@ -6,20 +6,50 @@ Reads and writes nothing. Used by video.py.
 """
 import re
 
-# H.264's, HEVC's message that only later frames are whole, as of a stream that renews its picture
-# by columns: its type, its length, a number of frames above 0. Messages of two other types may
-# precede in its unit, each as long as its second byte says; escapes may make them longer.
+# H.264's, HEVC's unit with the message that only later frames are whole, as of a stream that renews
+# its picture by columns: its type, its length, a number of frames above 0. Messages of two other
+# types may precede, each as long as its second byte says; escapes may make them longer.
 SEI = b"|".join(rb"[\0\1]\x%02x(?:(?!\0\0[\0\1]).){%d,%d}?" % (n, n, n + 2) for n in range(1, 64))
-RECOVERY = rb"(?s)\0\0(?:\x01|..)(?:\x06|\x4e\x01)(?:%b){0,3}\x06[\x01-\x0f][\0-\x7f]" % SEI
+RECOVERY = re.compile(rb"(?s)(?:\x06|\x4e\x01)(?:%b){0,3}\x06[\x01-\x0f][\0-\x7f]" % SEI)
+# Types of units that hold parameter sets, and a few messages: see parameter_sets.
+SETS = {"h264": (6, 7, 8), "hevc": (32, 33, 34, 39), "mpeg4": range(32, 48), "mpeg1video": (179,),
+        "mpeg2video": (179, 181)}
 
 
-def recovers_later(codec, packet):
-    """Whether a key frame is whole only some frames later."""
-    return codec.name in ("h264", "hevc") and re.search(RECOVERY, bytes(packet)) is not None
+def read_units(codec, packet):
+    """-> [(type, bytes)] of the NAL units of H.264 and HEVC, of the start codes of MPEG-1, -2, -4;
+    other codecs: []."""
+    head, data, units, hevc = codec.extradata or b"", bytes(packet), [], codec.name == "hevc"
+    if codec.name not in SETS:
+        return []
+    if head[:1] == b"\1":  # avcC, hvcC: in front of each unit stands its length
+        size, view = head.ljust(22, b"\3")[21 if hevc else 4] % 4 + 1, memoryview(data)
+        while view:
+            end = size + int.from_bytes(view[:size], "big")
+            units.append(bytes(view[size:end]))
+            view = view[end:]
+    bits = 31 if codec.name == "h264" else 255
+    return [(unit[0] >> 1 & 63 if hevc else unit[0] & bits, unit)
+            for unit in units or data.split(b"\0\0\1")[1:] if unit]
 
 
-def parameter_sets(codec, packet):
-    """Packet -> {kind of parameter set that it brings: whether the file's header lacks its bytes}.
+def recovers_later(units):
+    """Whether only later frames than this key frame are whole."""
+    return any(RECOVERY.match(unit) for _, unit in units)
+
+
+def shows_early(codec, units):
+    """Whether the picture is shown before one that came before it: its type is B. HEVC does not
+    tell without its parameter sets; there it leads a key frame, or no other frame needs it."""
+    kinds = {"h264": (1, 5), "hevc": range(32), "mpeg4": (182,)}.get(codec.name, (0,))
+    kind, unit = next((unit for unit in units if unit[0] in kinds), (None, b""))
+    _, one, two = unit[:3].ljust(3, b"\0")
+    return {"h264": kind == 1 and (one >> 4 == 10 or one >> 2 == 39), "mpeg4": one >> 6 == 2,
+            "hevc": kind in (0, 6, 7, 8, 9)}.get(codec.name, two >> 3 & 7 == 3)
+
+
+def parameter_sets(codec, packet, units):
+    """-> {kind of parameter set that the packet brings: whether the file's header lacks its bytes}.
 
     A decoder applies the ones that came last: NAL units of H.264 and HEVC, headers of sequences of
     MPEG-1, -2 and -4, a second header (FLV, mp4). A kind is the type and the first number: as many
@@ -27,23 +57,11 @@ def parameter_sets(codec, packet):
     and that x264 before build 151 wrote 4:4:4 or RGB, which is decoded in another way (6).
     """
     sets = {"header": True} if packet.has_sidedata("new_extradata") else {}
-    types = {"h264": (6, 7, 8), "hevc": (32, 33, 34, 39), "mpeg4": range(32, 48),
-             "mpeg1video": (179,), "mpeg2video": (179, 181)}.get(codec.name)
-    if types is None:
-        return sets
-    head, data, units, hevc = codec.extradata or b"", bytes(packet), [], codec.name == "hevc"
-    if head[:1] == b"\1":  # avcC, hvcC: in front of each unit stands its length
-        size, view = head.ljust(22, b"\3")[21 if hevc else 4] % 4 + 1, memoryview(data)
-        while view:
-            end = size + int.from_bytes(view[:size], "big")
-            units.append(bytes(view[size:end]))
-            view = view[end:]
-    units = units or data.split(b"\0\0\1")
+    types, head, hevc = SETS.get(codec.name, ()), codec.extradata or b"", codec.name == "hevc"
     # x264's message counts if header or packet holds a set of the profile f4, which 4:4:4 has.
-    if types[0] == 6 and b"\x67\xf4" not in head + b" ".join(unit[:2] for unit in units):
+    if 6 in types and b"\x67\xf4" not in head + b" ".join(unit[:2] for _, unit in units):
         types = 7, 8
-    for unit in units:
-        kind = unit and (unit[0] >> 1 & 63 if hevc else unit[0] & (31 if 7 in types else 255))
+    for kind, unit in units:
         if kind in types and (kind not in (6, 39) or re.search(
                 rb"(?s)^\x4e.\x2f|x264 - core (?:\d\d|1[0-4]\d|150)\b", unit)):
             bits = f"{int.from_bytes(unit[1 + hevc : 5 + hevc], 'big'):032b}"

@@ -111,7 +111,6 @@ def write_card(folder: str, out: str, state: dict) -> None:
     with contextlib.suppress(OSError), open(os.path.join(out, "log.jsonl")) as file:
         blocks += file.readlines()[-1:]
     log = ", and the last line of its log" * (len(blocks) - 1)
-    launch.write_atomic(
-        os.path.join(folder, "README.md"), f"---\nlibrary_name: transformers\n{head}---\n\n"
-        f"Trained from {base} with ParaVT in flat scripts{log}:\n"
-        + "".join(f"```json\n{block.rstrip()}\n```\n" for block in blocks))
+    text = "".join(f"```json\n{block.rstrip()}\n```\n" for block in blocks)
+    launch.write_atomic(f"{folder}/README.md", f"---\nlibrary_name: transformers\n{head}---\n\n"
+                        f"Trained from {base} with ParaVT in flat scripts{log}:\n{text}")

@@ -193,31 +193,36 @@ def run_warnings(history):
 
 
 def best_so_far(state, worst):
-    """Loop state of a run, {} at its start -> what `is_best` compares with, and the step of it.
+    """Loop state of a run, {} at its start -> what `update_best` compares with, and its step.
     worst: a value that each other one beats."""
     names = ("best_step", "best_unread", "last_unread")  # None: there is none yet
     return {"best": state.get("best", worst), **{name: state.get(name) for name in names}}
 
 
-def is_best(value, best, unread, best_unread, last_unread=None):
-    """Whether a held-out value, higher is better, is the new best one. unread: rows whose videos
-    could not be read, so that the value is a mean over the others; means over other rows cannot be
-    compared. best_unread: those of the best value, None: there is none yet. last_unread: those of
-    the evaluation before, None: there was none. `best` begins anew if more rows can be read than at
-    `best`, and if the same ones could not be read twice in a row: they have gone for good."""
-    before = last_unread if best_unread is None else best_unread
+def update_best(best, value, step, unread, sign=1):
+    """Notes a held-out value in `best`, of best_so_far, if it is the highest one, with sign -1 the
+    lowest. NaN says nothing: no number, or an evaluation while something was away. unread: rows
+    whose videos could not be read, so that the value is a mean over the others; means over other
+    rows cannot be compared. `best` begins anew if more rows can be read than at `best`, and if the
+    same ones could not be read twice in a row: they have gone for good."""
+    if math.isnan(value):
+        return
+    limit, last = sign * best["best"], best["last_unread"]
+    before = last if best["best_unread"] is None else best["best_unread"]
     if before not in (None, unread):
-        recovered = set(unread) < set(before) or unread == last_unread
+        recovered = set(unread) < set(before) or unread == last
         launch.print0(f"held-out rows not read: {len(before)} before, {len(unread)} now,"
                       + (" so `best` begins anew" if recovered else " so this is no `best`"))
-        best = float("-inf" if recovered else "inf")
-    return value > best  # no number, NaN, is no best
+        limit = -math.inf if recovered else math.inf
+    if sign * value > limit:
+        best.update(best=value, best_step=step, best_unread=unread)
+    best["last_unread"] = unread
 
 
 def log_held_out(log, step, rows):
     """Logs the held-out accuracy of an evaluation, with and without tools, per K and type -> (that
-    with tools, NaN of no task, ids of the tasks that failed, which it leaves out). rows: of this
-    rank. Collective."""
+    with tools, NaN of no task and of a judge that was away, ids of the tasks that failed, which it
+    leaves out). rows: of this rank. Collective."""
     # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
     rows = launch.gather_rows(rows)
     finished = [row for row in rows if row["status"] in ("ok", "context")]
@@ -235,13 +240,11 @@ def log_held_out(log, step, rows):
         log.write({"step": step, "val": val},
                   f"step {step:04d} | held-out acc {number(val['acc'])} no tools "
                   f"{number(val['acc_without_tools'])}{failed}")
-    # An answer that token F1 scored, because the judge was away, cannot be compared either. Of most
-    # answers: no evaluation of that time is `best`, so the step makes the list unlike any other.
+    # An answer that token F1 scored, because the judge was away, cannot be compared either.
     comparable = {row["id"] for row in finished if row["tools"] and row["judge"] != "fallback"}
     verdicts = [row["judge"] for row in finished if row["tools"] and row["judge"] is not None]
-    away = [f"judge at {step}"] * (verdicts.count("fallback") > len(verdicts) / 2)
-    unread = sorted({row["id"] for row in rows} - comparable) + away
-    return math.nan if val["acc"] is None else val["acc"], unread
+    away = val["acc"] is None or verdicts.count("fallback") > len(verdicts) / 2
+    return math.nan if away else val["acc"], sorted({row["id"] for row in rows} - comparable)
 
 
 def number(value, form=".2f"):

@@ -62,21 +62,20 @@ def clean_run(out, start):
 # From what a run is made, and where it goes on
 
 
-def input_identities(ckpts, files, subtitles=()):
-    """-> {what a run reads: [digest, name]}, for resume_point. Collective: one rank of each machine
-    reads. Raises UserError if two machines hold different bytes. ckpts: {flag: folder, as
-    resolved}. files: {flag: [path or None]}. subtitles: [(folder, name)]. Not the videos, which are
+def input_identities(ckpts, rows, subtitles=()):
+    """-> {what a run reads: [digest, name]}, for resume_point. Collective. Raises UserError if two
+    ranks have read other rows, or two machines hold other files, of which one rank of each reads.
+    ckpts: {flag: folder, as resolved}. rows: {flag: (path or None, rows as read from there: a file
+    may be replaced after it was read)}. subtitles: [(folder, name)]. Not the videos, which are
     terabytes: each record holds the identity of its own."""
-    inputs = {}
+    inputs = {flag: [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16], path or "none"]
+              for flag, (path, content) in rows.items()}
     if os.environ.get("LOCAL_RANK", "0") == "0":  # a machine may have copies of its own
-        # A renamed file is the same data.
-        inputs = {flag: [digest_of(map(os.path.split, filter(None, paths)), names=False),
-                         " ".join(filter(None, paths)) or "none"] for flag, paths in files.items()}
         inputs |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
         inputs["subtitles"] = [digest_of(subtitles), None]
-    first, *others = filter(None, launch.gather_rows([inputs]))
-    if differ := [f for f in first if any(other[f][0] != first[f][0] for other in others)]:
-        raise launch.UserError(f"{differ[0]}: another machine of this run holds other bytes")
+    first, *others = launch.gather_rows([inputs])
+    if differ := [f for other in others for f in other if other[f][0] != first[f][0]]:
+        raise launch.UserError(f"{differ[0]}: another rank of this run has read other bytes")
     return first
 
 
@@ -105,16 +104,15 @@ def content_digest(ckpt):
     return digest.hexdigest()
 
 
-def digest_of(files, names=True):
-    """Digest of the bytes of files [(folder, name)], and of their names unless names is False. The
-    folder does not count, so that data may move. OSError: a file is gone that was there before."""
+def digest_of(files):
+    """Digest of the bytes and names of files [(folder, name)]. The folder does not count, so that
+    data may move. OSError: a file is gone that was there before."""
     digests = []
     for folder, name in sorted(set(files)):
         path = os.path.join(folder, name)
         if os.path.exists(path) and not os.path.isfile(path):  # read a second time, a pipe is empty
             raise launch.UserError(f"{path}: is not a regular file")
         digests.append((name, hashlib.sha256(launch.read_file(path)).hexdigest()))
-    digests = digests if names else sorted(str([digest]) for _, digest in digests)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 
 

@@ -45,9 +45,8 @@ class Model:
             if number in self.fails:
                 return 400
             written = SCRIPT[number][0]
-            return "<think>{}</think> Sure: " + (
-                "nothing" if written is None else
-                "```json\n" + json.dumps({**written, "options": OPTIONS}) + "\n```")
+            text = "```json\n" + json.dumps({**(written or {}), "options": OPTIONS}) + "\n```"
+            return "<think>{}</think> Sure: " + ("nothing" if written is None else text)
         number = next(n for n, (row, *_) in enumerate(SCRIPT) if row and row["question"] in text)
         blind = isinstance(parts, str)
         assert text.startswith(draft.BLIND) == blind

@@ -2,6 +2,7 @@
 Tests of plumbing/metrics.py: python -m pytest tests/test_metrics.py -q
 """
 import argparse
+from math import inf, isnan, nan
 
 import pytest
 
@@ -160,20 +161,25 @@ def test_a_collapsed_run_is_warned_of_once(run_grpo, given_rollouts, hard_tasks,
 
 
 def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
-    assert metrics.is_best(-2.0, -3.0, [], []) and not metrics.is_best(-3.0, -3.0, [], [])
-    assert metrics.is_best(-9.0, -float("inf"), [7], None) and metrics.is_best(-2.0, -3.0, [7], [7])
-    assert not metrics.is_best(float("nan"), -float("inf"), [], None)
-    assert not capsys.readouterr().out
+    def is_best(value, best, unread, best_unread, last=None, sign=1):
+        state = {"best": best, "best_step": 1, "best_unread": best_unread, "last_unread": last}
+        metrics.update_best(state, value, 2, unread, sign)
+        return state["best_step"] == 2
+
+    assert is_best(-2.0, -3.0, [], []) and not is_best(-3.0, -3.0, [], [])
+    assert is_best(2.0, inf, [], [], sign=-1) and not is_best(4.0, 3.0, [], [], sign=-1)
+    assert is_best(-9.0, -inf, [7], None) and is_best(-2.0, -3.0, [7], [7])
+    assert not is_best(nan, -inf, [], None) and not capsys.readouterr().out
     # As many rows that are others cannot be compared either.
     for unread, before in (([7], []), ([7], [8]), ([7, 8], [7])):
-        assert not metrics.is_best(-0.1, -3.0, unread, before)
+        assert not is_best(-0.1, -3.0, unread, before)
         assert "no `best`" in capsys.readouterr().out
-    assert metrics.is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
+    assert is_best(-9.0, -3.0, [7], [7, 8]) and "begins anew" in capsys.readouterr().out
     # Twice the same: these have gone for good. A value of no row at all is no best even then.
-    assert not metrics.is_best(-9.0, -3.0, [7], [], [8])
-    assert not metrics.is_best(-9.0, -3.0, [7], [], [])
-    assert metrics.is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
-    assert not metrics.is_best(float("nan"), -3.0, [7], [], [7])
+    assert not is_best(-9.0, -3.0, [7], [], [8])
+    assert not is_best(-9.0, -3.0, [7], [], [])
+    assert is_best(-9.0, -3.0, [7], [], [7]) and "begins anew" in capsys.readouterr().out
+    assert not is_best(nan, -3.0, [7], [], [7])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -183,8 +189,7 @@ def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
 def test_an_evaluation_without_its_judge_is_never_the_best():
     row = {"tools": True, "status": "ok", "K": 4, "acc": 1.0, "judge": "fallback", "type": "open"}
     rows = [{**row, "id": str(n)} for n in range(3)]
-    (acc, last), (_, unread) = (metrics.log_held_out(None, step, rows) for step in (4, 8))
-    assert not metrics.is_best(acc, 0.5, unread, [], last)
+    assert isnan(metrics.log_held_out(None, 8, rows)[0])
     rows[0]["judge"] = rows[1]["judge"] = True
     assert metrics.log_held_out(None, 8, rows)[1] == ["2"]
 

@@ -37,7 +37,9 @@ def recorded(toy, codec, tasks, tmp_path_factory):
     episodes = [e for task, k in zip(tasks[:3], (4, 8, 4))
                 for e in make_group(codec, source, task, frames=k)]
     record_logps(hf, codec, source, episodes)
-    return write_rows(tmp_path_factory.mktemp("made") / "r.jsonl", [e.to_dict() for e in episodes])
+    rows = [{**e.to_dict(), "fingerprint": [os.path.getsize(toy / e.task["video"]), 0]}
+            for e in episodes]
+    return write_rows(tmp_path_factory.mktemp("made") / "r.jsonl", rows)
 
 
 def moved(weights, base):
@@ -82,7 +84,7 @@ def test_a_recorded_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, t
 
 def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap, recorded, toy,
                                                               tmp_path):
-    """Else the command would say from then on that the update is done. One film may be gone."""
+    """Else the command would say from then on that the update is done. One film may be another."""
     shutil.copytree(toy / "videos", tmp_path / "world" / "videos")
     films = sorted({json.loads(line)["task"]["video"] for line in recorded.open()})
     flags = ("--rollouts", recorded, "--video-root", tmp_path / "world")
@@ -91,7 +93,7 @@ def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap,
         run_grpo(*flags)
     assert not (tmp_path / "run" / "last").exists()
     os.rename(tmp_path / "away", tmp_path / "world" / "videos")
-    os.remove(tmp_path / "world" / films[0])
+    os.truncate(tmp_path / "world" / films[0], 99_999)  # another film of the same length
     _, m, _ = run_grpo(*flags)
     assert 0 < m["groups"] < 3 and m["not_ok"] and not m["skipped_update"]
 
@@ -100,9 +102,9 @@ def test_a_short_outage_costs_no_group(run_grpo, any_gap, recorded, monkeypatch)
     """The disk is back before all groups are read: those that failed are read again."""
     real, reads = replay.read_fault, []
 
-    def read_fault(group, features):
+    def read_fault(group, *more):
         reads.append(group)
-        return "gone" if len(reads) == 2 else real(group, features)
+        return "gone" if len(reads) == 2 else real(group, *more)
 
     monkeypatch.setattr(replay, "read_fault", read_fault)
     _, m, _ = run_grpo("--rollouts", recorded)

@@ -569,7 +569,7 @@ def command(toy, tmp_path, monkeypatch, start):
     (("--set", "sub_frames=x"), "sub_frames: invalid int value"),
     (("--set", "speed=9"), "no such setting: speed=9"),
     (("--set", "sub_question=1"), "(choose from True, False)"),
-    (("--group", "8"), "nearest: --num-generations"), (("--patience", "9"), "--set patience="),
+    (("--max-turn", "8"), "nearest: --max-turns"), (("--patience", "9"), "--set patience="),
     (("--max-new", "9"), "arguments: --max-new 9"), (("--nonsense", "1"), "--nonsense 1\n"),
     (("--max-pixels", "9"), "max_pixels must"),
     (("--set", "frame_cache_dir_gb=nan"), "frame_cache_dir_gb"),

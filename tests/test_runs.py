@@ -69,20 +69,18 @@ def test_files_count_by_content_and_by_name_but_not_by_folder(tmp_path):
     named = [runs.digest_of([(tmp_path, name)]) for name in ("ax", "by", "cx")]
     pytest.raises(FileNotFoundError, runs.digest_of, [(tmp_path, "gone")])
     assert len({*named}) == 3 and named[0] == runs.digest_of([(tmp_path / "in", "ax")])
-    plain = [runs.digest_of([(tmp_path, name)], names=False) for name in ("ax", "by", "cx")]
-    assert plain[0] == plain[2] != plain[1]
 
 
-def test_machines_that_hold_other_bytes_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text("{}")
-    own = runs.input_identities({}, files := {"--data": [str(tmp_path / "a.jsonl"), None]})
-    other = {**own, "--data": [own["--data"][0], "elsewhere"]}
-    # {}: of a second rank on this machine
-    monkeypatch.setattr(launch, "gather_rows", lambda rows: [*rows, {}, other])
-    assert runs.input_identities({}, files) == own
-    other["--data"] = ["other bytes", own["--data"][1]]
-    with pytest.raises(launch.UserError, match="^--data: another machine"):
-        runs.input_identities({}, files)
+def test_ranks_that_have_read_other_rows_are_refused(monkeypatch):
+    """A file may be replaced after one rank has read it: the rows count, and not their name."""
+    read = {"--data": ("a.jsonl", [{"id": 1}]), "--val": (None, [])}
+    own = runs.input_identities({}, read)
+    other = {"--data": [own["--data"][0], "elsewhere"]}  # of a second rank on this machine
+    monkeypatch.setattr(launch, "gather_rows", lambda rows: [*rows, other])
+    assert runs.input_identities({}, read) == own and own["--val"][1] == "none"
+    read["--data"] = ("a.jsonl", [{"id": 2}])
+    with pytest.raises(launch.UserError, match="^--data: another rank"):
+        runs.input_identities({}, read)
 
 
 def test_three_bad_steps_in_a_row_end_a_run_and_a_blind_last_one(tmp_path):

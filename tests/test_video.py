@@ -276,8 +276,8 @@ def test_a_frame_without_its_time_of_display_has_the_time_of_decoding(monkeypatc
     """ffmpeg's rule: the third frame's 5 goes back behind the 10 of the second, so it counts as
     faulty, and all times from there on are those of decoding."""
     frames = [SimpleNamespace(pts=p, dts=d, duration=1) for p, d in ((0, 0), (None, 10), (5, 20))]
-    opened = nullcontext((SimpleNamespace(decode=lambda stream: frames), None))
-    monkeypatch.setattr(video, "_stream", lambda path: opened)
+    monkeypatch.setattr(video, "_stream", lambda path: nullcontext((None, None)))
+    monkeypatch.setattr(video, "_all_frames", lambda *_: frames)
     assert video._display_pts("v.avi") == ([0, 10, 20], 30, 1)
 
 

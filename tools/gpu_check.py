@@ -239,9 +239,8 @@ def check_rollouts(table, device, args, cycles=3):
 @torch.no_grad()
 def mean_logprob_gap(policy, contexts):
     """Mean |log-prob of the engine - of the trainer| over the sampled ids, in nats."""
-    pack = model.pack_trees(policy.codec, [
-        model.Tree(model.TokenSpan(c.ids, c.mask, {"sampler": c.logps}), c.items)
-        for c in contexts])
+    spans = [model.TokenSpan(c.ids, c.mask, {"sampler": c.logps}) for c in contexts]
+    pack = model.pack_trees(policy.codec, [*map(model.Tree, spans, (c.items for c in contexts))])
     logp, _ = policy(pack)  # [n]
     return (logp.cpu() - pack.values["sampler"]).abs().mean().item()
 

@@ -65,10 +65,15 @@ def set_credit_places(episodes: list[rollout.Episode], codec: chat.ChatProcessor
                                    "this checkpoint")
 
 
-def read_fault(group: list[rollout.Episode], features: model.VisionFeatures) -> str | None:
+def read_fault(group: list[rollout.Episode], source: video.VideoSource,
+               features: model.VisionFeatures) -> str | None:
     """Why the video of a group cannot be read as it was recorded, or None. The features are
     computed, and kept for the update."""
     try:
+        path = video.resolve(group[0].task["video"], source.root)
+        size = video.identity(path)[0]  # a copy has another mtime
+        if any(e.fingerprint and e.fingerprint[0] != size for e in group):
+            return f"{path}: has {size} bytes, so it is another file than was recorded"
         for item in group[0].context.items:
             features([item])
     except (video.VideoError, ValueError) as error:
@@ -88,7 +93,8 @@ def main():
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)
-    inputs = runs.input_identities({"--ckpt": ckpt}, {"--rollouts": args.rollouts})
+    rows = {"--rollouts": (" ".join(args.rollouts), [e.to_dict() for e in episodes])}
+    inputs = runs.input_identities({"--ckpt": ckpt}, rows)
     folder, _ = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
     if folder:
         launch.print0(f"nothing to do: {args.out} has the update")
@@ -107,7 +113,8 @@ def main():
     # Before the first forward, which all ranks take together.
     faults, looks = [True] * len(groups), []
     for _ in range(2):  # a read may fail once, and the disk may have been away for a moment
-        faults = [f and read_fault(group, policy.features) for group, f in zip(groups, faults)]
+        faults = [f and read_fault(group, source, policy.features)
+                  for group, f in zip(groups, faults)]
         # One video, or the disk with all of them.
         looks.append(source.cache.disk_away([*filter(None, faults)]))
     if launch.any_rank(any(faults) and any(looks)) or not launch.any_rank(not all(faults)):

@@ -850,11 +850,10 @@ def ask_videozoomer(checkout):
             json.dump([{"data_source": "x", "problem": "<image>" + item["asked"], "videos":
                         [item["video"]], "solution": "B"}], file)
         rows = data.MultiModalDataset(
-            "rows.json", processor, processor, image_key=given["image_key"],
+            "rows.json", processor, processor, return_raw_chat=False,
             system_prompt=given["system_prompt"].strip('"').replace('\\"', '"'),
-            max_pixels=given["max_pixels"], min_pixels=given["min_pixels"],
-            video_fps=given["video_fps"], frames_upbound=given["frames_upbound"],
-            pass_video_as_frames=given["pass_video_as_frames"], return_raw_chat=False)
+            **{name: given[name] for name in ("image_key", "max_pixels", "min_pixels", "video_fps",
+                                              "frames_upbound", "pass_video_as_frames")})
         row = rows[0]
         prompts = types.SimpleNamespace(
             batch={name: torch.ones(1, 4, dtype=torch.long)

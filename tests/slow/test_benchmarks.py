@@ -39,18 +39,16 @@ def read(name, root):
     return {t["id"]: t for t in tasks}, notes
 
 
-VIDEOMME = [{"video_id": "001", "duration": "short", "domain": "Knowledge",
-            "sub_category": "Baking", "url": "u", "videoID": "ab_-1", "question_id": "001-1",
-            "task_type": "Counting Problem", "question": "How many buns?", "answer": "C",
-            "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."]},
-            {"video_id": "001", "duration": "short", "domain": "Knowledge", "url": "u",
-            "sub_category": "Baking", "videoID": "ab_-1", "question_id": "001-2",
-            "task_type": "OCR", "question": "Which word?", "answer": "D",
-            "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."]},
-            {"video_id": "002", "duration": "long", "domain": "Sports", "sub_category": "Chess",
-             "url": "u", "videoID": "gone", "question_id": "002-1", "task_type": "OCR",
-             "question": "Who?", "options": ["A. I.", "B. You.", "C. He.", "D. We."],
-             "answer": "A"}]
+BUNS = {"video_id": "001", "duration": "short", "domain": "Knowledge", "sub_category": "Baking",
+        "url": "u", "videoID": "ab_-1"}
+VIDEOMME = [{**BUNS, "question_id": "001-1", "task_type": "Counting Problem", "answer": "C",
+             "question": "How many buns?",
+             "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."]},
+            {**BUNS, "question_id": "001-2", "task_type": "OCR", "question": "Which?",
+             "answer": "D", "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."]},
+            {**BUNS, "video_id": "002", "duration": "long", "domain": "Sports", "videoID": "gone",
+             "sub_category": "Chess", "question_id": "002-1", "task_type": "OCR", "answer": "A",
+             "question": "Who?", "options": ["A. I.", "B. You.", "C. He.", "D. We."]}]
 
 
 @pytest.mark.parametrize("where", ["videomme/test-00000-of-00001.parquet", "test.jsonl",
@@ -136,11 +134,10 @@ def test_lvbench(tmp_path, layout):
 def test_mlvu_as_first_released(tmp_path):
     """A file and a video folder per task, the answer as text, another spelling of a task, texts
     that match no candidate or two."""
+    needle = {"video": "needle_1.mp4", "duration": 100, "question_type": "findNeedle"}
     put(tmp_path, "json/2_needle.json", [
-        {"video": "needle_1.mp4", "duration": 100, "question": "What falls?",
-         "candidates": ["A cup", "A hat"], "answer": "A hat", "question_type": "findNeedle"},
-        {"video": "needle_1.mp4", "duration": 100, "question": "Who sings?",
-         "candidates": ["A boy", "A girl"], "answer": "A gril", "question_type": "findNeedle"}])
+        {**needle, "question": "What falls?", "candidates": ["A cup", "A hat"], "answer": "A hat"},
+        {**needle, "question": "Who?", "candidates": ["A boy", "A girl"], "answer": "A gril"}])
     put(tmp_path, "json/6_anomaly_reco.json", [
         {"video": "a.mp4", "duration": 9, "question": "What?",
          "candidates": ["Fire", "Arson", "Arson"], "answer": "Arson",

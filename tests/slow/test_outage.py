@@ -197,13 +197,13 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
         train_sft, monkeypatch):
     """A disk that is away burns no more than three steps, and none of them moves a weight or counts
     rows as gone."""
-    flags, unread = ("--steps", 6, "--save-every", 2, "--eval-every", 1), []
-    monkeypatch.setattr(metrics, "is_best", lambda value, best, rows, *_: unread.append(rows))
+    flags, away = ("--steps", 6, "--save-every", 2, "--eval-every", 1), []
+    monkeypatch.setattr(metrics, "update_best", lambda _, v, *__, **sign: away.append(v != v))
     code, _, err, log = train_sft(range(2, 6), *flags)
     assert code == 1 and len(err.splitlines()) == 1, err
     assert "step 5: videos could not be read for 3 steps; is the disk there?" in err
     # Nothing was saved at step 4: the weights there were those of step 2.
-    assert err.rstrip().endswith("step_000002") and unread == [[], [], ["step 2"], ["step 3"]]
+    assert err.rstrip().endswith("step_000002") and away == [False, False, True, True]
     code, out, err, log = train_sft((), *flags)  # it is back
     assert code == 0 and "done" in out, err
     assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
@@ -238,26 +238,26 @@ def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it(train_sft, a
 
 def test_a_held_out_film_that_goes_for_good_freezes_no_best(train_sft, tmp_path, monkeypatch):
     """The first evaluation without the film is no `best`, the second one begins anew."""
-    real, evaluations = metrics.is_best, []
+    real, evaluations = metrics.update_best, []
 
-    def is_best(value, *more):
+    def update_best(best, value, *more, **sign):
         evaluations.append(value)
         if len(evaluations) == 1:
             os.remove(tmp_path / "videos" / "other.mp4")
-        return real(value, *more)
+        real(best, value, *more, **sign)
 
     rows = rows_of(tmp_path / "val.jsonl")
     (item,) = chat.videos_in(rows[0]["messages"])
     shutil.copy(tmp_path / item["video"], tmp_path / "videos" / "other.mp4")
     item["video"] = "videos/other.mp4"
     write_rows(tmp_path / "val.jsonl", rows)
-    monkeypatch.setattr(metrics, "is_best", is_best)
+    monkeypatch.setattr(metrics, "update_best", update_best)
     code, out, err, _ = train_sft((), "--steps", 6, "--eval-every", 2)
     assert code == 0 and (tmp_path / "out/step_000002").exists(), err  # the best of its time
     assert out.count("so this is no `best`") == 1 and out.count("so `best` begins anew") == 1
     state = json.loads((tmp_path / "out" / "best" / "state.json").read_text())
     assert state["best_step"] == 6 and state["best_unread"] == [0]
-    assert state["last_unread"] == state["best_unread"] and state["best"] == -evaluations[-1]
+    assert state["last_unread"] == state["best_unread"] and state["best"] == evaluations[-1]
 
 
 def test_a_batch_without_any_token_is_a_bad_step(train_sft, monkeypatch):

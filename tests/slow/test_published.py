@@ -46,10 +46,9 @@ CPU = torch.device("cpu")
 KINDS = {"instruct": (True, False), "thinking": (False, True)}  # tied, thinking
 END, IM_START, IM_END, THINK = 151643, 151644, 151645, 151667
 OPTIONS = ["red", "green", "blue", "a red square, then a blue one"]
-LOOK = ('<think>look</think>\n<tool_call>\n'
-        '{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n</tool_call>\n'
-        '<tool_call>\n'
-        '{"name": "crop_video", "arguments": {"start_time": 40, "end_time": 48.5}}\n</tool_call>')
+CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n'
+        '</tool_call>')
+LOOK = f"<think>look</think>\n{CROP % (8, 16)}\n{CROP % (40, 48.5)}"
 RIGHT = "<think>\nI saw it, between 8 and 16.\n</think>\n<answer>B</answer>"
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -222,6 +222,7 @@ COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of t
     LATE, f"{LATE} | -i v.mp4 -c copy v.mkv | -i v.mkv -c copy w.mp4",
     "-c:v libx264 -bf 0 -pix_fmt yuv420p a.h264 | -i a.h264 -c:v libx264 -bf 3 b.h264"
     " | -i concat:a.h264|b.h264 -c copy v.mp4",
+    f"{LATE} | -r 25 -i v.h264 -c copy v.mp4 | -i v.h264 h264.mp4 | -f concat -i l -c copy j.mp4",
     "-c:v rawvideo -pix_fmt pal8 v.avi", "-c:v mpeg4 -bf 2 -g 12 v.ts"]
 
 
@@ -229,6 +230,7 @@ COPIES = [  # ffmpeg's options for a test picture of 6 s | those for a copy of t
 def test_copies_that_lost_their_times_of_display_are_read_as_by_ffmpeg(tmp_path, ffmpeg, steps,
                                                                        monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "l").write_text("file v.mp4\nfile h264.mp4")
     make, *copies = steps.split(" | ")
     for step in [f"-f lavfi -i testsrc2=s=160x96:r=25:d=6 {make}", *copies]:
         ffmpeg(*step.split())
