@@ -281,7 +281,7 @@ def evaluate(args):
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
-    meta = {**vars(args), "prompt_hash": prompts, "code": hub.code_digests("evaluation")}
+    meta = {**vars(args), "prompt_hash": prompts, "code": hub.our_commit()}
     written = [suite for suite in suites if rank == 0 and not suite.part]
     # Record which model answered: the same name may stand for another model next month.
     if args.engine == "openai":

@@ -48,7 +48,7 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 19  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 20  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -230,6 +230,16 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     return crop(path, spec["start"], spec["end"], **options, **size)
 
 
+def _lies_in_nothing(path):
+    """Whether the folder of a path that does not exist, or the next one above that does, is empty,
+    as the folder of a disk that is not mounted."""
+    folder = os.path.abspath(path)
+    while not os.path.isdir(folder := os.path.dirname(folder)):
+        pass
+    with contextlib.suppress(OSError):
+        return not os.listdir(folder)
+
+
 def identity(path):
     """Path -> [bytes, mtime in ns], or for a folder of frames [bytes, digest of these of all its
     files], some seconds old: another video at this path has another identity. Raises VideoError."""
@@ -238,7 +248,10 @@ def identity(path):
         if os.path.isdir(path):
             return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise VideoError(path, launch.machine_mark(error) + launch.why(error).lower()) from error
+        reason = launch.machine_mark(error) + launch.why(error).lower()
+        if isinstance(error, FileNotFoundError) and _lies_in_nothing(path):
+            reason = f"{launch.MACHINE}{reason}, its folder is empty: is the disk mounted?"
+        raise VideoError(path, reason) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
         raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
@@ -523,7 +536,7 @@ def _open(path):
                 # Some muxers of MPEG-TS state none: then that of the packet before.
                 dts = (dts, pts)[dts is None or max_gap > 10] if packet.dts is None else packet.dts
                 packets.append((pts, dts, packet.pos or 0, packet.duration or 0, packet.is_keyframe,
-                                packet.is_discard, begin, bitstream.shows_early(codec, units)))
+                                packet.is_discard, begin, bitstream.is_b_frame(codec, units)))
     if not early:
         raise VideoError(path, "PyAV: holds no video frames")
     untimed = [n for n, (pts, *_) in enumerate(packets) if pts is None]
@@ -550,9 +563,11 @@ def _open(path):
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < latest
     disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
-    # A copy that lost its times of display has those of decoding, which never step back: B-frames
-    # are later than all before. Other codecs' types of frames are not read.
-    copied = ((b_frames[1:] > 0) & (pts[1:] > latest)).any() or reorders and (pts == dts).all()
+    # A copy that lost its times of display has those of decoding: up to the next key frame none
+    # steps back, in spite of B-frames. Other codecs' types of frames are not read.
+    rises, firsts = np.append(True, pts[1:] > latest), np.flatnonzero(flags)
+    late = np.logical_and.reduceat(rises, firsts) & np.logical_or.reduceat(b_frames > 0, firsts)
+    copied = (reorders or changed) and late.any() or reorders and (pts == dts).all()
     # A palette comes once, in front.
     can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())
     # Then the file is decoded in a row; of what may be a copy, if the times of its frames go back.
@@ -596,7 +611,7 @@ def _display_pts(path):
         for frame in _all_frames(container, stream):
             stamps = frame.pts, frame.dts
             for i, tick in enumerate(stamps):
-                disorder[i] += tick is not None and tick <= latest[i]
+                disorder[i] += tick is not None and tick <= latest[i] - i  # dts may stand still
                 latest[i] = next(t for t in (tick, stamps[1 - i], latest[i]) if t is not None)
             if not times and stamps == (None, None):
                 raise VideoError(path, "its first frames carry no times: encode it anew")

@@ -284,7 +284,7 @@ class OpenAIEngine(Client):
                     finally:  # given up: the next request that fails waits for a server
                         self.awake.set()
                 if not fails or attempt == self.retries:
-                    return done
+                    return replace(done, error=launch.MACHINE + done.error) if fails else done
                 await self.pause(max(2.0**attempt, after))
 
     async def wait_for_server(self, pause):

@@ -38,14 +38,16 @@ def recovers_later(units):
     return any(RECOVERY.match(unit) for _, unit in units)
 
 
-def shows_early(codec, units):
-    """Whether the picture is shown before one that came before it: its type is B. HEVC does not
-    tell without its parameter sets; there it leads a key frame, or no other frame needs it."""
+def is_b_frame(codec, units):
+    """Whether the type of the picture (of its first slice) is B: most of these are shown before
+    one that came before them."""
     kinds = {"h264": (1, 5), "hevc": range(32), "mpeg4": (182,)}.get(codec.name, (0,))
-    kind, unit = next((unit for unit in units if unit[0] in kinds), (None, b""))
+    kind, unit = next((unit for unit in units if unit[0] in kinds), (99, b""))
     _, one, two = unit[:3].ljust(3, b"\0")
+    bits = f"{int.from_bytes(unit[2:6].ljust(4), 'big'):032b}"[1:]  # HEVC: the PPS, the type
     return {"h264": kind == 1 and (one >> 4 == 10 or one >> 2 == 39), "mpeg4": one >> 6 == 2,
-            "hevc": kind in (0, 6, 7, 8, 9)}.get(codec.name, two >> 3 & 7 == 3)
+            "hevc": kind < 16 and bits[2 * bits.find("1") + 1 :][:1] == "1",
+            }.get(codec.name, two >> 3 & 7 == 3)
 
 
 def parameter_sets(codec, packet, units):

@@ -478,7 +478,7 @@ def save_run(policy, codec, optimizer, out, step, state):
     a save takes seconds every some dozen steps. state: loop state for state.json; "best_step": the
     step that `best` links to. Raises RunError if the run cannot be written."""
     path = os.path.join(out, f"step_{step:06d}")
-    state = {"step": step, "code": hub.code_digests(), **state}
+    state = {"step": step, "code": hub.our_commit(), **state}
     save_checkpoint(policy, codec, path, state, optimizer)
     if launch.rank_and_world()[0] == 0:
         runs.update_links(path, state)

@@ -5,8 +5,7 @@ plumbing/hub.py (tests/test_checkpoint.py): names of checkpoints on the Hugging 
   a commit       is a part of the path of what was fetched, and so of args.json and state.json
   a run          holds its newest checkpoint under `last`: `config_folder`
   adapters       on a base from the Hub name that base and its commit: `name_of`
-  a model card   of every checkpoint says how it was made: `write_card`; with it go digests of the
-                 scripts: `code_digests`
+  a model card   of every checkpoint says how it was made: `write_card`, `our_commit`
 
 No torch here and no huggingface_hub at the top: both take time to import.
 
@@ -14,10 +13,8 @@ Reads the Hub, or its cache alone with HF_HUB_OFFLINE=1; writes that cache.
 """
 import contextlib
 import functools
-import hashlib
 import json
 import os
-import pathlib
 import re
 import subprocess
 
@@ -78,23 +75,13 @@ def name_of(folder: str) -> dict:
 
 @functools.cache
 def our_commit() -> str:
-    """The commit of this code at the first save, "" if unknown. Read once: a later `git pull` would
-    name code that does not run."""
+    """The commit of this code at the start, "-dirty" after an edit, "" if unknown. args.json and
+    state.json hold it. Read once: a later `git pull` would name code that does not run."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     command = ["git", "-C", root, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
-    with contextlib.suppress(OSError):  # no git; state.json has digests of the scripts
+    with contextlib.suppress(OSError):  # no git
         return subprocess.run(command, text=True, capture_output=True).stdout.strip()
     return ""
-
-
-@functools.cache  # a script that is edited while the run goes on is not the code that runs
-def code_digests(*folders):
-    """{script: digest} of the top level, plumbing/ and these folders. args.json and state.json hold
-    them, so that a result can be traced to the code that made it."""
-    root = pathlib.Path(__file__).absolute().parents[1]
-    scripts = sorted(p for f in (".", "plumbing", *folders) for p in (root / f).glob("*.py"))
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            for path in scripts}
 
 
 def write_card(folder: str, out: str, state: dict) -> None:

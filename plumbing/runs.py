@@ -117,9 +117,9 @@ def digest_of(files):
 
 
 def write_args(path, args, **fields):
-    """Writes the settings of a run, digests of its scripts, and the folders of checkpoints from the
-    Hub, whose paths name commits, as JSON. fields: further ones."""
-    content = {**vars(args), "code": hub.code_digests(), "hub": hub.fetch_ckpt.folders, **fields}
+    """Writes the settings of a run, the commit of this code, and the folders of checkpoints from
+    the Hub, whose paths name commits, as JSON. fields: further ones."""
+    content = {**vars(args), "code": hub.our_commit(), "hub": hub.fetch_ckpt.folders, **fields}
     launch.write_atomic(path, json.dumps(content, indent=1))
 
 

@@ -219,7 +219,7 @@ def test_turns_types_and_absolute_paths(tmp_path, start):
 
 @pytest.mark.parametrize("name, content, flags, says", [
     ("a.json", b'[{"video_id": 1, "answers": "y"}]', (), "video_id, answers; say which they are: "
-     "--map video=video_id question=COLUMN answer=answers"),
+     "--map video=COLUMN question=COLUMN options=COLUMN answer=COLUMN"),
     ("a.json", b"[{}]", ("--map", "quest=x"), "OURS one of video, question, options, answer"),
     ("a.json", b'[{"video": "a", "question": "b", "a1": "c", "a2": "d", "answer":0}]', (), "0 or"),
     ("a.json", b'[{"video": "a", "question": "b", "options": "1|2", "answer": 2}]',

@@ -118,6 +118,7 @@ def test_endpoint_errors_end_the_episode_and_never_count_as_an_answer(
         episode = ask(server, tasks, frames_of, retries=2)
     assert episode.status == "engine_error" and why in episode.error and len(server.asked) == times
     assert not episode.turns and episode.reward["acc"] == 0.0
+    assert (launch.MACHINE in episode.error) == (times > 1)  # asked again: eval.py ends with 1
 
 
 def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(

@@ -78,9 +78,8 @@ def test_ranks_that_have_read_other_rows_are_refused(monkeypatch):
     other = {"--data": [own["--data"][0], "elsewhere"]}  # of a second rank on this machine
     monkeypatch.setattr(launch, "gather_rows", lambda rows: [*rows, other])
     assert runs.input_identities({}, read) == own and own["--val"][1] == "none"
-    read["--data"] = ("a.jsonl", [{"id": 2}])
     with pytest.raises(launch.UserError, match="^--data: another rank"):
-        runs.input_identities({}, read)
+        runs.input_identities({}, {"--data": ("a.jsonl", [{"id": 2}])})
 
 
 def test_three_bad_steps_in_a_row_end_a_run_and_a_blind_last_one(tmp_path):

@@ -479,6 +479,9 @@ def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path, monkeypatch):
     assert cache.disk_away([str(error.value)]) and not cache.disk_away(["gone"])
     os.remove(films[0])
     assert cache.disk_away(["gone"])
+    (tmp_path / "mount").mkdir()  # of a disk that was never there the folder is empty
+    for name, why in (("mount/sub/x.mp4", "the machine: no such"), ("a.mp4", "a.mp4: no such")):
+        pytest.raises(VideoError, video.identity, tmp_path / name).match(why)
 
 
 def broken(folder, kind):

@@ -24,7 +24,6 @@ Reads:  parquet (needs pyarrow), JSON, JSONL, CSV or TSV.    Writes: --out, one 
 import ast
 import contextlib
 import csv
-import difflib
 import io
 import json
 import os
@@ -630,14 +629,10 @@ def convert(paths, out, frames, max_frames=64, names=None, first=None):
             if converted := attempt(f"{stem}/{number}", normal_form, row, first):
                 numbered.append((f"{stem}/{number}", converted))
         if not numbered and UNKNOWN in rejected:
-            keys, guess = {str(key).strip().lower(): key for key in columns}, []
-            for name, known in COLUMNS.items():
-                close = difflib.get_close_matches(name, keys, 1, 0.6)
-                if not any(row.get(key) for key in known) and (close or name != "options"):
-                    guess.append(f"{name}={keys[close[0]] if close else 'COLUMN'}")
+            lacks = [n for n, known in COLUMNS.items() if not any(row.get(key) for key in known)]
             raise launch.UserError(
                 f"{path}: neither messages nor a video, a question and an answer, but "
-                f"{', '.join(columns)}; say which they are: --map {' '.join(guess)}")
+                f"{', '.join(columns)}; say which they are: --map {'=COLUMN '.join(lacks)}=COLUMN")
     is_chat = any("</answer>" in json.dumps(row.get("messages")) for _, row in numbered)
     if is_chat and not all(row.get("messages") for _, row in numbered):
         raise launch.UserError("some files hold chats (SFT), some tasks (RL); convert them apart")

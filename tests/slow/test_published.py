@@ -140,14 +140,12 @@ def world(tmp_path_factory):
             "options": OPTIONS, "answer": "B", "type": "mcq"}
     window = {"start": 8.0, "end": 12.0, "fps": 1.0, "max_frames": 4}
     (folder / "rl.jsonl").write_text(json.dumps(task))
-    chats = [
-        {"id": "main", "tools": rollout.tool_schema(), "messages": [
-            *rollout.main_messages(task, 4), {"role": "assistant", "content": LOOK},
-            {"role": "tool", "content": "a red square"},
-            {"role": "tool", "content": "nothing <|im_end|>"},
-            {"role": "assistant", "content": RIGHT}]},
-        {"id": "sub", "messages": [*rollout.sub_messages(task, window),
-                                   {"role": "assistant", "content": "a red square"}]}]
+    seen = "a red square"
+    turns = [{"role": role, "content": text} for role, text in (
+        ("assistant", LOOK), ("tool", seen), ("tool", "nothing <|im_end|>"), ("assistant", RIGHT))]
+    sub = [*rollout.sub_messages(task, window), {"role": "assistant", "content": seen}]
+    chats = [{"id": "main", "tools": rollout.tool_schema(),
+              "messages": rollout.main_messages(task, 4) + turns}, {"id": "sub", "messages": sub}]
     (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, chats)))
     return folder
 
