@@ -230,7 +230,7 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     return crop(path, spec["start"], spec["end"], **options, **size)
 
 
-def _lies_in_nothing(path):
+def _in_empty_folder(path):
     """Whether the folder of a path that does not exist, or the next one above that does, is empty,
     as the folder of a disk that is not mounted."""
     folder = os.path.abspath(path)
@@ -249,7 +249,7 @@ def identity(path):
             return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = launch.machine_mark(error) + launch.why(error).lower()
-        if isinstance(error, FileNotFoundError) and _lies_in_nothing(path):
+        if isinstance(error, FileNotFoundError) and _in_empty_folder(path):
             reason = f"{launch.MACHINE}{reason}, its folder is empty: is the disk mounted?"
         raise VideoError(path, reason) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
