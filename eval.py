@@ -135,14 +135,13 @@ def flag_checks(args):
     if args.compare or args.table or args.rescore or args.protocols:
         return []  # all other settings come from the folders
     checks = [
-        (not (args.data or benches), "give --data (task JSONL), --bench with --root, or --compare "
-         "with finished evaluations (tools/ask.py asks about one video)"),
+        (not (args.data or benches), "give --data, --bench with --root, or --compare with finished "
+         "evaluations (tools/ask.py asks about one video)"),
         (args.prepare and benches != 1, "--prepare takes one --bench"),
         (args.out and os.path.exists(os.path.join(args.out, "log.jsonl")),
          f"--out {args.out} holds a training run; choose another folder"),
         (benches and (args.data or not roots), "--bench needs --root, and no --data"),
-        (benches and roots not in (1, benches), f"--root: {roots} folders for {benches} "
-         "benchmarks; give one each, or one that holds all")]
+        (benches and roots not in (1, benches), "--root: one for each --bench, or one for all")]
     if args.prepare:
         return checks  # nothing is sampled
     return checks + run_faults(args) + [

@@ -485,7 +485,7 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
         seed=turn_seed(episode, agent, turn, number)))
     if completion.error:
         # The model does not see the error, which is about machines and not about the video.
-        return {**result, "status": "engine_error",
+        return {**result, "status": "engine_error", "error": completion.error,
                 "summary": "error: the window could not be looked at"}
 
     # Only the text after the thought is returned: the main agent's context stays small.
@@ -587,7 +587,7 @@ def check_calls(episode: Episode) -> None:
     has gone, or a request that failed, says nothing of the policy."""
     failed = [c for c in episode.calls if c["status"] in runs.MACHINE_FAULTS]
     if failed and episode.status == "ok":
-        episode.fail(failed[0]["status"], f"a call: {failed[0]['summary']}")
+        episode.fail(failed[0]["status"], f"a call: {failed[0].get('error', failed[0]['summary'])}")
 
 
 async def score_episode(episode: Episode, pay: rewards.RewardConfig | None = None,

@@ -48,6 +48,7 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
+FIRST_MISSING = {}  # empty folder -> the first path that was not there
 CACHE_VERSION = 20  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
@@ -230,14 +231,14 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     return crop(path, spec["start"], spec["end"], **options, **size)
 
 
-def _in_empty_folder(path):
+def _disk_missing(path):
     """Whether the folder of a path that does not exist, or the next one above that does, is empty,
-    as the folder of a disk that is not mounted."""
-    folder = os.path.abspath(path)
+    and another path was missing in it: a disk that is not mounted, no download that failed."""
+    folder = path = os.path.abspath(path)
     while not os.path.isdir(folder := os.path.dirname(folder)):
         pass
     with contextlib.suppress(OSError):
-        return not os.listdir(folder)
+        return not os.listdir(folder) and FIRST_MISSING.setdefault(folder, path) != path
 
 
 def identity(path):
@@ -249,7 +250,7 @@ def identity(path):
             return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = launch.machine_mark(error) + launch.why(error).lower()
-        if isinstance(error, FileNotFoundError) and _in_empty_folder(path):
+        if isinstance(error, FileNotFoundError) and _disk_missing(path):
             reason = f"{launch.MACHINE}{reason}, its folder is empty: is the disk mounted?"
         raise VideoError(path, reason) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
@@ -530,9 +531,7 @@ def _open(path):
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
                 begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
-                begin = begin and not bitstream.recovers_later(units)
-                if begin and codec.name == "mpeg4":  # a joined clip may flag all; 00: intra
-                    begin = bytes(packet).partition(b"\0\0\1\xb6")[2][:1] < b"\x40"  # two bits
+                begin = begin and not bitstream.needs_more(codec, units)
                 # Some muxers of MPEG-TS state none: then that of the packet before.
                 dts = (dts, pts)[dts is None or max_gap > 10] if packet.dts is None else packet.dts
                 packets.append((pts, dts, packet.pos or 0, packet.duration or 0, packet.is_keyframe,
@@ -565,9 +564,14 @@ def _open(path):
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
     # A copy that lost its times of display has those of decoding: up to the next key frame none
     # steps back, in spite of B-frames. Other codecs' types of frames are not read.
-    rises, firsts = np.append(True, pts[1:] > latest), np.flatnonzero(flags)
+    rises = np.append(True, pts[1:] > latest)
+    firsts = np.flatnonzero(flags & bool(reorders or changed))
     late = np.logical_and.reduceat(rises, firsts) & np.logical_or.reduceat(b_frames > 0, firsts)
-    copied = (reorders or changed) and late.any() or reorders and (pts == dts).all()
+    # So do B-frames that look back alone, and those whose P-frame was lost: eight groups tell.
+    groups = [group for group, is_late in zip(np.split(pts, firsts)[1:], late)
+              if is_late and group[0] in keys[:, 0]]
+    shown = [*filter(None, (_stated_times(path, g, keys) for g in groups[:: len(groups) // 8 + 1]))]
+    copied = any(times != sorted(times) for times in shown) or late.any() and not shown
     # A palette comes once, in front.
     can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())
     # Then the file is decoded in a row; of what may be a copy, if the times of its frames go back.
@@ -588,6 +592,14 @@ def _open(path):
 def _pts_of(item, reorders):
     """Packet or frame, whether the stream reorders frames -> time of display, None: unknown."""
     return item.dts if item.pts is None and not reorders else item.pts
+
+
+def _stated_times(path, group, keys):
+    """-> the stated times of frames in the decoder's order, nothing if a seek fails. group: the
+    times of their packets [P], from a key frame on. keys: as of `_open`."""
+    with contextlib.suppress(VideoError), _stream(path) as (container, stream):
+        container.seek(int(group[0]), stream=stream)
+        return [f.pts or 0 for f in _decode(container, stream, {*group.tolist()}, keys, False)]
 
 
 def _all_frames(container, stream):

@@ -560,8 +560,7 @@ def paper_layout(evaluations):
     # A benchmark that neither the paper nor we have measured gets no column.
     names = [name for name in benchmarks.splits() if name in ours or name in paper["ParaVT-8B"][1]]
     systems = [{"group": group, "label": f"{system} (the paper's)", "departures": [],
-                "cells": {name: (percent, True, f"{percent:.1f}")
-                          for name, percent in row.items()}}
+                "cells": {name: (percent, True, f"{percent:.1f}") for name, percent in row.items()}}
                for system, (group, row) in paper.items()]
     for name, summary, _ in evaluations:
         results = summary["results"]
@@ -641,10 +640,9 @@ def control_tests(results, cells):
         control, real = cells[bench, k, mode], cells.get((bench, against, tools), {})
         choices = [len(r["task"]["options"]) if r["task"]["type"] == "mcq" else 0
                    for r in control.values()]
-        out = {"bench": bench, "K": row["K"], "tools": tools, "n": row["n"],
-               "show": "text alone" if (k, show) == ("0", "real") else show,
+        out = {"bench": bench, "K": row["K"], "tools": tools, "n": row["n"], "p": None,
+               "show": "text alone" if (k, show) == ("0", "real") else show, "interval": None,
                "headline": row["headline"], "against": against, "difference": None,
-               "interval": None, "p": None,
                "chance": sum(1 / n for n in choices) / len(choices) if all(choices) else None}
         refused = {cell_of(r) for r in results if r["headline"] is None}
         records = [] if real is control else paired_differences(real, control)

@@ -238,16 +238,15 @@ def describe_one(args):
 
 def flag_checks(args):
     """-> [(whether the flags of a protocol contradict each other, why)]."""
+    native = all_systems()[args.protocol].native if args.protocol.startswith("paper") else {}
     return [(not 0 <= args.overview_fps < float("inf") or args.total_pixels < 0,
              "--set: overview_fps and total_pixels must be numbers of at least 0"),
             (args.texts_of and (args.prompt_file or args.user_file),
              "--texts-of takes all texts: leave --prompt-file and user_file out"),
             (args.protocol.startswith("paper") and args.channel != "image",
              f"--protocol {args.protocol} chooses the channel of each task: leave channel out"),
-            (args.protocol.startswith("paper")
-             and args.tools != all_systems()[args.protocol].native.get("tools", ["on"]),
-             f"--protocol {args.protocol} has its own --tools (paper: on; paper-direct and "
-             "paper-reasoning: off)")]
+            (args.protocol.startswith("paper") and args.tools != native.get("tools", ["on"]),
+             f"--protocol {args.protocol} has --tools {native.get('tools', ['on'])[0]}")]
 
 
 def source_of(source, args):

@@ -33,9 +33,11 @@ def read_units(codec, packet):
             for unit in units or data.split(b"\0\0\1")[1:] if unit]
 
 
-def recovers_later(units):
-    """Whether only later frames than this key frame are whole."""
-    return any(RECOVERY.match(unit) for _, unit in units)
+def needs_more(codec, units):
+    """Whether a key frame is not whole: only later ones are, or it is none: a joined clip of MPEG-4
+    may flag all. 00, two bits: intra."""
+    first = next((unit for kind, unit in units if kind == 182 and codec.name == "mpeg4"), b"")
+    return any(RECOVERY.match(unit) for _, unit in units) or first[1:2] >= b"\x40"
 
 
 def is_b_frame(codec, units):

@@ -35,9 +35,8 @@ def log_step(log, step, steps, episodes, stats, counts):
     first, packed = counts[0], sum(c["packed"] for c in counts)
     sampled = sum(row["length"] + row["sub_tokens"] for row in rows)
     m = {**summarise(rows), **stats, **{name: first[name] for name in PHASES},
-         "zero_variance": sum(c["skipped"] for c in counts),
-         "groups": sum(c["groups"] for c in counts), "packed_tokens": packed,
-         "decode_s": max(c["decode_s"] for c in counts),
+         "zero_variance": sum(c["skipped"] for c in counts), "packed_tokens": packed,
+         "groups": sum(c["groups"] for c in counts), "decode_s": max(c["decode_s"] for c in counts),
          "rollout_tokens_per_s": sampled / max(first["rollout_s"], 1e-9),
          "train_tokens_per_s": packed / max(first["train_s"], 1e-9), "step": step + 1}
     if first["judge"]:

@@ -480,8 +480,8 @@ def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path, monkeypatch):
     os.remove(films[0])
     assert cache.disk_away(["gone"])
     (tmp_path / "mount").mkdir()  # of a disk that was never there the folder is empty
-    for name, why in (("mount/sub/x.mp4", "the machine: no such"), ("a.mp4", "a.mp4: no such")):
-        pytest.raises(VideoError, video.identity, tmp_path / name).match(why)
+    for name, why in (("a", "a"), ("mount/x/y", "y"), ("mount/z", "the machine"), ("a", "a")):
+        pytest.raises(VideoError, video.identity, f"{tmp_path}/{name}.mp4").match(f"{why}.*: no s")
 
 
 def broken(folder, kind):

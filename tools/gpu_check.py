@@ -481,8 +481,7 @@ def check_grpo(table, device, args):
     gaps = [row["gap"] for row in rows if row["gap"] is not None]
     # No gap and no bound if all rewards of each group were equal: then no forward ran.
     table.add("grpo.py: largest log-prob gap", max(gaps, default=math.nan),
-              grpo.gap_tolerance() if gaps else None,
-              f"nats, mean of a step; {len(gaps)} steps with a signal")
+              grpo.gap_tolerance() if gaps else None, f"nats; {len(gaps)} steps with a signal")
     for name in ("rollout_s", "rollout_tokens_per_s", "train_s", "train_tokens_per_s"):
         table.add(f"grpo.py: {name} of the second step", rows[-1][name])
 

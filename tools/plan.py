@@ -172,8 +172,7 @@ def memory_use(config, gpus, pack_tokens, recompute=True, replicas=1, reference=
     trained = lora * n["sides"] if lora else n["trained"]
     resting = {"weights, fp32 shard": 4 * trained / shards,
                "AdamW moments, fp32 shard": 8 * trained / shards,
-               "vision tower": width * n["tower"],
-               "vision features kept": feature_cache_gb * 2**30}
+               "vision tower": width * n["tower"], "vision features kept": feature_cache_gb * 2**30}
     if lora:
         resting["frozen weights, shard"] = width * n["trained"] / shards
     if reference:
@@ -188,8 +187,7 @@ def memory_use(config, gpus, pack_tokens, recompute=True, replicas=1, reference=
     recomputed = hidden * width if recompute else inner
     one = pack_tokens * (inner - recomputed + width * (3 * text.intermediate_size + 5 * hidden))
     logits = chunk * text.vocab_size * (8 + width)
-    layer = {**resting,
-             "root whole, gradient of its head": width * n["root"] + (0 if lora else head),
+    layer = {**resting, "root whole, gradient of its head": width * n["root"] + head * (not lora),
              "two layers whole, one's gradients": n["layer"] * (2 * width + (0 if lora else 4)),
              "one layer in backward, or logits": max(one, logits)}
     gradients = {"gradients of layers, fp32 shard": 4 * (trained if lora else n["layers"]) / shards}
