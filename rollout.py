@@ -865,11 +865,11 @@ def main():
 
     from plumbing import checkpoint  # imports torch, which takes seconds: --help answers at once
 
-    rows = {"--data": (args.data, tasks := data.read_tasks(args.data))}
+    read = {"--data": (args.data, tasks := data.read_tasks(args.data))}
     tasks = tasks[: args.limit or None]
     ckpt = checkpoint.resolve_checkpoint(args.ckpt)
     agent, source = agent_settings(args, args.data)
-    inputs = runs.input_identities({"--ckpt": ckpt}, rows, subtitle_files(args, (args.data, tasks)))
+    inputs = runs.input_identities({"--ckpt": ckpt}, read, subtitle_files(args, (args.data, tasks)))
     wanted = len(tasks) * args.num_generations
     names = {(launch.join_key(args.step, t["id"]), n)
              for t in tasks for n in range(args.num_generations)}
