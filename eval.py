@@ -202,8 +202,6 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         flags.subtitles = mode
         agent, source = rollout.agent_settings(flags, args.data)
         source = systems.source_of(source, args)
-        # Refused now, or a wrong folder would cost hours of counted video errors.
-        benchmarks.check_any_video(bench or args.data, tasks, source.root)
         out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
@@ -213,6 +211,8 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         records = results.read_records(out, digest)
         done = {k: r["timing"].get("total_s") for k, r in records.items() if not runs.is_retried(r)}
         tasks = tasks[: args.limit or None]
+        # Refused now, or a wrong folder would cost hours of counted video errors.
+        source.cache.check_present(flags, bench or args.data, tasks)
         # A run with --limit in the folder of a longer one must not replace the longer summary.
         part = bool(records) and len(launch.read_jsonl(f"{out}/tasks.jsonl")) > len(tasks)
         suites.append(Suite(bench, tasks, agent, source, out, digest, done, part))

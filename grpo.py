@@ -502,9 +502,11 @@ def setup(args):
     if start >= args.steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {args.steps}")
         return launch.end_process_group()
+    for path, content in filter(all, rows.values()):
+        source.cache.check_present(args, path, content)
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
-    # The largest prompt must fit, and some video must open. Both show before weights are loaded.
+    # The largest prompt must fit, which shows before weights are loaded.
     rollout.check_context(codec, tasks + val_tasks, agent, source, args.frames)
     policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, newest)
     # On a GPU the engine shares the device with the trainer, so it starts asleep.

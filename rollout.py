@@ -699,7 +699,6 @@ def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, VideoSourc
     min_pixels = getattr(args, "min_pixels", VideoSource.min_pixels)  # eval.py alone has it
     arguments.require_min(min_pixels, args, "max_pixels")
     root = video.root_of(args, data_path)
-    # A wrong root would only show as one counted video_error per task.
     if not os.path.isdir(root):
         raise launch.UserError(f"--video-root {root}: no such folder")
     spoken = partial(task_subtitles, which=args.subtitles) if args.subtitles != "none" else None
@@ -716,18 +715,16 @@ def check_positions(codec, agent) -> None:
 
 
 def check_context(codec, tasks, agent, source, frames) -> None:
-    """Raises UserError if the context cannot hold the largest prompt of the first readable task, or
-    if none of the first videos can be read. Called before any weights are loaded."""
+    """Raises UserError if the context cannot hold the largest prompt of the first task whose video
+    can be read. Called before any weights are loaded."""
     check_positions(codec, agent)
     # Overview prompts differ little in length, but for subtitles, so the first readable task stands
     # for all. --check looks at all.
-    first = None  # error of the first video
     for task in tasks[:8]:
         spec = source.overview_spec(task, max_num_frames(frames))
         try:
             overview, _, subtitles, _ = source.load_overview(spec, task)
-        except video.VideoError as error:
-            first = first or error
+        except video.VideoError:
             continue  # counted as video_error when the episode of this task comes
         tokens = prompt_tokens(codec, agent, task, spec, overview, overview.seconds, subtitles)
         if tokens + 32 > agent.max_model_len:  # 32: the shortest thought and answer worth sampling
@@ -735,8 +732,6 @@ def check_context(codec, tasks, agent, source, frames) -> None:
             raise launch.UserError(f"--max-model-len {agent.max_model_len} is too small: {reason}; "
                                    "raise it, or lower --frames or --max-pixels")
         return
-    raise launch.UserError(f"none of the first {len(tasks[:8])} videos can be read; is "
-                           f"--video-root right? {first}")
 
 
 def prompt_tokens(codec, agent, task, spec, frames, times, subtitles) -> int:
@@ -880,6 +875,7 @@ def main():
     if len(rows) == wanted:
         write_rollouts(rows, args.out)  # perhaps a kill came first
         return launch.print0(f"nothing to do: {args.out} has all {wanted} rollouts")
+    source.cache.check_present(args, args.data, tasks)
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     check_context(codec, tasks, agent, source, args.frames)

@@ -179,13 +179,14 @@ class Chats:
 
 
 def open_data(args, codec, cache):
-    """-> (training Chats, held-out Chats or None). Raises UserError if no video can be read."""
+    """-> (training Chats, held-out Chats or None). Raises UserError if videos are missing."""
     # Chats checks the shape of every row now, and frames and tokens when a batch needs them.
     train = Chats(args.data, codec, args, cache)
     val_chats = Chats(args.val, codec, args, cache) if args.val else None
-    # A wrong --video-root ends the run here, not after an epoch of skipped chats.
-    if all(train[i] is None for i in range(min(8, len(train.rows)))):
-        raise launch.UserError(f"{args.data}: its first videos do not open; is --video-root right?")
+    # A disk that is not mounted ends the run here, not after an epoch of skipped chats.
+    for chats in filter(None, (train, val_chats)):
+        specs = chat.videos_in(m for row in chats.rows for m in row["messages"])
+        cache.check_present(args, chats.path, specs)
     return train, val_chats
 
 

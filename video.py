@@ -48,7 +48,6 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-FIRST_MISSING = {}  # empty folder -> the first path that was not there
 CACHE_VERSION = 20  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
@@ -231,16 +230,6 @@ def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
     return crop(path, spec["start"], spec["end"], **options, **size)
 
 
-def _disk_missing(path):
-    """Whether the folder of a path that does not exist, or the next one above that does, is empty,
-    and another path was missing in it: a disk that is not mounted, no download that failed."""
-    folder = path = os.path.abspath(path)
-    while not os.path.isdir(folder := os.path.dirname(folder)):
-        pass
-    with contextlib.suppress(OSError):
-        return not os.listdir(folder) and FIRST_MISSING.setdefault(folder, path) != path
-
-
 def identity(path):
     """Path -> [bytes, mtime in ns], or for a folder of frames [bytes, digest of these of all its
     files], some seconds old: another video at this path has another identity. Raises VideoError."""
@@ -250,8 +239,6 @@ def identity(path):
             return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = launch.machine_mark(error) + launch.why(error).lower()
-        if isinstance(error, FileNotFoundError) and _disk_missing(path):
-            reason = f"{launch.MACHINE}{reason}, its folder is empty: is the disk mounted?"
         raise VideoError(path, reason) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
         raise VideoError(path, "is not a regular file")
@@ -287,7 +274,7 @@ class VideoSource:
     def load_overview(self, spec, task):
         """-> (Frames, seconds of the video, text of the subtitles, identity)."""
         # One call for all, because each reads the disk and this runs in a decoder's thread.
-        fingerprint = identity(resolve(spec["video"], self.root))
+        fingerprint = self.cache.identity(resolve(spec["video"], self.root))
         duration, frames = self.duration(spec), self.load_unchanged(spec, fingerprint)
         text = self.subtitles(task, frames.seconds, self.root) if self.subtitles else ""
         return frames, duration, text, fingerprint
@@ -306,7 +293,7 @@ class VideoSource:
         try:
             return self.load(spec)
         finally:  # also after the ValueError of a window that lies beyond another video's end
-            if identity(resolve(spec["video"], self.root)) != fingerprint:
+            if self.cache.identity(resolve(spec["video"], self.root)) != fingerprint:
                 raise VideoError(spec["video"], "the file changed during the episode")
 
     def duration(self, spec):
@@ -330,33 +317,6 @@ def _folder_identity(path):
     digest = sha256(repr(files).encode("utf-8", "surrogateescape")).hexdigest()
     _folders[path] = time.monotonic(), [sum(size for _, size, _ in files), digest]
     return _folders[path][1]
-
-
-def _container_end(file):
-    """Open file -> (part of the container, byte at which the header says that it ends, bytes)."""
-    head, size = file.read(64), os.fstat(file.fileno()).st_size  # lengths of AVI and Matroska
-    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-        # All ones: written to a pipe. 0: never finished.
-        return "RIFF", 8 + int.from_bytes(head[4:8], "little") % 0xFFFFFFFF, size
-    at = head.find(b"\x18\x53\x80\x67") + 4  # Matroska: a Segment's length follows this mark
-    if head[:4] == b"\x1aE\xdf\xa3" and 4 <= at <= len(head) - 8 and head[at]:
-        used = 9 - head[at].bit_length()  # bytes of the number: the zero bits in front, plus one
-        unknown = (1 << 7 * used) - 1  # all ones mean: streamed, length unknown
-        length = int.from_bytes(head[at : at + used], "big") & unknown
-        return "Segment", at + used + length % unknown, size
-    boxes = b"ftyp moov mdat moof free skip wide uuid styp sidx mfra udta".split()  # of mp4
-    # MPEG-TS and others state no length. A truncated file is just a shorter video.
-    part, end, at = "", 0, 0  # at: first byte of a box
-    while at < size:
-        file.seek(at)
-        length, kind = int.from_bytes(file.read(4), "big"), file.read(4)  # with this header
-        length = int.from_bytes(file.read(8), "big") if length == 1 else length  # the true size
-        if kind not in boxes or length < 8:  # another format; 0: "to the end of the file"
-            break
-        at += length
-        if kind in (b"moov", b"mdat", b"moof"):  # padding may be cut without harm
-            part, end = kind.decode(), at
-    return part, end, size
 
 
 def _duration(starts, end):
@@ -464,7 +424,7 @@ def _stream(path):
 def _stream_of(path, source):
     import av
     try:
-        part, end, size = _container_end(source)
+        part, end, size = bitstream.container_end(source)
         source.seek(0)
         if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
             raise VideoError(path, f"truncated: {part} ends at byte {end}, the file at byte {size}")
@@ -923,7 +883,7 @@ class FrameCache:
 
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
-        # witnesses: disk -> its videos that were opened last; if these have gone, the disk has
+        # witnesses: disk -> four of its videos, opened last; if these have gone, the disk has
         self.folder, self.witnesses = folder and caches.DiskCache(folder, folder_bytes), {}
         # timeout: seconds, see ChildDecoder
         self.memory, self.decoders = caches.MemoryCache(max_bytes), Decoders(timeout, workers)
@@ -932,6 +892,35 @@ class FrameCache:
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
         return (table := self.table(path)).starts, table.info
+
+    def check_present(self, args, path, rows):
+        """Raises UserError at a start if more of the videos of a data file are missing than
+        missing_videos allows: a disk that is not mounted, or a folder that is not the right one.
+        rows: of the file, with a "video" each."""
+        def look(name):
+            try:
+                place = resolve(name, root)
+                paths = self.witnesses.setdefault(os.stat(place).st_dev, [])
+            except (OSError, VideoError) as error:
+                return f"{name}: {launch.why(error)}"
+            paths += [place] * (len(paths) < 4)
+
+        root, names = root_of(args, path), {row["video"] for row in rows}
+        with ThreadPoolExecutor(16) as pool:  # a server of files takes a millisecond for each
+            lost = [*filter(None, pool.map(look, sorted(names)))]
+        if len(lost) > args.missing_videos * len(names):
+            raise launch.UserError(
+                f"{path}: {len(lost)} of {len(names)} videos are not below {root}: {lost[0]}; is "
+                "each disk mounted? Drop the rows of lost ones, or --set missing_videos=SHARE")
+
+    def identity(self, path):
+        """As identity. If a disk has gone, a missing file is no property of the data."""
+        try:
+            return identity(path)
+        except VideoError as error:
+            away = launch.MACHINE not in error.why and not all(
+                any(map(os.path.exists, paths)) for paths in [*self.witnesses.values()])
+            raise VideoError(path, f"{launch.MACHINE}a disk left: " * away + error.why) from error
 
     def disk_away(self, errors):
         """Whether a disk with videos has gone. errors: texts of the VideoErrors just met; without
@@ -955,7 +944,7 @@ class FrameCache:
         values = self.folder.load(name) if self.folder else None
         if values is None:
             values = read()
-            if identity(state[0]) != list(state[1:3]):  # else another video's frames have its key
+            if self.identity(state[0]) != list(state[1:3]):  # or a wrong key
                 raise VideoError(state[0], "changed while it was read")
             if self.folder:
                 self.folder.store(name, values)
@@ -963,7 +952,7 @@ class FrameCache:
 
     def table(self, path):
         """Path -> VideoTable: from memory, or from the folder, or read."""
-        state = os.path.realpath(path), *identity(path), CACHE_VERSION
+        state = os.path.realpath(path), *self.identity(path), CACHE_VERSION
 
         def read():
             starts, *info, ticks, keys = self.load_or_compute(
@@ -1029,12 +1018,13 @@ def add_arguments(parser):
     parser.add_setting("channel", "how frames enter a prompt", "image", choices=["image", "video"])
     parser.add_setting("frame_cache_gb", "GiB of decoded frames kept per rank", 4.0)
     parser.add_setting("frame_cache_dir_gb", "GiB kept in frame_cache_dir", 50.0)
+    parser.add_setting("missing_videos", "share of the videos that may be missing at a start", 0.01)
     parser.add_setting("decode_timeout", "seconds that 64 frames may take; 0 = any", 60.0)
 
 
 def frame_cache(args):
     """The parsed flags -> the FrameCache of a stage. Raises UserError naming the flag."""
-    arguments.require_min(0, args, "frame_cache_gb", "frame_cache_dir_gb")
+    arguments.require_min(0, args, "frame_cache_gb", "frame_cache_dir_gb", "missing_videos")
     # In a child process, if there is a timeout: a decoder that hangs or crashes costs one video.
     return FrameCache(int(args.frame_cache_gb * 2**30), args.decode_timeout or None,
                       decode_threads(), args.frame_cache_dir, int(args.frame_cache_dir_gb * 2**30))

@@ -479,14 +479,6 @@ def complete_task(task, split, root, notes):
     return task
 
 
-def check_any_video(name, tasks, root):
-    """Raises UserError if no video lies below the root, before hours of counted errors."""
-    paths = dict.fromkeys(str(task["video"]) for task in tasks)
-    if not any("\0" not in path and os.path.exists(os.path.join(root, path)) for path in paths):
-        reason = f"none of its {len(paths)} videos lies below {root}, as {next(iter(paths))} should"
-        raise launch.UserError(f"{name}: {reason}; is the folder one level too high?")
-
-
 def row_files(root, patterns):
     """Files of the first pattern that matches any file, in the root or one folder below."""
     for pattern in patterns:

@@ -12,7 +12,6 @@ Tokens are counted from ids if the engine has ids, else taken from the endpoint'
 None. Reads and writes no file.
 """
 
-import contextlib
 import itertools
 import os
 
@@ -121,23 +120,13 @@ def balance_tasks(tasks, parts):
     [(root, task)] -> the indices of each of `parts`, the longest work first.
 
     The questions of a video stay together, so that one rank decodes the video once, unless they are
-    more than a fair share. Long files weigh more.
+    more than a fair share.
     """
     videos = {}  # path -> indices
     for index, (root, task) in enumerate(tasks):
         videos.setdefault(os.path.join(root, str(task["video"])), []).append(index)
-    weight = dict.fromkeys(videos, 0)
-    for path in videos:
-        with contextlib.suppress(OSError, ValueError):  # its own episode will report the file
-            weight[path] = os.path.getsize(path)
-    total = sum(weight.values()) or 1
     fair = max(1, -(-len(tasks) // parts))  # rounded up
-    chunks = []  # (work, path, indices)
-    for path, indices in videos.items():
-        for at in range(0, len(indices), fair):
-            group = indices[at : at + fair]
-            # A rough guess is enough: half of the work is answering, half is decoding.
-            chunks.append((len(group) / len(tasks) + weight[path] / total, path, group))
-    chunks.sort(key=lambda chunk: chunk[1:])  # the order of equal work
-    shares = (data.balance_over_ranks(chunks, lambda c: c[0], part, parts) for part in range(parts))
-    return [[index for *_, group in share for index in group] for share in shares]
+    chunks = [videos[path][at : at + fair] for path in sorted(videos)
+              for at in range(0, len(videos[path]), fair)]
+    shares = (data.balance_over_ranks(chunks, len, part, parts) for part in range(parts))
+    return [[index for group in share for index in group] for share in shares]

@@ -1,9 +1,11 @@
 """
 plumbing/bitstream.py (tests/slow/test_video.py): what packets of H.264, HEVC and MPEG say to their
-decoder, beside pictures: where it can begin, after a cut or in a film of several clips.
+decoder, beside pictures: where it can begin, after a cut or in a film of several clips; and where a
+container ends.
 
-Reads and writes nothing. Used by video.py.
+Writes nothing. Used by video.py.
 """
+import os
 import re
 
 # H.264's, HEVC's unit with the message that only later frames are whole, as of a stream that renews
@@ -72,3 +74,30 @@ def parameter_sets(codec, packet, units):
             kind = kind, bits[: 2 * bits.find("1") + 1]
             sets[kind] = sets.get(kind, False) or unit.rstrip(b"\0") not in head
     return sets
+
+
+def container_end(file):
+    """Open file -> (part of the container, byte at which the header says that it ends, bytes)."""
+    head, size = file.read(64), os.fstat(file.fileno()).st_size  # lengths of AVI and Matroska
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        # All ones: written to a pipe. 0: never finished.
+        return "RIFF", 8 + int.from_bytes(head[4:8], "little") % 0xFFFFFFFF, size
+    at = head.find(b"\x18\x53\x80\x67") + 4  # Matroska: a Segment's length follows this mark
+    if head[:4] == b"\x1aE\xdf\xa3" and 4 <= at <= len(head) - 8 and head[at]:
+        used = 9 - head[at].bit_length()  # bytes of the number: the zero bits in front, plus one
+        unknown = (1 << 7 * used) - 1  # all ones mean: streamed, length unknown
+        length = int.from_bytes(head[at : at + used], "big") & unknown
+        return "Segment", at + used + length % unknown, size
+    boxes = b"ftyp moov mdat moof free skip wide uuid styp sidx mfra udta".split()  # of mp4
+    # MPEG-TS and others state no length. A truncated file is just a shorter video.
+    part, end, at = "", 0, 0  # at: first byte of a box
+    while at < size:
+        file.seek(at)
+        length, kind = int.from_bytes(file.read(4), "big"), file.read(4)  # with this header
+        length = int.from_bytes(file.read(8), "big") if length == 1 else length  # the true size
+        if kind not in boxes or length < 8:  # another format; 0: "to the end of the file"
+            break
+        at += length
+        if kind in (b"moov", b"mdat", b"moof"):  # padding may be cut without harm
+            part, end = kind.decode(), at
+    return part, end, size

@@ -167,8 +167,7 @@ def run_warnings(history):
                           "token F1 paid them instead: is its server up?")
     # Nothing was sampled, so no other number moves.
     if lasting(lambda row: row["not_ok"] and row["acc"] is None, three):
-        lines["failed"] = ("no rollout has been ok for 3 steps: see the lines of skipped tasks; is "
-                           "--video-root right?")
+        lines["failed"] = "no rollout has been ok for 3 steps: see the lines of skipped tasks"
     # A tag that nothing opens has no share.
     for kind in rewards.KINDS:
         shares = [row["closure"][kind] for row in three]

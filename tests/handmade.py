@@ -89,9 +89,8 @@ def plain_logps(hf, codec, source, ids, specs, temperature):
     images = [Image.fromarray(image) for spec in specs for image in source.load(spec).images]
     vision = codec.processor.image_processor(images=images, do_resize=False, return_tensors="pt")
     row = torch.tensor([ids])
-    logits = hf(input_ids=row, pixel_values=vision["pixel_values"],
-                image_grid_thw=vision["image_grid_thw"],
-                mm_token_type_ids=(row == codec.image_pad).int()).logits[0]
+    inputs = {name: vision[name] for name in ("pixel_values", "image_grid_thw")}
+    logits = hf(input_ids=row, **inputs, mm_token_type_ids=(row == codec.image_pad).int()).logits[0]
     never = torch.zeros(logits.shape[-1])
     never[list(codec.suppress_tokens)] = -100.0
     return ((logits + never) / temperature).log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]

@@ -109,9 +109,8 @@ def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
 def rl(answer, question="<video>Which?\n(A) one\n(B) two", kind=None, videos=("selfqa/a.mp4",),
        **more):
     extra = {"answer": answer, **({"question_type": kind} if kind else {})}
-    return {"prompt": [{"role": "system", "content": TOOLS},
-                       {"role": "user",
-                        "content": question + " The video path for this video is: /tmp/a.mp4"}],
+    question += " The video path for this video is: /tmp/a.mp4"
+    return {"prompt": [{"role": "system", "content": TOOLS}, {"role": "user", "content": question}],
             "videos": [{"video": v, "fps": 1.0} for v in videos], "extra_info": json.dumps(extra),
             "reward_model": {"style": "rule", "ground_truth": "zzz"}, **more}
 

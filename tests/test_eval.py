@@ -59,7 +59,7 @@ def world(toy, tmp_path, monkeypatch, start):
         monkeypatch.setattr(rollout, "make_engine", make_engine)
         given = {"--ckpt": toy / "init", "--data": data, "--out": out, "--frames": 4,
                  "--preset": "toy"}
-        flags = [*flags, *(["--allow-errors"] if allow else [])]
+        flags = [*flags, *(["--allow-errors"] if allow else []), "--set", "missing_videos=1"]
         kept = [x for k, v in given.items() if k not in flags and k not in drop for x in (k, v)]
         code, printed, err = start(evaluation, *kept, *flags)
         result = SimpleNamespace(code=code, out=printed, err=err, folder=out,
@@ -282,8 +282,7 @@ def videomme(toy, tmp_path):
     (root / "subtitle").mkdir()
     shutil.copy(toy / "videos" / "eval-0000.mp4", root / "data" / "ab.mp4")
     (root / "subtitle" / "ab.srt").write_text(
-        "1\n00:00:00,000 --> 00:00:20,000\n<i>Hello</i> there\n\n"
-        "2\n00:59:00,000 --> 00:59:01,000\nGoodbye\n")
+        "1\n00:00:00,000 --> 00:00:20,000\n<i>Hi</i> you\n\n2\n00:59:00,000 --> 00:59:01,000\nBye")
     rows = [{"question_id": f"1-{i}", "videoID": "ab" if i < 4 else "gone",
              "question": f"Which {i}?", "options": ["A. red", "B. blue"], "answer": "AB"[i % 2],
              "duration": "short" if i < 2 else "long"} for i in range(1, 5)]
@@ -305,8 +304,8 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert "4 items, 2700 published, 1 no video, 1 no subtitles" in done.out
     texts = [chat.decode(done.engine.codec, r.ids, keep_end=True) for r in done.engine.requests]
     # aligned, in the split with subtitles
-    assert sum("Hello there" in text for text in texts) == 3
-    assert not any("Goodbye" in text for text in texts)
+    assert sum("Hi you" in text for text in texts) == 3
+    assert not any("Bye" in text for text in texts)
     # The missing video comes, with another ending: only its questions are asked.
     shutil.copy(videomme / "data" / "ab.mp4", videomme / "data" / "gone.mkv")
     done = world(*names, drop=("--data",), say=lambda r: answer("B"))

@@ -102,7 +102,7 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     held = tmp_path / "held" / "val.jsonl"
     rows[2]["video"] = "gone.mp4"
     held.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
-    flags = ("--data", toy / "rl.jsonl", "--steps", 2, *LIVE)
+    flags = ("--data", toy / "rl.jsonl", "--steps", 2, "--set", "missing_videos=0.34", *LIVE)
     plain, _, folder = run_grpo(*flags, out="plain")
 
     tools, real_run = [], rollout.run

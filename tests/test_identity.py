@@ -65,8 +65,8 @@ def flags_of(script, world):
         "grpo": (*common, *rl, "--val", world / "held.jsonl", "--steps", 1, "--prompts", 2,
                  "--num-generations", 2, "--max-new-tokens", 4, "--set", "show_every=0"),
         "rollout": (*common[:4], *rl, "--max-new-tokens", 4, "--out", world / "rollout.jsonl"),
-        "eval": (*common, *rl, "--allow-errors", "--protocol", "direct",
-                 "--prompt-file", world / "prompt.txt")}[script]
+        "eval": (*common, *rl, "--allow-errors", "--protocol", "direct", "--prompt-file",
+                 world / "prompt.txt")}[script]
 
 
 def judge_flags(server):

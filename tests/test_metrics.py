@@ -16,11 +16,10 @@ from plumbing import metrics
 
 def row(k, acc, executed, group="p", **changes):
     base = {"K": k, "group": f"{group}/{k}", "status": "ok", "type": "mcq", "acc": acc,
-            "f_tau": 0.6, "reward": {"total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0,
-                                     "new": 2 * acc}, "well_formed": executed > 0,
-            "closure": {t: [0, 0] for t in rewards.KINDS}, "written": executed,
-            "parseable": executed, "executed": executed, "length": 10, "turns": 1, "cut": 0,
-            "sub_tokens": 0, "decode_s": 0.0, "windows": None}
+            "reward": {"total": acc + 0.5, "acc": acc, "fmt": 0.5, "tool": 0.0, "new": 2 * acc},
+            "well_formed": executed > 0, "closure": {t: [0, 0] for t in rewards.KINDS}, "turns": 1,
+            "written": executed, "parseable": executed, "executed": executed, "length": 10,
+            "f_tau": 0.6, "cut": 0, "sub_tokens": 0, "decode_s": 0.0, "windows": None}
     return {**base, **changes}
 
 
@@ -137,7 +136,7 @@ def test_a_healthy_run_shows_no_sign_of_death():
     # Tags that never close.
     ("open think", "<think>", {"closure": {**dict.fromkeys(rewards.KINDS, 0.9), "think": 0.1}}, 3),
     # Every video is gone: there is nothing to average.
-    ("failed", "--video-root", {"not_ok": 64, "groups": 0, "zero_variance": 0, "kinds": {},
+    ("failed", "skipped tasks", {"not_ok": 64, "groups": 0, "zero_variance": 0, "kinds": {},
                                 "f_tau": None, "entropy": None, "cut_turns": None, "acc": None,
                                 "closure": dict.fromkeys(rewards.KINDS)}, 3),
     ("cut", "--max-new-tokens", {"cut_turns": [0.1, 0.6] + [0.7] * 7}, 2),

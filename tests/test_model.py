@@ -141,8 +141,8 @@ def test_packed_sequences_and_shared_prefix_trees_equal_separate_sequences(
     vision = album.features(lively, each_codec)
     separate, trees = separate_and_packed(each_codec, album)
     weights = torch.linspace(-1, 2, sum(sum(t.prefix.mask) for t in separate))
-    alone = torch.cat([forward(lively, model.pack_trees(each_codec, [t]), vision)[0]
-                       for t in separate])
+    packs = [model.pack_trees(each_codec, [tree]) for tree in separate]
+    alone = torch.cat([forward(lively, pack, vision)[0] for pack in packs])
     wanted = gradients(lively, (alone * weights).sum())
     assert alone.std() > 0.5  # not the flat distribution of a fresh model
     for packing in (separate, trees):
@@ -350,8 +350,8 @@ def test_positions_equal_transformers(policy, each_codec, album):
     if each_codec.channel == "image":  # there each image is a grid
         grids = grids.repeat_interleave(grids[:, 0], 0)
         grids[:, 0] = 1
-    kinds = torch.tensor([[{each_codec.image_pad: 1, each_codec.video_pad: 2}.get(i, 0)
-                           for i in ids]])
+    pads = {each_codec.image_pad: 1, each_codec.video_pad: 2}
+    kinds = torch.tensor([[pads.get(i, 0) for i in ids]])
     name = "image_grid_thw" if each_codec.channel == "image" else "video_grid_thw"
     wanted, delta = policy.hf.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds,
                                                    **{name: grids})

@@ -57,8 +57,8 @@ def test_options_are_lettered_once():
 
 
 SCRIPTS = {
-    "direct": [(ANSWER, 0)], "one call": [(calls((0, 8)), 1), (ANSWER, 0)],
-    "three calls": [(calls((0, 8), (16, 24), (40, 48)), 3), (ANSWER, 0)],
+    "direct": [(ANSWER, 0)], "three calls": [(calls((0, 8), (16, 24), (40, 48)), 3), (ANSWER, 0)],
+    "one call": [(calls((0, 8)), 1), (ANSWER, 0)],
     "two tool turns": [(calls((0, 8), (16, 24)), 2), (calls((40, 48)), 1), (ANSWER, 0)]}
 
 
@@ -588,7 +588,7 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     ([{k: v for k, v in GOOD.items() if k != "video"}], "missing 'video'"),
     ([{**GOOD, "type": "mcq", "options": [1, 2], "answer": "A"}], "options"),
     ([{**GOOD, "question": 5}], "question"), ([{**GOOD, "video": "videos/none.mp4"}],
-                                              "can be read")])
+                                              "1 of 1 videos are not below")])
 def test_bad_task_files_are_one_line_and_exit_code_2(rows, why, command):
     code, err = command(rows=rows)
     assert code == 2 and why in err and "Traceback" not in err and err.count("\n") == 1

@@ -468,20 +468,25 @@ def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path, monkeypatch):
     # The last one, of the held-out rows, is on another disk.
     monkeypatch.setattr(os, "stat", lambda path, real=os.stat, **more: (
         SimpleNamespace(st_dev=-1) if path == films[2]
-        and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
-    [*map(cache.index, films)]
+        and sys._getframe(1).f_code.co_name in ("table", "look") else real(path, **more)))
+    rows = [{"video": name} for name in ("a.mp4", "b.mp4", "z.mp4", "z.mp4", "not.mp4")]
+    args = SimpleNamespace(video_root=tmp_path, missing_videos=0.25)
+    cache.check_present(args, "d.jsonl", rows)
+    args.missing_videos = 0.24
+    with pytest.raises(video.launch.UserError, match="d.jsonl: 1 of 4 .*: not.mp4: No such file"):
+        cache.check_present(args, "d.jsonl", rows)
+    cache.index(films[1])
     os.remove(films[1])  # the one that was opened last
+    pytest.raises(VideoError, cache.index, films[1]).match("mp4: no such file")
     assert not cache.disk_away(["gone"])
     # The kernel may keep a.mp4 in its memory, so a read that fails tells, too.
     monkeypatch.setattr(video, "_open", lambda p: (_ for _ in ()).throw(OSError(40, "shut down")))
     with pytest.raises(VideoError, match="the machine: .*shut down") as error:
         cache.index(write(tmp_path / "c.mp4", 10))
     assert cache.disk_away([str(error.value)]) and not cache.disk_away(["gone"])
-    os.remove(films[0])
+    os.remove(films[2])  # of the other disk, which no row has opened yet
+    pytest.raises(VideoError, cache.index, films[1]).match("the machine: a disk left: no such")
     assert cache.disk_away(["gone"])
-    (tmp_path / "mount").mkdir()  # of a disk that was never there the folder is empty
-    for name, why in (("a", "a"), ("mount/x/y", "y"), ("mount/z", "the machine"), ("a", "a")):
-        pytest.raises(VideoError, video.identity, f"{tmp_path}/{name}.mp4").match(f"{why}.*: no s")
 
 
 def broken(folder, kind):

@@ -99,6 +99,7 @@ def main():
     if folder:
         launch.print0(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
+    source.cache.check_present(args, args.rollouts[0], [e.task for e in episodes if e.context])
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     set_credit_places(episodes, codec)

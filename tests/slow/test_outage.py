@@ -143,24 +143,13 @@ def spoil(monkeypatch, is_lost):
     monkeypatch.setattr(rollout, "play_all", spoilt)
 
 
-def spoil_first_try(monkeypatch):
-    spoil(monkeypatch, lambda e, rollouts: e.sample and not all(n for *_, n in rollouts))
-
-
 def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy, monkeypatch):
     """The same ones, by their seeds: else the rest would be those that looked at no window."""
     flags = "--data", toy / "rl.jsonl", "--steps", 1, *LIVE
     good = read_rollouts(run_grpo(*flags, out="good")[2])
-    spoil_first_try(monkeypatch)
+    spoil(monkeypatch, lambda e, rollouts: e.sample and not all(n for *_, n in rollouts))
     rows = read_rollouts(run_grpo(*flags, out="spoilt")[2])
     assert [(e["status"], e["ids"]) for e in rows] == [("ok", e["ids"]) for e in good]
-
-
-def test_rollout_tries_twice(run_grpo, start, toy, tmp_path, monkeypatch):
-    spoil_first_try(monkeypatch)  # run_grpo: its engine
-    code, _, err = start(rollout, "--preset", "toy", "--ckpt", toy / "init", "--data",
-                         toy / "rl.jsonl", "--frames", 4, "--out", out := tmp_path / "r.jsonl")
-    assert code == 0 and {row["status"] for row in rows_of(out)} == {"ok"}, err
 
 
 # ------------------------------------------------------------------------------------------------
@@ -209,11 +198,21 @@ def test_a_run_that_sees_no_video_for_three_steps_says_so_and_keeps_its_weights(
     assert [row["trained_tokens"] > 0 for row in log if "loss" in row] == [True] * 6
 
 
+def test_a_start_that_misses_videos_is_refused(train_sft, tmp_path):
+    assert train_sft((), "--steps", 2)[0] == 0
+    film = chat.videos_in(rows_of(tmp_path / "val.jsonl")[1]["messages"])[0]["video"]
+    os.remove(tmp_path / film)
+    code, _, err, log = train_sft((), "--steps", 4)
+    assert code == 2 and f"1 of 1 videos are not below {tmp_path}: {film}" in err and len(log) == 3
+    assert train_sft((), "--steps", 4, "--set", "missing_videos=1")[0] == 1  # it goes on, blindly
+
+
 def test_a_read_that_fails_once_costs_no_chat(train_sft, monkeypatch):
-    real, tries = video.load, iter(range(99))
+    real, tried = video.load, set()
 
     def load(spec, *more, **named):
-        if next(tries) in (0, 4):
+        if spec["video"] not in tried:
+            tried.add(spec["video"])
             raise video.VideoError(spec["video"], f"{launch.MACHINE}error 5")
         return real(spec, *more, **named)
 
