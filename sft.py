@@ -178,18 +178,6 @@ class Chats:
         return sum(p.get("frames") or p.get("max_frames") or 16 for p in videos) + 12
 
 
-def open_data(args, codec, cache):
-    """-> (training Chats, held-out Chats or None). Raises UserError if videos are missing."""
-    # Chats checks the shape of every row now, and frames and tokens when a batch needs them.
-    train = Chats(args.data, codec, args, cache)
-    val_chats = Chats(args.val, codec, args, cache) if args.val else None
-    # A disk that is not mounted ends the run here, not after an epoch of skipped chats.
-    for chats in filter(None, (train, val_chats)):
-        specs = chat.videos_in(m for row in chats.rows for m in row["messages"])
-        cache.check_present(args, chats.path, specs)
-    return train, val_chats
-
-
 def check_chats(args, codec, cache):
     """--check: encodes every chat, prints counts, and ends. Raises UserError if there is a fault.
     """
@@ -354,7 +342,13 @@ def main():
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    train, val_chats = open_data(args, codec, cache)
+    # Chats checks the shape of every row now, and frames and tokens when a batch needs them.
+    train = Chats(args.data, codec, args, cache)
+    val_chats = Chats(args.val, codec, args, cache) if args.val else None
+    # A disk that is not mounted ends the run here, not after an epoch of skipped chats.
+    for chats in filter(None, (train, val_chats)):
+        specs = chat.videos_in(m for row in chats.rows for m in row["messages"])
+        cache.check_present(args, chats.path, specs)
     rows = {"--data": (args.data, train.rows), "--val": (args.val, val_chats and val_chats.rows)}
     inputs = runs.input_identities({"--ckpt": ckpt}, rows)
     # folder: the newest whole checkpoint of --out, if this run goes on from one.

@@ -48,7 +48,7 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 20  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 21  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -523,13 +523,15 @@ def _open(path):
     disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
     # A copy that lost its times of display has those of decoding: up to the next key frame none
-    # steps back, in spite of B-frames. Other codecs' types of frames are not read.
+    # steps back, in spite of B-frames. Other codecs' types of frames are not read. H.264 may not
+    # state that it reorders.
     rises = np.append(True, pts[1:] > latest)
-    firsts = np.flatnonzero(flags & bool(reorders or changed))
-    late = np.logical_and.reduceat(rises, firsts) & np.logical_or.reduceat(b_frames > 0, firsts)
-    # So do B-frames that look back alone, and those whose P-frame was lost: eight groups tell.
-    groups = [group for group, is_late in zip(np.split(pts, firsts)[1:], late)
-              if is_late and group[0] in keys[:, 0]]
+    firsts = np.flatnonzero(flags & bool(reorders or changed or codec.name == "h264"))
+    shares = np.add.reduceat(b_frames, firsts) / np.diff(np.append(firsts, len(pts)))
+    late, groups = np.logical_and.reduceat(rises, firsts) & (shares > 0), np.split(pts, firsts)[1:]
+    # So do B-frames that look back alone, and those whose P-frame was lost: eight groups tell, the
+    # one with the most other frames first.
+    groups = [groups[n] for n in np.argsort(shares) if late[n] and groups[n][0] in keys[:, 0]]
     shown = [*filter(None, (_stated_times(path, g, keys) for g in groups[:: len(groups) // 8 + 1]))]
     copied = any(times != sorted(times) for times in shown) or late.any() and not shown
     # A palette comes once, in front.
@@ -883,10 +885,10 @@ class FrameCache:
 
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
-        # witnesses: disk -> four of its videos, opened last; if these have gone, the disk has
+        # witnesses: disk -> its videos that were opened last; if these have gone, the disk has
         self.folder, self.witnesses = folder and caches.DiskCache(folder, folder_bytes), {}
-        # timeout: seconds, see ChildDecoder
-        self.memory, self.decoders = caches.MemoryCache(max_bytes), Decoders(timeout, workers)
+        self.present, self.memory = set(), caches.MemoryCache(max_bytes)  # paths, at the start
+        self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
 
     def index(self, path):
@@ -899,28 +901,35 @@ class FrameCache:
         rows: of the file, with a "video" each."""
         def look(name):
             try:
-                place = resolve(name, root)
-                paths = self.witnesses.setdefault(os.stat(place).st_dev, [])
+                os.stat(place := resolve(name, root))
+                self.present.add(place)
             except (OSError, VideoError) as error:
-                return f"{name}: {launch.why(error)}"
-            paths += [place] * (len(paths) < 4)
+                lost.append(f"{name}: {launch.why(error)}")
 
-        root, names = root_of(args, path), {row["video"] for row in rows}
+        root, names, lost = root_of(args, path), {row["video"] for row in rows}, []
         with ThreadPoolExecutor(16) as pool:  # a server of files takes a millisecond for each
-            lost = [*filter(None, pool.map(look, sorted(names)))]
+            [*pool.map(look, names)]
         if len(lost) > args.missing_videos * len(names):
             raise launch.UserError(
-                f"{path}: {len(lost)} of {len(names)} videos are not below {root}: {lost[0]}; is "
+                f"{path}: {len(lost)} of {len(names)} videos are not below {root}: {min(lost)}; is "
                 "each disk mounted? Drop the rows of lost ones, or --set missing_videos=SHARE")
 
     def identity(self, path):
-        """As identity. If a disk has gone, a missing file is no property of the data."""
+        """As identity. The error of a file that went with its disk is marked as the machine's."""
         try:
             return identity(path)
         except VideoError as error:
-            away = launch.MACHINE not in error.why and not all(
-                any(map(os.path.exists, paths)) for paths in [*self.witnesses.values()])
+            away = isinstance(error.__cause__, FileNotFoundError) and self.folder_has_gone(path)
             raise VideoError(path, f"{launch.MACHINE}a disk left: " * away + error.why) from error
+
+    def folder_has_gone(self, path):
+        """Whether the next folder above a missing path that exists has none of the videos left that
+        it had at the start, at least two: a disk that was unmounted."""
+        folder, below = os.path.realpath(path), []
+        while len(below) < 2 and folder != "/":
+            folder = os.path.dirname(folder)
+            below = [p for p in self.present if p.startswith(f"{folder}/")] * os.path.isdir(folder)
+        return len(below) > 1 and not any(map(os.path.exists, below[:9]))
 
     def disk_away(self, errors):
         """Whether a disk with videos has gone. errors: texts of the VideoErrors just met; without

@@ -222,16 +222,15 @@ def mlvu_tasks(row, path):
 
 def mmvu_tasks(row, path):
     # The column holds an address on the Hub. The path below the root follows /main/.
-    video_path = row["video"].partition("/main/")[2] or row["video"]
-    subject = os.path.basename(os.path.dirname(video_path))
+    file = row["video"].partition("/main/")[2] or row["video"]
+    subject = os.path.basename(os.path.dirname(file))
     choices = [text for _, text in sorted((row["choices"] or {}).items()) if text]
     mcq = row["question_type"] == "multiple-choice"  # open questions have five empty choices
     # No column names the subject; the folder of the video does.
     discipline = mmvu_disciplines().get(subject)
-    yield {
-        "id": row["id"], "video": video_path, "question": row["question"], "answer": row["answer"],
-        "options": choices if mcq else None, "type": "mcq" if mcq else "open",
-        "tags": {"kind": row["question_type"], "discipline": discipline, "subject": subject}}
+    yield {"id": row["id"], "video": file, "question": row["question"], "answer": row["answer"],
+           "options": choices if mcq else None, "type": "mcq" if mcq else "open",
+           "tags": {"kind": row["question_type"], "discipline": discipline, "subject": subject}}
 
 
 def mmvu_disciplines():

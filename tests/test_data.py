@@ -87,9 +87,8 @@ def test_the_most_costly_are_dealt_first():
 # Subtitles
 
 
-SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n"
-       "<font color=\"white\">Two\r\n lines</font>\r\n\r\n"
-       "2\r\n00:00:01,000 --> 00:00:02,000\r\nFirst <i>one</i>\r\n\r\n"
+SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n<font color=\"white\">Two\r\n lines</font>\r\n"
+       "\r\n2\r\n00:00:01,000 --> 00:00:02,000\r\nFirst <i>one</i>\r\n\r\n"
        "3\r\n00:00:07,500 --> 01:00:00,250\r\nLast\r\n")
 
 

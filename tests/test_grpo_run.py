@@ -64,10 +64,9 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
-    ahead = []
+    ahead, at = [], 0
     monkeypatch.setattr(grpo, "prefetch_overviews", lambda p, t, step, *_: ahead.append(step))
-    flags, at = ("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--num-generations", 2, "--lr",
-                 0), 0
+    flags = ("--data", hard_tasks, "--steps", 2, "--prompts", 2, "--num-generations", 2, "--lr", 0)
     weights, _, folder = run_grpo(*flags)
     m = json.loads((folder / "log.jsonl").read_text().splitlines()[0])
     assert (m["not_ok"], m["groups"], m["skipped_update"], m["tokens"]) == (2, 0, 1, 0)

@@ -81,8 +81,7 @@ def test_quick_ones_load_no_torch(code):
 def test_a_bad_row_is_named_before_torch_is_loaded(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"id": 1}\n')
-    code = ("import runpy, sys\n"
-            f"sys.argv = ['eval.py', '--ckpt', 'c', '--data', {str(path)!r}]\n"
+    code = (f"import runpy, sys\nsys.argv = ['eval.py', '--ckpt', 'c', '--data', {str(path)!r}]\n"
             "try:\n    runpy.run_path('eval.py', run_name='__main__')\n"
             "finally:\n    print({'torch', 'transformers'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -428,9 +428,8 @@ FIELDS = {
                       False, True),
     "max_turns": (2, lambda e: len(e.mains()), 4, 3),
     "max_parallel": (1, lambda e: len(e.subs()), 9, 3),
-    "tools": (False, lambda e: (len(e.requests),
-                                "crop_video" in text_of(e.codec, e.requests[0].ids)), (13, True),
-              (1, False)),
+    "tools": (False, lambda e: (len(e.requests), "crop_video" in text_of(
+        e.codec, e.requests[0].ids)), (13, True), (1, False)),
     "think_prefix": (False, lambda e: {text_of(e.codec, r.ids).endswith("<think>\n")
                                        for r in e.mains()}, {True}, {False}),
     "sub_frames": (3, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {3}),

@@ -468,25 +468,34 @@ def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path, monkeypatch):
     # The last one, of the held-out rows, is on another disk.
     monkeypatch.setattr(os, "stat", lambda path, real=os.stat, **more: (
         SimpleNamespace(st_dev=-1) if path == films[2]
-        and sys._getframe(1).f_code.co_name in ("table", "look") else real(path, **more)))
-    rows = [{"video": name} for name in ("a.mp4", "b.mp4", "z.mp4", "z.mp4", "not.mp4")]
-    args = SimpleNamespace(video_root=tmp_path, missing_videos=0.25)
-    cache.check_present(args, "d.jsonl", rows)
-    args.missing_videos = 0.24
-    with pytest.raises(video.launch.UserError, match="d.jsonl: 1 of 4 .*: not.mp4: No such file"):
-        cache.check_present(args, "d.jsonl", rows)
-    cache.index(films[1])
+        and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
+    [*map(cache.index, films)]
     os.remove(films[1])  # the one that was opened last
-    pytest.raises(VideoError, cache.index, films[1]).match("mp4: no such file")
     assert not cache.disk_away(["gone"])
     # The kernel may keep a.mp4 in its memory, so a read that fails tells, too.
     monkeypatch.setattr(video, "_open", lambda p: (_ for _ in ()).throw(OSError(40, "shut down")))
     with pytest.raises(VideoError, match="the machine: .*shut down") as error:
         cache.index(write(tmp_path / "c.mp4", 10))
     assert cache.disk_away([str(error.value)]) and not cache.disk_away(["gone"])
-    os.remove(films[2])  # of the other disk, which no row has opened yet
-    pytest.raises(VideoError, cache.index, films[1]).match("the machine: a disk left: no such")
+    os.remove(films[0])
     assert cache.disk_away(["gone"])
+
+
+def test_films_that_go_with_their_disk_are_no_missing_films(tmp_path):
+    """Their mount point stays, empty or with what a run wrote there."""
+    args, cache = SimpleNamespace(video_root=tmp_path, missing_videos=0.2), FrameCache()
+    for folder in ("b/v", "c"):
+        (tmp_path / folder).mkdir(parents=True)
+    names = ["b/v/x.mp4", "b/v/y.mp4", "a.mp4", "c/x.mp4", "not.mp4"]
+    films = [write(tmp_path / name, 10) for name in names[:4]]
+    cache.check_present(args, "d.jsonl", rows := [{"video": name} for name in names * 2])
+    args.missing_videos = 0.1
+    with pytest.raises(video.launch.UserError, match="d.jsonl: 1 of 5 .*: not.mp4: No such file"):
+        cache.check_present(args, "d.jsonl", rows)
+    os.remove(films[3])  # the only one of its folder
+    pytest.raises(VideoError, cache.index, films[3]).match("mp4: no such file")
+    os.rename(tmp_path / "b/v", tmp_path / "v")
+    pytest.raises(VideoError, cache.index, films[1]).match("the machine: a disk left: no such")
 
 
 def broken(folder, kind):

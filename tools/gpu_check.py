@@ -472,10 +472,9 @@ def check_grpo(table, device, args):
     out, prompts = os.path.join(args.folder, "grpo"), math.ceil(8 / args.ranks) * args.ranks
     flags = (f"--frames 8 --prompts {prompts} --num-generations 2 --steps 2 --max-model-len 4096 "
              "--pack-tokens 8192 --max-new-tokens 512 --set patience=400").split()
-    done = subprocess.run(
-        [sys.executable, *launcher(args), "grpo.py", "--ckpt", args.ckpt, "--out", out, "--data",
-         os.path.join(args.folder, "toy", "rl.jsonl"), *flags, *["--set", "cpu=true"] * args.cpu],
-        cwd=ROOT, stdout=sys.stderr)
+    flags += ["--data", os.path.join(args.folder, "toy", "rl.jsonl"), "--out", out]
+    done = subprocess.run([sys.executable, *launcher(args), "grpo.py", "--ckpt", args.ckpt, *flags,
+                           *["--set", "cpu=true"] * args.cpu], cwd=ROOT, stdout=sys.stderr)
     table.add("grpo.py: exit code", abs(done.returncode), 0)
     rows = [row for row in launch.read_jsonl(os.path.join(out, "log.jsonl")) if "train_s" in row]
     gaps = [row["gap"] for row in rows if row["gap"] is not None]

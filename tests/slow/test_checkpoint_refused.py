@@ -131,22 +131,27 @@ def quantized(**config):
     return lambda folder: change(folder, "config.json", **config)
 
 
+def language(**config):
+    return lambda folder: change(folder, "config.json", "text_config", **config)
+
+
+def pictures(**config):
+    return lambda folder: change(folder, "processor_config.json", "image_processor", **config)
+
+
 # What a folder's configuration says: every script refuses it, and tools/plan.py as well.
 CONFIGS = {
     "moe": (quantized(model_type="qwen3_vl_moe"), "model_type is 'qwen3_vl_moe'"),
     "cut": (text("config.json", b'{"model_type": "qwen3_vl",'), "config.json is not JSON"),
-    "odd value": (lambda f: change(f, "config.json", "text_config", hidden_size="big"),
-                  "config.json cannot be used"),
+    "odd value": (language(hidden_size="big"), "config.json cannot be used"),
     "fp8": (quantized(quantization_config={"quant_method": "fp8"}), "quantization_config"),
     "rope": (quantized(rope_parameters={"rope_type": "linear"}), "linear"),
     "rope, before 4.43": (quantized(rope_scaling={"type": "dynamic", "factor": 4.0}), "dynamic"),
     "theta": (lambda f: change(f, "config.json", "vision_config", rope_parameters={
         "rope_type": "axial", "rope_theta": 100.0}), "theta"),
-    "bias": (lambda f: change(f, "config.json", "text_config", attention_bias=True), "bias"),
-    "both sides": (lambda f: change(f, "config.json", "text_config", is_causal=False), "causal"),
+    "bias": (language(attention_bias=True), "bias"), "sides": (language(is_causal=False), "causal"),
     "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
-    "inner code": (lambda f: change(f, "processor_config.json", "image_processor",
-                                    auto_map={"AutoImageProcessor": "evil.Evil"}),
+    "inner code": (pictures(auto_map={"AutoImageProcessor": "evil.Evil"}),
                    "processor_config.json asks for code"),
     "empty": (emptied, "no config.json")}
 
@@ -216,23 +221,19 @@ FILES = {
     "twice": (lambda f: shutil.copy(f / "model.safetensors", f / "b.safetensors"), "is in b.safet"),
     "two downloads": (stale, "not in its index"), "gguf": (gguf, "no .safetensors file"),
     "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
-    "wide": (lambda f: change(f, "config.json", "text_config", intermediate_size=128), "has shape"),
-    "shallower": (lambda f: change(f, "config.json", "text_config", num_hidden_layers=1),
-                  "is stored, but config.json describes a model without"),
+    "wide": (language(intermediate_size=128), "shape"), "gone": (shutil.rmtree, "no such folder"),
+    "shallower": (language(num_hidden_layers=1), "is stored, but config.json describes a model"),
     "another head": (lambda f: head(f, 1.5), "ties lm_head.weight to model.language_model.embed"),
     "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
     "no template": (gone("chat_template.jinja"), "chat template cannot be used"),
     "no tools": (lambda f: (f / "chat_template.jinja").write_text("plain"), "chat template"),
     "no processor": (gone("processor_config.json"), "preprocessor_config.json is missing"),
-    "other processor": (lambda f: change(f, "processor_config.json", "image_processor",
-                                         patch_size=14), "processor makes patches"),
-    "bytes": (lambda f: change(f, "processor_config.json", "image_processor", do_normalize=False),
-              "processor makes patches"),
+    "other processor": (pictures(patch_size=14), "processor makes patches"),
+    "bytes": (pictures(do_normalize=False), "processor makes patches"),
     "other ids": (lambda f: change(f, "config.json", image_token_id=7), "<|image_pad|> is id"),
     "other adapters": (other_adapters, "were not saved by sft.py or grpo.py"),
     "bytes changed": (overwritten, "has other bytes than were saved"),
-    "two checkpoints": (lambda f: (f / "last").symlink_to("."), "a config.json lies here and in"),
-    "nothing": (shutil.rmtree, "no such folder")}
+    "two checkpoints": (lambda f: (f / "last").symlink_to("."), "a config.json lies here and in")}
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, *FILES])

@@ -187,10 +187,9 @@ def stage(script, folder, out, steps, window):
         {"sft": stand_in_for_sft, "grpo": stand_in_for_grpo}[script](policy, disk, window)
         data = folder / "data"
         words = ["--ckpt", folder / "base", "--data", data, "--val", data, "--out", out,
-                 "--steps", steps, "--save-every", 1, "--eval-every", 1, "--set", "patience=60"]
-        words += {"sft": ["--batch-size=1", "--set", "max_grad_norm=0", "--min-lr=1", "--warmup=0"],
-                  "grpo": ["--prompts", 2, "--num-generations", 2, "--beta", 0, "--set",
-                           "show_every=0"]}[script]
+                 "--steps", steps, *"--save-every 1 --eval-every 1 --set patience=60".split()]
+        words += {"grpo": "show_every=0 missing_videos=1 --prompts 2 --num-generations 2 --beta 0",
+                  "sft": "max_grad_norm=0 --batch-size 1 --min-lr 1 --warmup 0"}[script].split()
         sys.argv = [f"{script}.py", *map(str, words)]
         disk.on = window == 0
         {"sft": sft, "grpo": grpo}[script].main()
@@ -204,8 +203,8 @@ def stand_in_for_sft(policy, disk, window):
         policy.hf.weight.grad = -torch.ones(2, 2)
         return 1 / (policy.steps() + 1), 4
 
-    rows = types.SimpleNamespace(rows=[0] * 5, frames=None, broken=set())
-    sft.open_data = lambda *_: (rows, rows)
+    sft.Chats = lambda *_: types.SimpleNamespace(rows=[{"messages": ()}] * 5, frames=None, path="d",
+                                                 broken=set())
     sft.batch_packs = lambda *_: ([], None, False, [])
     sft.build_optimizers = lambda *_: [model.adamw()]
     sft.forward_backward = backward
@@ -357,7 +356,7 @@ def rollouts(folder, out, *flags, after=None, signal_number=None):
         rollout.load_overview = no_room
         rollout.make_engine = lambda *_, **__: types.SimpleNamespace(max_seqs=4, close=bool)
         sys.argv = ["rollout.py", "--ckpt", str(folder / "base"), "--data", str(folder / "data"),
-                    "--num-generations", "3", "--out", str(out), *flags]
+                    *"--set missing_videos=1 --num-generations 3 --out".split(), str(out), *flags]
         disk.on = True
         rollout.main()
 

@@ -32,12 +32,10 @@ import video
 from evaluation import protocol_loop, results
 from plumbing import data as data_py
 
-REAL = ["I need a closer look.\n</think>\n" + CALL,
+REAL = ["I need a closer look.\n</think>\n" + CALL, "I saw it.\n</think>\n<answer>red</answer>",
         "Two parts.\n</think>\n" + CALL + "\n" + CALL.replace("8,", "24,").replace("16", "32"),
-        "I saw it.\n</think>\n<answer>red</answer>",
-        "<think>\nhm\n</think>\nIt is red.\n<answer>red, blue</answer>",
-        "ok</think><tool_code>\ncrop_video(start_time=1, end_time=\"0:09\")\n</tool_code>",
-        "</think>B", ""]
+        "<think>\nhm\n</think>\nIt is red.\n<answer>red, blue</answer>", "</think>B", "",
+        "ok</think><tool_code>\ncrop_video(start_time=1, end_time=\"0:09\")\n</tool_code>"]
 PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
           "<tool_response>", "</tool_response>", "<answer>", "</answer>",
           "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|im_start|>system\n", CALL, CALL * 3,
