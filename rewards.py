@@ -634,9 +634,8 @@ BEFORE = re.compile(
     r"but|as|thus|hence|say|matches|and|towards|like|leaving|\w{1,9}ly|n?or|neither)) ?$")
 # A letter before a word is an article or a stray letter ("A man", "I think"). Exceptions are words
 # that no article precedes: "A because", "A The", "A B", a Chinese word.
-STRAY = re.compile(
-    r" (?!(?i:because|since|as|n?or|and|is|but|rather than|that|the|this|there|its?|in|"
-    "seems|best|has|[A-Z])\\b(?!-)|[\u2e80-\u9fff])\\w")
+STRAY = re.compile(r" (?!(?i:because|since|as|n?or|and|is|but|rather than|that|the|this|there|its?|"
+                   "in|seems|best|has|[A-Z])\\b(?!-)|[\u2e80-\u9fff])\\w")
 
 
 def is_letter(text, at):

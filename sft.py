@@ -222,7 +222,7 @@ def read_packs(chats, rows, codec, pack_tokens, retry=False, away=False):
     gone at the first try, since it may be back."""
     packs, frames = make_packs(chats, rows, codec, pack_tokens, retry)
     lost = [chats.broken[i] for i in rows if i in chats.broken]
-    away = bool(lost) and (away or chats.cache.disk_away(lost))
+    away = chats.cache.disk_away(lost) or bool(lost) and away
     if lost and not retry:
         return read_packs(chats, rows, codec, pack_tokens, True, away)
     return packs, frames, away

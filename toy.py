@@ -369,8 +369,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
             "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
             linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128,
             linear_value_head_dim=128, linear_conv_kernel_dim=4, mamba_ssm_dtype="float32",
-            layer_types=["full_attention" if n % 2 else "linear_attention"
-                         for n in range(layers)])
+            layer_types=(["linear_attention", "full_attention"] * layers)[:layers])
     config = config_class(text_config=text, vision_config=vision,
                           image_token_id=one("<|image_pad|>"), video_token_id=one("<|video_pad|>"),
                           vision_start_token_id=one("<|vision_start|>"),

@@ -24,8 +24,10 @@ is a decoder process, see ChildDecoder.
 import contextlib
 import functools
 import io
+import itertools
 import math
 import os
+import pathlib
 import re
 import select
 import subprocess
@@ -307,13 +309,22 @@ class VideoSource:
 _folders = {}  # folder of frames -> (time in seconds, its identity)
 
 
+def _files_of(path):
+    """Real paths of a video: its own, or of a folder of frames those of two files, maybe links."""
+    files = itertools.islice(os.scandir(path), 2) if os.path.isdir(path) else [path]
+    return [*map(os.path.realpath, files)] or [f"{path}/000001.jpg"]
+
+
 def _folder_identity(path):
     """identity of a folder of frames."""
     read_at, cached = _folders.get(path, (-math.inf, None))
-    if time.monotonic() - read_at < 5:  # 100,000 images take 2.5 s
+    # 100,000 images take 2.5 s.
+    if time.monotonic() - read_at < 5 and all(map(os.path.exists, _files_of(path))):
         return cached
-    files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
-                   for entry in os.scandir(path) if entry.is_file())
+    files = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)  # or a link's error
+                   for entry in os.scandir(path) if entry.name[0] != "." and not entry.is_dir())
+    if not files:
+        raise OSError(2, "has no images", f"{path}/000001.jpg")  # ENOENT, as of a missing file
     digest = sha256(repr(files).encode("utf-8", "surrogateescape")).hexdigest()
     _folders[path] = time.monotonic(), [sum(size for _, size, _ in files), digest]
     return _folders[path][1]
@@ -885,9 +896,9 @@ class FrameCache:
 
     def __init__(self, max_bytes: int = 4 * 2**30, timeout: float | None = None, workers: int = 1,
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
-        # witnesses: disk -> its videos that were opened last; if these have gone, the disk has
-        self.folder, self.witnesses = folder and caches.DiskCache(folder, folder_bytes), {}
-        self.present, self.memory = set(), caches.MemoryCache(max_bytes)  # paths, at the start
+        self.folder = folder and caches.DiskCache(folder, folder_bytes)
+        # present: file of a video that was there at the start -> disk. left: one that went with it.
+        self.present, self.left, self.memory = {}, None, caches.MemoryCache(max_bytes)
         self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
 
@@ -901,8 +912,8 @@ class FrameCache:
         rows: of the file, with a "video" each."""
         def look(name):
             try:
-                os.stat(place := resolve(name, root))
-                self.present.add(place)
+                files = _files_of(resolve(name, root))
+                self.present.update({file: os.stat(file).st_dev for file in files})
             except (OSError, VideoError) as error:
                 lost.append(f"{name}: {launch.why(error)}")
 
@@ -919,29 +930,26 @@ class FrameCache:
         try:
             return identity(path)
         except VideoError as error:
-            away = isinstance(error.__cause__, FileNotFoundError) and self.folder_has_gone(path)
+            cause = error.__cause__
+            away = isinstance(cause, FileNotFoundError) and self.disk_left(cause.filename)
             raise VideoError(path, f"{launch.MACHINE}a disk left: " * away + error.why) from error
 
-    def folder_has_gone(self, path):
-        """Whether the next folder above a missing path that exists has none of the videos left that
-        it had at the start, at least two: a disk that was unmounted."""
-        folder, below = os.path.realpath(path), []
-        while len(below) < 2 and folder != "/":
-            folder = os.path.dirname(folder)
+    def disk_left(self, path):
+        """Whether a missing file went with its disk: the next folder above that exists has none of
+        its files of the start left, at least two, or one that was on another disk."""
+        for folder in pathlib.Path(os.path.realpath(path)).parents:
             below = [p for p in self.present if p.startswith(f"{folder}/")] * os.path.isdir(folder)
-        return len(below) > 1 and not any(map(os.path.exists, below[:9]))
+            if len(below) > 1 or below and self.present[below[0]] != folder.stat().st_dev:
+                left = not any(map(os.path.exists, below[:9]))
+                self.left = below[0] if left else self.left
+                return left
+        return False
 
     def disk_away(self, errors):
-        """Whether a disk with videos has gone. errors: texts of the VideoErrors just met; without
-        one, no disk has. Either the machine failed a read, or of none of a disk's four videos that
-        were opened last does the first frame decode (but the kernel may have these in memory)."""
-        def decodes(path):
-            with contextlib.suppress(VideoError):  # decoded, though memory may hold the frame
-                table = self.table(path)
-                return len(self.decoders.read(path, table.ticks[:1], table.keys, 32, 32))
-
-        return any(launch.MACHINE in text for text in errors) or bool(errors) and not all(
-            any(map(decodes, paths)) for paths in [*self.witnesses.values()] or [()])  # a copy
+        """Whether the machine failed a read, by the texts of the VideoErrors just met, or a disk
+        that left is still away."""
+        left = self.left is not None and not os.path.exists(self.left)
+        return left or any(launch.MACHINE in text for text in errors)
 
     def close(self):
         """Ends the decoders. The cache stays usable."""
@@ -970,11 +978,7 @@ class FrameCache:
             return VideoTable(state, starts, VideoInfo(*info), ticks, keys), 3 * starts.nbytes
 
         # last: a look that needs the table comes next.
-        table = self.memory.get_or_compute(state, read, last=False)
-        with contextlib.suppress(OSError):  # if it has gone meanwhile
-            disk = os.stat(state[0]).st_dev
-            self.witnesses[disk] = [*dict.fromkeys((state[0], *self.witnesses.get(disk, ())))][:4]
-        return table
+        return self.memory.get_or_compute(state, read, last=False)
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):
         """Path, ascending indices [T] -> Frames: from memory, or from the folder, or decoded. size:

@@ -104,8 +104,7 @@ def all_systems():
     parsed = "calls are read from the text by our parser, theirs is that of vLLM (hermes)"
     demo = ("49,152 new tokens, as their harness has for Video-MME and Charades-STA; their demo "
             "script, which is repeated here, has 4,096",
-            "their harness refuses a window that ends after the video, their demo script cuts it; "
-            "here it is cut")
+            "a window that ends after the video is cut, as in their demo; their harness refuses it")
     worded = "the words of the question lie in their data files, here they are ours"
     r1 = {"departures": (stamps, greedy, raised)}
     qwen = {"overview_grid": "qwen"}  # they read videos with a copy of qwen_vl_utils

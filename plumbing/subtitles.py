@@ -31,7 +31,7 @@ def task_subtitles(task: dict, seconds, root: str, which: str) -> str:
     """
     if not task.get("subtitles"):
         return ""
-    lines = read_subtitles(video.resolve(task["subtitles"], root), task.get("subtitle_start") or 0)
+    lines = read_subtitles(task["subtitles"], task.get("subtitle_start") or 0, root)
     return subtitle_text(lines, seconds if which == "aligned" else None)
 
 
@@ -43,7 +43,7 @@ def check_subtitles(tasks: list[dict], root: str) -> None:
         try:
             path = video.resolve(name, root) if name else None
             # A silent video may have an empty file, or one with the header WEBVTT alone.
-            if path and not read_subtitles(path, start or 0.0) and os.path.getsize(path) > 16:
+            if path and not read_subtitles(name, start or 0, root) and os.path.getsize(path) > 16:
                 raise ValueError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
         except (ValueError, video.VideoError) as error:
             raise launch.UserError(str(error) + mend) from None
@@ -56,12 +56,13 @@ def subtitle_text(lines, seconds=None):
     return "\n".join(text for text, _ in itertools.groupby(texts))
 
 
-@functools.cache  # check_subtitles reads all: a disk that goes later takes none away
-def read_subtitles(path: str, offset: float = 0.0) -> list[tuple]:
+@functools.cache  # check_subtitles reads all: a disk that goes later takes none, no link, away
+def read_subtitles(path: str, offset: float = 0.0, root: str | None = None) -> list[tuple]:
     """
     SRT, WebVTT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of
-    the file at which the video begins. Raises ValueError naming the file.
+    the file at which the video begins. root: see video.resolve. Raises ValueError naming the file.
     """
+    path = video.resolve(path, root)
     try:
         if os.path.exists(path) and not os.path.isfile(path):
             raise OSError("a pipe, which may never end, or a folder")

@@ -462,40 +462,36 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
 # ---- broken files
 
 
-def test_one_film_that_has_gone_is_no_disk_that_has_gone(tmp_path, monkeypatch):
-    films, cache = [write(tmp_path / f"{n}.mp4", 10) for n in "abz"], FrameCache()
-    assert cache.disk_away(["gone"])  # nothing was ever read
-    # The last one, of the held-out rows, is on another disk.
-    monkeypatch.setattr(os, "stat", lambda path, real=os.stat, **more: (
-        SimpleNamespace(st_dev=-1) if path == films[2]
-        and sys._getframe(1).f_code.co_name == "table" else real(path, **more)))
-    [*map(cache.index, films)]
-    os.remove(films[1])  # the one that was opened last
-    assert not cache.disk_away(["gone"])
-    # The kernel may keep a.mp4 in its memory, so a read that fails tells, too.
-    monkeypatch.setattr(video, "_open", lambda p: (_ for _ in ()).throw(OSError(40, "shut down")))
-    with pytest.raises(VideoError, match="the machine: .*shut down") as error:
-        cache.index(write(tmp_path / "c.mp4", 10))
-    assert cache.disk_away([str(error.value)]) and not cache.disk_away(["gone"])
-    os.remove(films[0])
-    assert cache.disk_away(["gone"])
-
-
 def test_films_that_go_with_their_disk_are_no_missing_films(tmp_path):
-    """Their mount point stays, empty or with what a run wrote there."""
-    args, cache = SimpleNamespace(video_root=tmp_path, missing_videos=0.2), FrameCache()
-    for folder in ("b/v", "c"):
+    """Their mount point stays, empty or with what a run wrote there, or links to the disk."""
+    args, cache = SimpleNamespace(video_root=tmp_path, missing_videos=0.25), FrameCache()
+    for folder in ("b/v", "c/e", "f/x", "f/y"):
         (tmp_path / folder).mkdir(parents=True)
-    names = ["b/v/x.mp4", "b/v/y.mp4", "a.mp4", "c/x.mp4", "not.mp4"]
-    films = [write(tmp_path / name, 10) for name in names[:4]]
-    cache.check_present(args, "d.jsonl", rows := [{"video": name} for name in names * 2])
+    names = ["b/v/x.mp4", "b/v/y.mp4", "a.mp4", "c/x.mp4", "f/x", "f/y"]
+    films = [write(tmp_path / n, 10) for n in names[:4]] + [str(tmp_path / n) for n in names[4:]]
+    for folder in films[4:]:  # of frames
+        Path(folder, "fps").write_text("10")
+        os.symlink(films[0], f"{folder}/1.png")
+    rows = [{"video": name} for name in ["not.mp4", "c/e", *names * 2]]
+    cache.check_present(args, "d.jsonl", rows)
     args.missing_videos = 0.1
-    with pytest.raises(video.launch.UserError, match="d.jsonl: 1 of 5 .*: not.mp4: No such file"):
+    with pytest.raises(video.launch.UserError, match="d.jsonl: 2 of 8 .*: c/e: No such file"):
         cache.check_present(args, "d.jsonl", rows)
     os.remove(films[3])  # the only one of its folder
     pytest.raises(VideoError, cache.index, films[3]).match("mp4: no such file")
+    assert not cache.disk_away([]) and cache.disk_away(["the machine: x"])
     os.rename(tmp_path / "b/v", tmp_path / "v")
-    pytest.raises(VideoError, cache.index, films[1]).match("the machine: a disk left: no such")
+    for film in films[::4]:
+        pytest.raises(VideoError, cache.index, film).match("the machine: a disk left: no such")
+    assert cache.disk_away([])  # until it is back
+    os.rename(tmp_path / "v", tmp_path / "b/v")
+    assert not cache.disk_away([])
+
+
+def test_a_read_that_fails_is_the_machines_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "_open", lambda p: (_ for _ in ()).throw(OSError(40, "shut down")))
+    pytest.raises(VideoError, FrameCache().index, write(tmp_path / "c.mp4", 10)).match(
+        "the machine: .*shut down")
 
 
 def broken(folder, kind):
