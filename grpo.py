@@ -563,7 +563,7 @@ def evaluate(log, sampler, val_tasks, step, args):
                 acc=e.status == "ok" and e.reward.get("acc"), judge=e.reward.get("judge"),
                 type=e.task["type"], ran=e.status not in runs.MACHINE_FAULTS, error=str(e.error)))
     acc, unread = metrics.log_held_out(log, step, rows)
-    errors = [row["error"] for row in rows if not row["ran"]] or unread
+    errors = [row["error"] for row in rows if not row["ran"]]
     return math.nan if launch.any_rank(source.cache.disk_away(errors)) else acc, unread
 
 
