@@ -260,7 +260,7 @@ def test_a_held_out_film_that_goes_for_good_freezes_no_best(train_sft, tmp_path,
 
 
 def test_a_batch_without_any_token_is_a_bad_step(train_sft, monkeypatch):
-    """Whatever the reason: the videos that were opened last may be on another disk."""
+    """Whatever the reason, and whoever is to blame."""
     monkeypatch.setattr(video.FrameCache, "disk_away", lambda self, errors: False)
     code, _, err = train_sft(range(1, 6), "--steps", 6)[:3]
     assert code == 1 and "step 4: videos could not be read for 3 steps" in err
