@@ -138,7 +138,7 @@ def test_grpo_ends_on_all_ranks_if_the_disk_of_one_has_gone(run, tmp_path):
 
         def sample_batch(sampler, tasks, step, *more):
             def gone(path):
-                raise video.VideoError(path, "is gone")
+                raise video.VideoError(path, "the machine: is gone")
 
             if rank == 1 and step:
                 video.identity = gone
