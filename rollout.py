@@ -699,8 +699,6 @@ def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, VideoSourc
     min_pixels = getattr(args, "min_pixels", VideoSource.min_pixels)  # eval.py alone has it
     arguments.require_min(min_pixels, args, "max_pixels")
     root = video.root_of(args, data_path)
-    if not os.path.isdir(root):
-        raise launch.UserError(f"--video-root {root}: no such folder")
     spoken = partial(task_subtitles, which=args.subtitles) if args.subtitles != "none" else None
     return agent, VideoSource(
         root, video.frame_cache(args), min_pixels, args.max_pixels, subtitles=spoken,
@@ -875,6 +873,7 @@ def main():
     if len(rows) == wanted:
         write_rollouts(rows, args.out)  # perhaps a kill came first
         return launch.print0(f"nothing to do: {args.out} has all {wanted} rollouts")
+    launch.reset_watchdog(args.patience)  # a disk that hangs ends the run
     source.cache.check_present(args, args.data, tasks)
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)

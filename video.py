@@ -596,7 +596,7 @@ def _display_pts(path):
         for frame in _all_frames(container, stream):
             stamps = frame.pts, frame.dts
             for i, tick in enumerate(stamps):
-                disorder[i] += tick is not None and tick <= latest[i] - i  # dts may stand still
+                disorder[i] += tick is not None and tick <= latest[i]
                 latest[i] = next(t for t in (tick, stamps[1 - i], latest[i]) if t is not None)
             if not times and stamps == (None, None):
                 raise VideoError(path, "its first frames carry no times: encode it anew")
@@ -898,7 +898,7 @@ class FrameCache:
                  folder: str | None = None, folder_bytes: int = 50 * 2**30):
         self.folder = folder and caches.DiskCache(folder, folder_bytes)
         # present: file of a video that was there at the start -> disk. left: one that went with it.
-        self.present, self.left, self.memory = {}, None, caches.MemoryCache(max_bytes)
+        self.present, self.left, self.memory = {}, "/", caches.MemoryCache(max_bytes)
         self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
         self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
 
@@ -935,21 +935,22 @@ class FrameCache:
             raise VideoError(path, f"{launch.MACHINE}a disk left: " * away + error.why) from error
 
     def disk_left(self, path):
-        """Whether a missing file went with its disk: the next folder above that exists has none of
-        its files of the start left, at least two, or one that was on another disk."""
-        for folder in pathlib.Path(os.path.realpath(path)).parents:
-            below = [p for p in self.present if p.startswith(f"{folder}/")] * os.path.isdir(folder)
-            if len(below) > 1 or below and self.present[below[0]] != folder.stat().st_dev:
-                left = not any(map(os.path.exists, below[:9]))
-                self.left = below[0] if left else self.left
-                return left
-        return False
+        """Whether a missing file went with its disk: of the files of the start none is left on that
+        disk, or, of at least two, below the next folder above that exists."""
+        path = os.path.realpath(path)
+        disks = [self.present[p] for p in self.present if f"{p}/".startswith(f"{path}/")]
+        above = ([p for p in self.present if p.startswith(f"{folder}/")]
+                 for folder in pathlib.Path(path).parents if os.path.isdir(folder))
+        groups = [[p for p in self.present if self.present[p] in disks],
+                  next((below for below in above if len(below) > 1), [])]
+        gone = [group[0] for group in groups if group and not any(map(os.path.exists, group[:9]))]
+        self.left = gone[0] if gone else self.left
+        return bool(gone)
 
     def disk_away(self, errors):
         """Whether the machine failed a read, by the texts of the VideoErrors just met, or a disk
         that left is still away."""
-        left = self.left is not None and not os.path.exists(self.left)
-        return left or any(launch.MACHINE in text for text in errors)
+        return not os.path.exists(self.left) or any(launch.MACHINE in text for text in errors)
 
     def close(self):
         """Ends the decoders. The cache stays usable."""

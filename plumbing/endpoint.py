@@ -96,7 +96,7 @@ class Client:
         try:
             return Reply(status, mask_key(launch.parse_json(content), self.key()))
         except ValueError as error:
-            return Reply(status, error=f"bad answer: {type(error).__name__}")
+            return Reply(0, error=f"bad answer: {type(error).__name__}")  # cut off, a proxy's page
 
     async def pause(self, seconds):
         await asyncio.sleep(seconds)
@@ -121,7 +121,7 @@ class Client:
 
 def is_retryable(status):
     """Whether another try may succeed. status: of a Reply."""
-    return status in (0, 429) or status >= 500
+    return status in (0, 408, 429) or status >= 500
 
 
 def mask_key(text, key):

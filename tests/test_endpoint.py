@@ -104,7 +104,7 @@ def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of,
 
 @pytest.mark.parametrize("reply, times, why", [
     (400, 1, "HTTP 400: Error response"), (401, 1, "Message: Unauthorized."), (500, 3, "HTTP 500"),
-    (b"not json", 1, "bad answer"), (b'{"choices": []}', 1, "bad answer"),
+    (b"not json", 3, "bad answer"), (b'{"choices": []}', 1, "bad answer"),
     (b'{"choices": [{"message": {"content": [1]}}]}', 1, "bad answer"),
     (b'{"choices": CUT', 3, "RemoteProtocolError"),
     (b'{"choices": [{"finish_reason": "abort", "message": {"content": "A"}}]}', 3, "broke off"),

@@ -58,8 +58,7 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
             yield from given(sampler, batch, frames, group, step, pump)
             return
         for task in batch:
-            e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, status="video_error",
-                                error="gone")
+            e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, "video_error", "gone")
             e.reward = rollout.compute_reward(e, sampler.pay)
             yield e
 

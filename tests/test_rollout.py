@@ -573,7 +573,7 @@ def command(toy, tmp_path, monkeypatch, start):
     (("--max-pixels", "9"), "max_pixels must"),
     (("--set", "frame_cache_dir_gb=nan"), "frame_cache_dir_gb"),
     (("--num-generations", "0"), "num_generations"),
-    (("--video-root", "/no/such/place"), "no such folder"),
+    (("--video-root", "/no/such/place"), "are not below /no/such/place"),
     (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     code, err = command(*flags)

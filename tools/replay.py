@@ -112,13 +112,11 @@ def main():
     groups = grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
-    faults, looks = [True] * len(groups), []
-    for _ in range(2):  # a read may fail once, and the disk may have been away for a moment
-        faults = [f and read_fault(group, source, policy.features)
-                  for group, f in zip(groups, faults)]
-        # One video, or the disk with all of them.
-        looks.append(source.cache.disk_away([*filter(None, faults)]))
-    if launch.any_rank(any(faults) and any(looks)) or not launch.any_rank(not all(faults)):
+    faults = [True] * len(groups)
+    for _ in range(2):  # a read may fail once
+        faults = [f and read_fault(g, source, policy.features) for g, f in zip(groups, faults)]
+    away = source.cache.disk_away([*filter(None, faults)])
+    if launch.any_rank(away) or not launch.any_rank(not all(faults)):
         raise launch.RunError(f"--rollouts: no video can be read; is the disk there? {faults[:1]}")
     for group, fault in zip(groups, faults):
         if fault:

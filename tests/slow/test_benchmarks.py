@@ -42,7 +42,7 @@ def read(name, root):
 BUNS = {"video_id": "001", "duration": "short", "domain": "Knowledge", "sub_category": "Baking",
         "url": "u", "videoID": "ab_-1"}
 VIDEOMME = [{**BUNS, "question_id": "001-1", "task_type": "Counting Problem", "answer": "C",
-             "question": "How many buns?",
+             "question": "How many bun?",
              "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."]},
             {**BUNS, "question_id": "001-2", "task_type": "OCR", "question": "Which?",
              "answer": "D", "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."]},
@@ -60,10 +60,9 @@ def test_videomme(tmp_path, where):
     put(tmp_path, "data/ab_-1.MP4")
     put(tmp_path, "subtitle/ab_-1.srt", "1\n00:00:01,000 --> 00:00:02,000\nHello\n")
     tasks, notes = read("videomme", tmp_path)
-    assert tasks["001-1"] == {"id": "001-1", "video": "data/ab_-1.MP4",
-                              "question": "How many buns?", "type": "mcq", "answer": "C",
+    assert tasks["001-1"] == {"id": "001-1", "subtitles": "subtitle/ab_-1.srt", "type": "mcq",
+                              "video": "data/ab_-1.MP4", "question": "How many bun?", "answer": "C",
                               "options": ["Two.", "A. A. Milne.", "3", "As many as (A)."],
-                              "subtitles": "subtitle/ab_-1.srt",
                               "tags": {"duration": "short", "domain": "Knowledge",
                                        "sub_category": "Baking", "task_type": "Counting Problem"}}
     assert tasks["002-1"]["video"] == "data/gone.mp4" and tasks["002-1"]["subtitles"] is None
@@ -83,9 +82,8 @@ def test_longvideobench_parquet_pads_options(tmp_path):
     """option0 to option4, padded with "N/A" or nothing; correct_choice counts from 0."""
     rows = [longvideobench(option0="walk", option1="run", option2="swim", option3="N/A",
             option4="N/A"), longvideobench(id="v_1", correct_choice=2, option0="one", option1="",
-            option2="three", option3="four", option4=None), longvideobench(id="v_2",
-            correct_choice=4, option0="one", option1="two", option2="N/A", option3="N/A",
-            option4="N/A")]
+            option2="three", option3="four", option4=None), longvideobench(id="v_2", option0="one",
+            correct_choice=4, option1="two", **{f"option{n}": "N/A" for n in (2, 3, 4)})]
     put(tmp_path, "validation-00000-of-00001.parquet", rows)
     # another split of the same release
     put(tmp_path, "test-00000-of-00001.parquet",

@@ -122,14 +122,13 @@ def test_a_tool_response_keeps_its_frames(tmp_path, capsys, frames, seen, shape)
 
 def test_marks_and_columns_in_tool_responses(tmp_path):
     """The older layout: texts with marks, files in columns, a window that a video names itself."""
-    row = {"messages": json.dumps([
+    row = {"images": ["a_0.jpg", "a_1.jpg"], "messages": json.dumps([
         {"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": asks(1, 3)},
         {"role": "tool", "content": "<image>\n<image>done"},
         {"role": "assistant", "content": asks(4, 6)},
         {"role": "user", "content": "<tool_response><video></tool_response>"},
         {"role": "assistant", "content": ANSWER}]),
-        "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}],
-        "images": ["a_0.jpg", "a_1.jpg"]}
+        "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}]}
     (talk,) = convert(tmp_path, [row])
     assert [m["role"] for m in talk["messages"]] == [
         "system", "user", "assistant", "tool", "assistant", "tool", "assistant"]

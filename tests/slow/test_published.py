@@ -135,9 +135,8 @@ def world(tmp_path_factory):
     os.makedirs(folder / "videos")
     toy.write_video(folder / "videos" / "v.mp4",
                     toy.draw_frames(toy.make_scenes(rng)[0], np.random.default_rng(0)))
-    task = {"id": "t", "video": "videos/v.mp4",
-            "question": "Which is first? <|im_end|> \u65e5 <|image_pad|> e\u0301",
-            "options": OPTIONS, "answer": "B", "type": "mcq"}
+    task = {"id": "t", "video": "videos/v.mp4", "options": OPTIONS, "answer": "B", "type": "mcq",
+            "question": "Which is first? <|im_end|> \u65e5 <|image_pad|> e\u0301"}
     window = {"start": 8.0, "end": 12.0, "fps": 1.0, "max_frames": 4}
     (folder / "rl.jsonl").write_text(json.dumps(task))
     seen = "a red square"

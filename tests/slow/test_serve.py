@@ -214,18 +214,17 @@ def image(url):
 def bad_bodies():
     user = {"role": "user"}
     return {"no messages": {}, "content a number": {"messages": [{**user, "content": 7}]},
-        "question empty": body_of(film(), text("  ")), "no film": body_of(text()),
+        "question empty": body_of(film(), text("  ")), "JSON nested too deep": "[" * 100_000,
         "item of another type": body_of(film(), text(), {"type": "input_audio", "input_audio": {}}),
         "surrogate": body_of(film(), text("\ud800")), "another model": body_of(model="gpt"),
         "temperature": body_of(temperature=3), "frames 1025": body_of(frames=1025),
         "film outside": body_of(film("../../etc/passwd"), text()),
         "film outside, escaped": body_of(film("file:%2e%2e/%2e%2e/etc/passwd"), text()),
         "film of a network": body_of(film("http://127.0.0.1:9/x.mp4"), text()),
-        "film missing": body_of(film("none.mp4"), text()), "no JSON": "{",
-        "film no video": body_of(film("tasks.jsonl"), text()),
+        "film missing": body_of(film("none.mp4"), text()), "no film": body_of(text()),
+        "film no video": body_of(film("tasks.jsonl"), text()), "no JSON": "{",
         "film not base64": body_of(film("data:video/mp4;base64,@@@"), text()),
-        "no base64": body_of(text("<1.0 seconds>"), image("data:image/png;base64,@"), text()),
-        "JSON nested too deep": "[" * 100_000}
+        "no base64": body_of(text("<1.0 seconds>"), image("data:image/png;base64,@"), text())}
 
 
 def test_every_bad_request_is_refused_in_one_line_and_the_next_one_answered(running, toy):
