@@ -586,7 +586,7 @@ def check_calls(episode: Episode) -> None:
     """An episode that has ended fails if the machine failed one of its calls: a window whose file
     has gone, or a request that failed, says nothing of the policy."""
     failed = [c for c in episode.calls if c["status"] in runs.MACHINE_FAULTS]
-    if failed and episode.status == "ok":
+    if failed and episode.status in ("ok", "context"):  # the call's text may have filled it
         episode.fail(failed[0]["status"], f"a call: {failed[0].get('error', failed[0]['summary'])}")
 
 

@@ -138,7 +138,8 @@ def written_lines(path):
     try:
         text = launch.read_file(path).decode(errors="ignore").replace("\r\n", "\n")
     except OSError as error:
-        raise ValueError(f"{path}: unreadable subtitles ({error.strerror})") from None
+        why = f"{launch.MACHINE}{path}: unreadable subtitles ({error.strerror})"  # read at a start
+        raise ValueError(why) from None
     blocks = re.split(r"\n\s*\n", text.strip())
     # Number and times are the first two lines of a block.
     lines = [line for block in blocks for line in block.strip().split("\n")[2:]]

@@ -71,7 +71,7 @@ def read_fault(group: list[rollout.Episode], source: video.VideoSource,
     computed, and kept for the update."""
     try:
         path = video.resolve(group[0].task["video"], source.root)
-        size = video.identity(path)[0]  # a copy has another mtime
+        size = source.cache.identity(path)[0]  # a copy has another mtime
         if any(e.fingerprint and e.fingerprint[0] != size for e in group):
             return f"{path}: has {size} bytes, so it is another file than was recorded"
         for item in group[0].context.items:
@@ -115,9 +115,9 @@ def main():
     faults = [True] * len(groups)
     for _ in range(2):  # a read may fail once
         faults = [f and read_fault(g, source, policy.features) for g, f in zip(groups, faults)]
-    away = source.cache.disk_away([*filter(None, faults)])
-    if launch.any_rank(away) or not launch.any_rank(not all(faults)):
-        raise launch.RunError(f"--rollouts: no video can be read; is the disk there? {faults[:1]}")
+    texts = [*filter(None, faults)]
+    if launch.any_rank(source.cache.disk_away(texts)) or not launch.any_rank(not all(faults)):
+        raise launch.RunError(f"--rollouts: no video can be read; is the disk there? {texts[:1]}")
     for group, fault in zip(groups, faults):
         if fault:
             print(f"skipped task {group[0].task['id']}: {fault}", flush=True)
