@@ -962,7 +962,7 @@ class FrameCache:
         values = self.folder.load(name) if self.folder else None
         if values is None:
             values = read()
-            if self.identity(state[0]) != list(state[1:3]):  # or a wrong key
+            if self.identity(state[0]) != list(state[1:3]):  # else another video's key
                 raise VideoError(state[0], "changed while it was read")
             if self.folder:
                 self.folder.store(name, values)

@@ -86,17 +86,18 @@ def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):
 
 def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
     user = [{"role": "user", "content": "<video>Say."}, {"role": "assistant", "content": ANSWER}]
-    film, image = piece("video_url", url="selfqa/a.mp4"), piece("image_url", url="a.png")
+    film, image = ({"role": "user", "content": [piece(kind, url=url)]} for kind, url in (
+        ("video_url", "selfqa/a.mp4"), ("image_url", "a.png")))
     bad = [({"messages": user, "videos": []}, "more <video> marks than videos"),
            ({"messages": user, "documents": [0]}, "a column 'documents', which is not read"),
            ({"messages": user, "videos": ["a.mp4", "b.mp4"]}, "more videos than"),
            ({"messages": user, "videos": ["/elsewhere/a.mp4"]}, "an absolute path that is"),
            ({"query": "<video>a?", "response": "B", "videos": ["a.mp4"]}, "such rows are tasks"),
            ({"messages": "[not json"}, "malformed (JSONDecodeError)"),
-           ({"messages": [{"role": "user", "content": [image]}]}, "still images are not read"),
+           ({"messages": [image]}, "still images are not read"),
            ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
            ({"messages": [{"content": "x"}]}, "malformed (KeyError)"),
-           ({"messages": paravt({"role": "user", "content": [film]})}, "a video after the first")]
+           ({"messages": paravt(film)}, "a video after the first assistant message")]
     rows = convert(tmp_path, [row for row, _ in bad] + [{"messages": paravt()}])
     printed = capsys.readouterr().out
     assert len(rows) == 1 and f"1 chats, {len(bad)} left out" in printed

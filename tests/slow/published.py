@@ -102,9 +102,8 @@ def chat_template(thinking):
                    "You are provided with function signatures within <tools></tools> XML tags:\n"
                    "<tools>")
     manual = ("\n</tools>\n\nFor each function call, return a json object with function name and "
-              "arguments within <tool_call></tool_call> XML tags:\n"
-              '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
-              '</tool_call>')
+              "arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+              '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
     shown = """
         {%- macro shown(m) -%}
             {%- for part in ([{'type': 'text', 'text': m.content}] if m.content is string
@@ -211,9 +210,8 @@ def write_settings(folder, tied, thinking):
     write_json(folder, "generation_config.json", {"bos_token_id": 151643, "pad_token_id": 151643,
         "do_sample": True, "eos_token_id": [151645, 151643], "repetition_penalty": 1.0, **sampling,
         "transformers_version": "4.56.0"})
-    write_json(folder, "preprocessor_config.json", {
-        "size": {"longest_edge": 16777216, "shortest_edge": 65536}, **half,
-        "image_processor_type": "Qwen2VLImageProcessorFast"})
+    write_json(folder, "preprocessor_config.json", {"size": {"longest_edge": 16777216,
+        "shortest_edge": 65536}, **half, "image_processor_type": "Qwen2VLImageProcessorFast"})
     write_json(folder, "video_preprocessor_config.json", {"size": {"longest_edge": 25165824,
         "shortest_edge": 4096}, **half, "fps": 2, "min_frames": 4, "max_frames": 768,
         "do_sample_frames": True, "video_processor_type": "Qwen3VLVideoProcessor"})

@@ -42,7 +42,7 @@ def read(name, root):
 BUNS = {"video_id": "001", "duration": "short", "domain": "Knowledge", "sub_category": "Baking",
         "url": "u", "videoID": "ab_-1"}
 VIDEOMME = [{**BUNS, "question_id": "001-1", "task_type": "Counting Problem", "answer": "C",
-             "question": "How many bun?",
+             "question": "How many buns?",
              "options": ["A. Two.", "B. A. A. Milne.", "C. 3", "D. As many as (A)."]},
             {**BUNS, "question_id": "001-2", "task_type": "OCR", "question": "Which?",
              "answer": "D", "options": ["A. Buns.", "B. Rolls.", "C. Bread.", "D. None."]},
@@ -61,9 +61,9 @@ def test_videomme(tmp_path, where):
     put(tmp_path, "subtitle/ab_-1.srt", "1\n00:00:01,000 --> 00:00:02,000\nHello\n")
     tasks, notes = read("videomme", tmp_path)
     assert tasks["001-1"] == {"id": "001-1", "subtitles": "subtitle/ab_-1.srt", "type": "mcq",
-                              "video": "data/ab_-1.MP4", "question": "How many bun?", "answer": "C",
+                              "video": "data/ab_-1.MP4", "question": "How many buns?",
                               "options": ["Two.", "A. A. Milne.", "3", "As many as (A)."],
-                              "tags": {"duration": "short", "domain": "Knowledge",
+                              "answer": "C", "tags": {"duration": "short", "domain": "Knowledge",
                                        "sub_category": "Baking", "task_type": "Counting Problem"}}
     assert tasks["002-1"]["video"] == "data/gone.mp4" and tasks["002-1"]["subtitles"] is None
     assert notes == {"items": 3, "published": 2700, "no video": 1, "no subtitles": 1,

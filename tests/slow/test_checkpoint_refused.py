@@ -127,16 +127,12 @@ def test_adapters_that_another_tool_has_changed_are_refused(tmp_path, alpha, mor
         checkpoint.read_adapters(str(tmp_path))
 
 
-def quantized(**config):
-    return lambda folder: change(folder, "config.json", **config)
+def changed(*place):
+    return lambda **fields: lambda folder: change(folder, *place, **fields)
 
 
-def language(**config):
-    return lambda folder: change(folder, "config.json", "text_config", **config)
-
-
-def pictures(**config):
-    return lambda folder: change(folder, "processor_config.json", "image_processor", **config)
+quantized, language = changed("config.json"), changed("config.json", "text_config")
+pictures = changed("processor_config.json", "image_processor")
 
 
 # What a folder's configuration says: every script refuses it, and tools/plan.py as well.
@@ -219,10 +215,12 @@ FILES = {
     "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
     "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
     "twice": (lambda f: shutil.copy(f / "model.safetensors", f / "b.safetensors"), "is in b.safet"),
-    "two downloads": (stale, "not in its index"), "gguf": (gguf, "no .safetensors file"),
+    "two downloads": (stale, "not in its index"),
+    "gguf": (gguf, "no .safetensors file"), "gone": (shutil.rmtree, "no such folder"),
     "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
-    "wide": (language(intermediate_size=128), "shape"), "gone": (shutil.rmtree, "no such folder"),
-    "shallower": (language(num_hidden_layers=1), "is stored, but config.json describes a model"),
+    "wide": (language(intermediate_size=128), "has shape"),
+    "shallower": (language(num_hidden_layers=1),
+                  "is stored, but config.json describes a model without"),
     "another head": (lambda f: head(f, 1.5), "ties lm_head.weight to model.language_model.embed"),
     "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
     "no template": (gone("chat_template.jinja"), "chat template cannot be used"),

@@ -25,8 +25,7 @@ def longvt(*middle, said="<think>This window shows it.</think> <answer> A red on
            question=f"Which one? {STRICT} The Video path for this video is: b.mp4",
            path="longvt_source/selftrace_1/b.mp4"):
     """One row; middle: its messages between the question and the last turn."""
-    return {"id": "rft_1", "messages": [
-        {"role": "system", "content": [piece("text", TOOLS)]},
+    return {"id": "rft_1", "messages": [{"role": "system", "content": [piece("text", TOOLS)]},
         {"role": "user", "content": [piece("video_url", url=path), piece("text", question)]},
         *middle, {"role": "assistant", "content": [piece("text", said)]}]}
 

@@ -67,9 +67,8 @@ def test_headlines_of_the_benchmarks():
 
 def test_samples_give_a_mean_and_the_best_of_n(world):
     """red is right in samples 0 and 2 of 3, blue never."""
-    done = world("--samples", 3, "--temperature", 1, rows=ROWS[:2],
-                 say=lambda r: answer("red" if r.id.split("/")[2] != "1" and task_of(r) == "red"
-                                      else "no"))
+    done = world("--samples", 3, "--temperature", 1, rows=ROWS[:2], say=lambda r: answer(
+        "red" if r.id.split("/")[2] != "1" and task_of(r) == "red" else "no"))
     (result,) = done.results
     assert result["n"] == 6 and result["acc"] == pytest.approx(2 / 6) and result["pass@n"] == 0.5
     assert result["samples"] == 3
@@ -139,4 +138,7 @@ def test_the_questions_of_a_video_go_to_one_rank():
         for name in share:
             homes.setdefault(name[0], set()).add(rank)
     assert all(len(ranks) == 1 for ranks in homes.values())
-    assert dealt([], 2) == [[], []]
+    assert dealt(rows, 4) == shares and dealt([], 2) == [[], []]
+    # Six videos more with one question each: most work first, and nobody has more than 8.
+    more = dealt(rows + [row(f"{v}-0", video=f"{v}.mp4") for v in "ijklmn"], 4)
+    assert [len(share) for share in more] == [8, 8, 7, 7] and more[0][0] == "a-0"

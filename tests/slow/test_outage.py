@@ -143,13 +143,16 @@ def spoil(monkeypatch, is_lost):
     monkeypatch.setattr(rollout, "play_all", spoilt)
 
 
-def test_rollouts_that_a_short_outage_spoilt_are_sampled_once_more(run_grpo, toy, monkeypatch):
+def test_what_an_outage_spoilt_is_sampled_once_more(run_grpo, start, toy, tmp_path, monkeypatch):
     """The same ones, by their seeds: else the rest would be those that looked at no window."""
     flags = "--data", toy / "rl.jsonl", "--steps", 1, *LIVE
     good = read_rollouts(run_grpo(*flags, out="good")[2])
     spoil(monkeypatch, lambda e, rollouts: e.sample and not all(n for *_, n in rollouts))
     rows = read_rollouts(run_grpo(*flags, out="spoilt")[2])
     assert [(e["status"], e["ids"]) for e in rows] == [("ok", e["ids"]) for e in good]
+    code, _, err = start(rollout, "--preset", "toy", "--ckpt", toy / "init", *flags[:2], "--frames",
+                         4, "--out", out := tmp_path / "r.jsonl")
+    assert code == 0 and {row["status"] for row in rows_of(out)} == {"ok"}, err
 
 
 # ------------------------------------------------------------------------------------------------

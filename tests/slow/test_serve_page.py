@@ -14,9 +14,8 @@ def visit(browser):  # noqa: F811
     def visit(server, fragment=""):
         browser.get("about:blank")
         browser.get(server.url + "/" + fragment)
-        server.until(lambda: browser.execute_script(
-            "return document.getElementById('video').options.length > 1 "
-            "|| !document.getElementById('locked').hidden"))
+        server.until(lambda: browser.execute_script("return document.getElementById('video')"
+            ".options.length > 1 || !document.getElementById('locked').hidden"))
         return browser
 
     yield visit
