@@ -698,7 +698,8 @@ def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, VideoSourc
         raise launch.UserError("--set: sub_fps, sub_frames, sub_max_new_tokens must be above 0")
     min_pixels = getattr(args, "min_pixels", VideoSource.min_pixels)  # eval.py alone has it
     arguments.require_min(min_pixels, args, "max_pixels")
-    root = video.root_of(args, data_path)
+    if not os.path.isdir(root := video.root_of(args, data_path)):
+        raise launch.UserError(f"--video-root {root}: no such folder")
     spoken = partial(task_subtitles, which=args.subtitles) if args.subtitles != "none" else None
     return agent, VideoSource(
         root, video.frame_cache(args), min_pixels, args.max_pixels, subtitles=spoken,

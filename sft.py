@@ -216,16 +216,14 @@ def batch_packs(chats, step, codec, args, rank, world):
     return *read_packs(chats, rank_rows, codec, args.pack_tokens), sorted(chats.broken)
 
 
-def read_packs(chats, rows, codec, pack_tokens, retry=False, away=False):
-    """As make_packs, and whether the disk with the videos has gone. What could not be read is tried
-    once more: a read that fails once, or an outage that passes, costs no chat. away: whether it had
-    gone at the first try, since it may be back."""
+def read_packs(chats, rows, codec, pack_tokens, retry=False):
+    """As make_packs, and whether the disk with the videos is away. What could not be read is tried
+    once more: a read that fails once, or an outage that passes, costs no chat."""
     packs, frames = make_packs(chats, rows, codec, pack_tokens, retry)
     lost = [chats.broken[i] for i in rows if i in chats.broken]
-    away = chats.cache.disk_away(lost) or bool(lost) and away
     if lost and not retry:
-        return read_packs(chats, rows, codec, pack_tokens, True, away)
-    return packs, frames, away
+        return read_packs(chats, rows, codec, pack_tokens, True)
+    return packs, frames, chats.cache.disk_away(lost)
 
 
 def make_packs(chats, indices, codec, pack_tokens, retry=False):

@@ -50,7 +50,7 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 22  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 23  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -440,8 +440,10 @@ def _stream_of(path, source):
         if end > size:  # PyAV does not notice: an mp4 with the index in front opens at any length
             raise VideoError(path, f"truncated: {part} ends at byte {end}, the file at byte {size}")
         # Other formats name further files, anywhere on the disk (playlists), or draw text (tty).
-        # pattern_type, of stills: %d in a name means no other files.
-        options = dict(format_whitelist=FORMATS, protocol_whitelist="file", pattern_type="none")
+        # pattern_type, of stills: %d in a name means no other files. scan_all_pmts, of MPEG-TS: the
+        # first seconds tell how frames are reordered, as in ffmpeg, not the first frames alone.
+        options = dict(format_whitelist=FORMATS, protocol_whitelist="file", pattern_type="none",
+                       scan_all_pmts="1")
         # Tags need not be UTF-8.
         with av.open(source, options=options, metadata_errors="ignore") as container:
             # ffmpeg's rule: the most pixels, where the default stream has five million more. A
@@ -478,8 +480,7 @@ def _open(path):
     # changed: kinds. sound: its end in seconds, on a clock that may begin below 0; NaN: no sound
     early, packets, changed, sound, dts = [], [], set(), math.nan, None
     with _stream(path) as (container, stream):
-        unit = float(stream.time_base)  # seconds per tick
-        codec = stream.codec_context
+        unit, codec = float(stream.time_base), stream.codec_context  # unit: seconds per tick
         # Seconds; a larger gap is a jump of the clock. 0x200 is AVFMT_TS_DISCONT: it may jump.
         max_gap, reorders = 10 if container.format.flags & 0x200 else 30 * 3600, codec.has_b_frames
         # Flags of key frames of other codecs are often false: such a file is decoded in a row.

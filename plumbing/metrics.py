@@ -235,9 +235,8 @@ def log_held_out(log, step, rows):
            **{f"by_{name}": by_value(finished, name, cell) for name in ("K", "type")}}
     if log:
         failed = f" | not ok {val['not_ok']}" if val["not_ok"] else ""
-        log.write({"step": step, "val": val},
-                  f"step {step:04d} | held-out acc {number(val['acc'])} no tools "
-                  f"{number(val['acc_without_tools'])}{failed}")
+        log.write({"step": step, "val": val}, f"step {step:04d} | held-out acc "
+                  f"{number(val['acc'])} no tools {number(val['acc_without_tools'])}{failed}")
     # An answer that token F1 scored, because the judge was away, cannot be compared either.
     comparable = {row["id"] for row in finished if row["tools"] and row["judge"] != "fallback"}
     verdicts = [row["judge"] for row in finished if row["tools"] and row["judge"] is not None]

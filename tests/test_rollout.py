@@ -425,8 +425,7 @@ FIELDS = {
     "max_new_tokens": (99, lambda e: of_both(e, "max_tokens"), ({512}, {64}), ({99}, {64})),
     "sub_max_new_tokens": (9, lambda e: of_both(e, "max_tokens"), ({512}, {64}), ({512}, {9})),
     "max_model_len": (300, lambda e: {len(r.expanded) + r.max_tokens for r in e.mains()} == {300},
-                      False, True),
-    "max_turns": (2, lambda e: len(e.mains()), 4, 3),
+                      False, True), "max_turns": (2, lambda e: len(e.mains()), 4, 3),
     "max_parallel": (1, lambda e: len(e.subs()), 9, 3),
     "tools": (False, lambda e: (len(e.requests), "crop_video" in text_of(
         e.codec, e.requests[0].ids)), (13, True), (1, False)),
@@ -573,7 +572,7 @@ def command(toy, tmp_path, monkeypatch, start):
     (("--max-pixels", "9"), "max_pixels must"),
     (("--set", "frame_cache_dir_gb=nan"), "frame_cache_dir_gb"),
     (("--num-generations", "0"), "num_generations"),
-    (("--video-root", "/no/such/place"), "are not below /no/such/place"),
+    (("--video-root", "/no/such/place"), "no such folder"),
     (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     code, err = command(*flags)

@@ -287,7 +287,8 @@ def test_an_outage_that_is_over_at_the_first_look_costs_no_chat(toy, tmp_path, c
                                                                 capsys):
     away, back = shutil.copytree(toy / "videos", tmp_path / "elsewhere"), tmp_path / "videos"
     chats = chats_of(write_rows(tmp_path / "d.jsonl", small_rows(toy, count=4)), codec)
-    monkeypatch.setattr(chats.cache, "disk_away", lambda why: bool(why and os.rename(away, back)))
+    real = sft.make_packs  # its last argument: whether this is the second look
+    monkeypatch.setattr(sft, "make_packs", lambda *a: a[-1] and os.rename(away, back) or real(*a))
     args = SimpleNamespace(batch_size=4, seed=0, pack_tokens=2048)
     packs, _, missed, broken = sft.batch_packs(chats, 0, codec, args, 0, 1)
     assert sum(len(pack.layout) for pack in packs) == 4 and not missed and not broken

@@ -159,12 +159,11 @@ def test_mmvu(tmp_path):
     empty = dict.fromkeys("ABCDE", "")
     put(tmp_path, "validation.json", [{"id": "validation_0",
         "video": "https://hub.invalid/datasets/x/resolve/main/videos/Art/0.mp4",
-        "question_type": "multiple-choice", "metadata": {"subject": "Art"},
-        "question": "Which style?", "choices": {"A": "Cubism", "B": "Baroque", "C": "Pop",
-        "D": "Dada", "E": "None"}, "answer": "E"}, {"id": "validation_1",
+        "question_type": "multiple-choice", "metadata": {"subject": "Art"}, "answer": "E",
+        "choices": {"A": "Cubism", "B": "Baroque", "C": "Pop", "D": "Dada", "E": "None"},
+        "question": "Which style?"}, {"id": "validation_1", "metadata": {}, "choices": empty,
         "video": "https://hub.invalid/datasets/x/resolve/main/videos/Computer_Science/3.mp4",
-        "question_type": "open-ended", "metadata": {}, "question": "Which sort?", "choices": empty,
-        "answer": "Bubble sort"}])
+        "question_type": "open-ended", "question": "Which sort?", "answer": "Bubble sort"}])
     put(tmp_path, "videos/Art/0.mp4")
     tasks, notes = read("mmvu", tmp_path)
     assert tasks["validation_0"] == {"id": "validation_0", "video": "videos/Art/0.mp4",

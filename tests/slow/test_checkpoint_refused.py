@@ -144,12 +144,11 @@ CONFIGS = {
     "rope": (quantized(rope_parameters={"rope_type": "linear"}), "linear"),
     "rope, before 4.43": (quantized(rope_scaling={"type": "dynamic", "factor": 4.0}), "dynamic"),
     "theta": (lambda f: change(f, "config.json", "vision_config", rope_parameters={
-        "rope_type": "axial", "rope_theta": 100.0}), "theta"),
+        "rope_type": "axial", "rope_theta": 100.0}), "theta"), "empty": (emptied, "no config.json"),
     "bias": (language(attention_bias=True), "bias"), "sides": (language(is_causal=False), "causal"),
     "code": (quantized(auto_map={"AutoConfig": "evil.Evil"}), "config.json asks for code"),
     "inner code": (pictures(auto_map={"AutoImageProcessor": "evil.Evil"}),
-                   "processor_config.json asks for code"),
-    "empty": (emptied, "no config.json")}
+                   "processor_config.json asks for code")}
 
 
 def sharded(folder):
