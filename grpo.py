@@ -449,7 +449,7 @@ def main():
     decoders.shutdown(cancel_futures=True)
     if run.sampler.judge:
         run.sampler.judge.close()
-    launch.end_process_group(engine)
+    launch.end_process_group(engine, int(step + 1 < args.steps))  # 1: so that no next stage begins
 
 
 @contextlib.contextmanager
@@ -544,10 +544,10 @@ def reward_config(args):
 
 def evaluate(log, sampler, val_tasks, step, args):
     """Logs the held-out accuracy with and without tools, per K and type -> (that with tools, NaN of
-    no task or if the disk is away, ids of the tasks that failed, which it leaves out). The K, the
-    seeds and so the noise of a task are the same in every evaluation. Collective."""
+    no task, or if the disk or the judge is away; ids of the tasks that failed, which are left out).
+    The K, the seeds and so the noise of a task are the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
-    (rank, world), rows = launch.rank_and_world(), []
+    (rank, world), rows, lost = launch.rank_and_world(), [], sampler.judge and sampler.judge.lost
     # Without tools too: the difference is the worth of calling. A policy that calls although no
     # tool is offered shows here.
     for tools in (True, False):
@@ -560,11 +560,13 @@ def evaluate(log, sampler, val_tasks, step, args):
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
             rows.append(dict(
                 id=str(e.task["id"]), tools=tools, status=e.status, K=e.num_frames,
-                acc=e.status == "ok" and e.reward.get("acc"), judge=e.reward.get("judge"),
-                type=e.task["type"], ran=e.status not in runs.MACHINE_FAULTS, error=str(e.error)))
+                acc=e.status == "ok" and e.reward.get("acc"), type=e.task["type"],
+                ran=e.status not in runs.MACHINE_FAULTS, error=str(e.error)))
     acc, unread = metrics.log_held_out(log, step, rows)
-    errors = [row["error"] for row in rows if not row["ran"]]
-    return math.nan if launch.any_rank(source.cache.disk_away(errors)) else acc, unread
+    away = source.cache.disk_away([row["error"] for row in rows if not row["ran"]])
+    # An answer that token F1 scored cannot be compared with one that a judge read.
+    away = away or sampler.judge is not None and sampler.judge.lost > lost
+    return math.nan if launch.any_rank(away) else acc, unread
 
 
 # ------------------------------------------------------------------------------------------------

@@ -218,22 +218,23 @@ def start_process_group(patience=1800.0, cpu=False):
     return rank, world, device
 
 
-def end_process_group(engine=None):
+def end_process_group(engine=None, code=0):
     """Ends a run, after everything is written and printed: leaves --out, the engine and the process
-    group. Collective. With an engine on a GPU or on several ranks it does not return."""
+    group. Collective. With an engine on a GPU or on several ranks it does not return, nor with an
+    exit code above 0."""
     import torch.distributed as dist
 
     unlock()
     several = engine and rank_and_world()[1] > 1
     if engine:
         any_rank(False)  # a barrier: closing vLLM may end the group, and rank 0 may still write
-        engine.close()
+        engine.close(code)
     if dist.is_initialized():  # closing vLLM may have ended the group
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()  # the process may have more to do
-    if several:  # threads of gloo and vLLM have aborted the interpreter's exit, once in 20 runs
-        sys.stdout.flush()
-        os._exit(0)
+    sys.stdout.flush()
+    if several or code:  # threads of gloo and vLLM have aborted sys.exit, once in 20 runs
+        (os._exit if several else sys.exit)(code)
 
 
 def reset_watchdog(patience):

@@ -79,7 +79,6 @@ class VisionFeatures:
         self.frames = {}  # VisionItem.key -> video.Frames that are in memory, which need no load
         self.cache = OrderedDict()  # VisionItem.key -> features
         self.max_bytes, self.bytes = max_bytes, 0
-        self.computed = 0  # frame sets that went through the tower
 
     @torch.no_grad()
     def __call__(self, items):
@@ -101,7 +100,6 @@ class VisionFeatures:
             for item, part in zip(group, features.split(counts)):
                 self.cache[item.key] = part.clone()  # a view would keep all sets in memory
                 self.bytes += part.nbytes
-            self.computed += len(group)
         for item in items:
             self.cache.move_to_end(item.key)  # used last
         features = torch.cat([self.cache[item.key] for item in items])

@@ -453,7 +453,7 @@ def main():
     if rank == 0:
         log.close(step + 1, steps)
     prefetch.shutdown(cancel_futures=True)  # after SIGTERM a batch may still be in the making
-    launch.end_process_group()
+    launch.end_process_group(code=int(step + 1 < steps))  # 1: so that no next stage begins
 
 
 def step_line(r, steps, eta):

@@ -50,7 +50,7 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 23  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 24  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -240,8 +240,7 @@ def identity(path):
         if os.path.isdir(path):
             return _folder_identity(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = launch.machine_mark(error) + launch.why(error).lower()
-        raise VideoError(path, reason) from error
+        raise VideoError(path, launch.machine_mark(error) + launch.why(error).lower()) from error
     if not os.path.isfile(path):  # opening a pipe would wait for a writer
         raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
@@ -464,7 +463,7 @@ def _stream_of(path, source):
             # PyAV asks libavformat to invent missing times of display. ffmpeg does not.
             container.flags &= ~av.container.Flags.gen_pts.value
             yield container, stream
-    except (av.FFmpegError, OSError, RuntimeError, IndexError) as e:  # the last: cut MPEG-TS
+    except (av.FFmpegError, OSError, RuntimeError) as e:
         # av.open's error for other formats too
         other = isinstance(e, av.ArgumentError) and "damaged, or in no format that is read here"
         raise VideoError(path, f"PyAV: {other or getattr(e, 'strerror', 0) or e}") from e
@@ -487,14 +486,14 @@ def _open(path):
         sure = codec.codec.intra_only or codec.name in ("h264", "hevc", "vp8", "vp9", "libdav1d")
         likely = sure or codec.name in ("mpeg1video", "mpeg2video", "mpeg4", "wmv3", "theora")
         sure = sure and container.format.name != "mpeg"  # a packet may begin in the frame before
-        for packet in container.demux(stream, *container.streams.audio):
+        for packet in bitstream.packets(container, stream, *container.streams.audio):
             if packet.stream.index != stream.index:
                 end = float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
                 # A clock that jumps ahead tells no length.
                 if packet.size and not packet.is_discard and not end > sound + max_gap:
                     sound = max(end, sound)  # in this order: sound may be NaN
                 continue
-            early += packet.decode() if len(early) < (8 if reorders else 1) else ()
+            early += packet.decode() if len(early) < (8 if reorders or sure else 1) else ()
             if packet.size:  # else: the flush at the end
                 units = bitstream.read_units(codec, packet)
                 sets = bitstream.parameter_sets(codec, packet, units)
@@ -533,6 +532,8 @@ def _open(path):
     latest = np.maximum.accumulate(pts)[:-1]
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < latest
     disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
+    # A packet for each field of a frame, with its own time: every other time has a frame.
+    disordered = disordered or len(came) > 1 and came == ticks[: 2 * len(came) : 2].tolist()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
     # A copy that lost its times of display has those of decoding: up to the next key frame none
     # steps back, in spite of B-frames. Other codecs' types of frames are not read. H.264 may not
@@ -578,7 +579,7 @@ def _stated_times(path, group, keys):
 
 def _all_frames(container, stream):
     """-> iterator of the frames in a row. A decoder takes no dropped frame, a sample of 0 bytes."""
-    for packet in container.demux(stream):
+    for packet in bitstream.packets(container, stream):
         yield from packet.decode() if packet.size or packet.dts is None else ()
 
 
@@ -667,7 +668,7 @@ def _decode(container, stream, wanted, keys, drop):
     head = codec.extradata or b""  # of HEVC in mp4 and Matroska: an hvcC record
     one_layer = len(head) > 21 and head[0] == 1 and head[21] >> 3 & 7 == 1  # numTemporalLayers
     drop = drop and (codec.name == "h264" or codec.name == "hevc" and one_layer)
-    for packet in container.demux(stream):
+    for packet in bitstream.packets(container, stream):
         # A packet without bytes is the flush at the end. A hidden frame may share a time.
         tick = _pts_of(packet, codec.has_b_frames)
         useful = not packet.size or tick in wanted and not packet.is_discard

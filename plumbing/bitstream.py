@@ -5,6 +5,7 @@ container ends.
 
 Writes nothing. Used by video.py.
 """
+import contextlib
 import os
 import re
 
@@ -16,6 +17,13 @@ RECOVERY = re.compile(rb"(?s)(?:\x06|\x4e\x01)(?:%b){0,3}\x06[\x01-\x0f][\0-\x7f
 # Types of units that hold parameter sets, and a few messages: see parameter_sets.
 SETS = {"h264": (6, 7, 8), "hevc": (32, 33, 34, 39), "mpeg4": range(32, 48), "mpeg1video": (179,),
         "mpeg2video": (179, 181)}
+
+
+def packets(container, *streams):
+    """-> iterator of the packets of these streams and of the flush at their end. In a file in which
+    another stream begins late PyAV then asks for that one's flush, and fails."""
+    with contextlib.suppress(IndexError):
+        yield from container.demux(*streams)
 
 
 def read_units(codec, packet):

@@ -215,8 +215,8 @@ def check_run(step, bad, out, blind, last):
     """Raises RunError, on all ranks alike, after three bad steps in a row, and after a last step
     that was blind: the disk with the videos is away, so the run is not done."""
     if bad >= (1 if last and blind else 3):
-        reason = ("videos could not be read for {} steps; is the disk there?" if blind
-                  else "no finite gradient for {} steps in a row;").format(bad)
+        reason = ("videos could not be read for {} steps; is the disk there? Or was a judge away?"
+                  if blind else "no finite gradient for {} steps in a row;").format(bad)
         raise launch.RunError(f"step {step + 1}: {reason} last saved: {newest_checkpoint(out)}")
 
 

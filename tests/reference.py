@@ -175,7 +175,7 @@ class ReferenceEngine:
     def wake(self, weights):
         self.sync(weights)
 
-    def close(self):
+    def close(self, code=0):
         pass
 
 

@@ -98,7 +98,7 @@ class Scripted:
             return Completion(request.id, text=said, ended=True)
         return said if isinstance(said, Completion) else self.complete(request, said)
 
-    def close(self):
+    def close(self, code=0):
         self.closed = True
 
     def complete(self, request, text):

@@ -40,10 +40,8 @@ def paravt(*middle, system=TOOLS, video="file:///data/x/longvt_source/a/b.mp4", 
     calls = sum(json.dumps(m).count("</tool_response>") or m["role"] == "tool" for m in middle) or 1
     said = CALL + CALL.split("</think>")[1] * (calls - 1)
     asked = [piece("video_url", url=video), piece("text", question)]
-    messages = [{"role": "user", "content": asked},
-                {"role": "assistant", "content": [piece("text", said)]},
-                *(middle or [responses("ok")]),
-                {"role": "assistant", "content": [piece("text", ANSWER)]}]
+    first, last = ({"role": "assistant", "content": [piece("text", t)]} for t in (said, ANSWER))
+    messages = [{"role": "user", "content": asked}, first, *(middle or [responses("ok")]), last]
     return [*[{"role": "system", "content": [piece("text", system)]}] * bool(system), *messages]
 
 

@@ -342,16 +342,14 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
 
 
 @pytest.mark.parametrize("flags, drop, why", [
-    ((), ("--ckpt",), "--ckpt"), (("--engine", "openai"), (), "--base-url"),
-    (("--frames", -1), (), "positive"), (("--max-model-len", 60), (), "too small"),
-    (("--compare", "/no/such"), (), "summary.json"), (("--samples", 2), (), "--temperature"),
-    (("--bench", "videomme"), ("--data",), "--root"), (("--set", "top_p=nan"), (), "top_p"),
-    (("--rescore", "/no/such"), (), "tasks.jsonl"),
-    (("--judge-url", "http://x"), (), "--judge-model"),
     (("--engine", "openai", "--base-url", "http://127.0.0.1:9/v1", "--model", "m"), (),
-     "no server answers at http://127.0.0.1:9"),
-    (("--prompt-file", "/no/such.txt"), (), "--prompt-file"),
-    (("--set", "overview_fps=-1"), (), "overview_fps")])
+     "no server answers at http://127.0.0.1:9"), (("--judge-url", "http://x"), (), "--judge-model"),
+    (("--prompt-file", "/no/such.txt"), (), "--prompt-file"), (("--set", "top_p=nan"), (), "top_p"),
+    (("--set", "overview_fps=-1"), (), "overview_fps"), (("--engine", "openai"), (), "--base-url"),
+    (("--bench", "videomme"), ("--data",), "--root"), (("--max-model-len", 60), (), "too small"),
+    (("--compare", "/no/such"), (), "summary.json"), (("--rescore", "/no/such"), (), "tasks.jsonl"),
+    (("--samples", 2), (), "--temperature"), (("--frames", -1), (), "positive"),
+    ((), ("--ckpt",), "--ckpt")])
 def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
     done = world(*flags, drop=drop)
     assert done.code == 2 and why in done.err and "Traceback" not in done.err

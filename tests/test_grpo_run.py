@@ -184,15 +184,14 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
 
 
 @pytest.mark.parametrize("flags,word", [
-    (("--prompts", 0), "prompts must"),
-    (("--num-generations", 1), "num_generations must be at least 2"),
-    (("--set", "minibatches=0"), "minibatches"), (("--temperature", 0), "--temperature"),
-    (("--frames", "many"), "--frames"), (("--beta", -1), "beta must"),
-    (("--anchor", "nan"), "anchor must"),
-    (("--set", "format_weight=inf"), "format_weight"), (("--set", "gamma=nan"), "gamma"),
-    (("--save-every", -1), "save_every must"), (("--val", "gone.jsonl"), "gone.jsonl"),
-    (("--format-credit", "some"), "--format-credit"), (("--ckpt", "nowhere"), "nowhere"),
-    (("--rollouts", "none.jsonl"), "--rollouts"), (("--preset", "huge"), "--preset")],
+    (("--num-generations", 1), "num_generations must be at least 2"), (("--beta", -1), "beta must"),
+    (("--set", "format_weight=inf"), "format_weight"), (("--rollouts", "none.jsonl"), "--rollouts"),
+    (("--format-credit", "some"), "--format-credit"), (("--set", "minibatches=0"), "minibatches"),
+    (("--save-every", -1), "save_every must"), (("--temperature", 0), "--temperature"),
+    (("--val", "gone.jsonl"), "gone.jsonl"), (("--anchor", "nan"), "anchor must"),
+    (("--prompts", 0), "prompts must"), (("--frames", "many"), "--frames"),
+    (("--ckpt", "nowhere"), "nowhere"), (("--preset", "huge"), "--preset"),
+    (("--set", "gamma=nan"), "gamma")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_bad_values_and_missing_files_are_one_line(monkeypatch, start, toy, tmp_path, flags, word):
     """Told before any model is loaded, with exit code 2, naming the flag or the file."""

@@ -208,6 +208,18 @@ def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys)
         assert max(task_part) == task_part[best] > 0 and task_part.count(max(task_part)) == 1
 
 
+def test_an_evaluation_without_its_judge_is_never_the_best(run, open_tasks, tmp_path, no_pause):
+    val = write_rows(tmp_path / "val.jsonl", [row | {"id": f"v{n}", "answer": f"red {n}"}
+                                              for n, row in enumerate(rows_of(open_tasks))])
+    replies, flags = ["hm"], ("--val", val, "--eval-every", 1, "--save-every", 1)
+    with Server(lambda body: replies[-1] if "red 1" in str(body) else "yes") as server:
+        run("out", "--steps", 2, *flags, *judged_by(server))  # neither yes nor no: F1 pays
+        replies.append(500)
+        with pytest.raises(launch.RunError, match="^step 4: .* Or was a judge away"):
+            run("out", "--steps", 4, *flags, *judged_by(server))
+    assert str((tmp_path / "out" / "best").readlink()) == "step_000001"
+
+
 def test_rollouts_without_a_verdict_are_sampled_again(run, start, toy, open_tasks, tmp_path):
     out = tmp_path / "r.jsonl"
     for reply, ends, verdict in (("hm", 1, "fallback"), ("yes", 0, True)):

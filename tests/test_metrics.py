@@ -2,7 +2,7 @@
 Tests of plumbing/metrics.py: python -m pytest tests/test_metrics.py -q
 """
 import argparse
-from math import inf, isnan, nan
+from math import inf, nan
 
 import pytest
 
@@ -182,14 +182,6 @@ def test_fewer_held_out_rows_are_no_best_and_more_begin_anew(capsys):
 
 # ------------------------------------------------------------------------------------------------
 # The log
-
-
-def test_an_evaluation_without_its_judge_is_never_the_best():
-    row = {"tools": True, "status": "ok", "K": 4, "acc": 1.0, "judge": "fallback", "type": "open"}
-    rows = [{**row, "id": str(n)} for n in range(3)]
-    assert isnan(metrics.log_held_out(None, 8, rows)[0])
-    rows[0]["judge"] = rows[1]["judge"] = True
-    assert metrics.log_held_out(None, 8, rows)[1] == ["2"]
 
 
 def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path, capsys):

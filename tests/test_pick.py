@@ -75,6 +75,16 @@ def test_an_answer_without_a_verdict_is_neither_good_nor_wrong(recorded, tmp_pat
     assert pick.rollout_fault(a[1]) == "not judged" and pick.mean_accuracy(a) == 1 / 3
 
 
+def test_an_item_that_an_evaluation_asked_again_counts_once(recorded, tmp_path):
+    more = {"digest": "d", "budget": 4, "tools": "on", "show": "real"}  # of eval.py's records
+    rows = [{**row, **more} for row in rows_of(recorded)]
+    write_rows(tmp_path / "records.rank0.jsonl", rows)
+    write_rows(tmp_path / "records.rank1.jsonl", [{**row, "status": "video_error"} for row in rows])
+    write_rows(tmp_path / "args.json", [{}])
+    known, again = map(pick.read_groups, ([recorded], sorted(tmp_path.glob("records.*"))))
+    assert [[e.status for e in es] for es in again] == [["ok"] * len(es) for es in known]
+
+
 def test_the_command_and_its_flags(recorded, tmp_path):
     """The band takes tasks whose rollouts disagree."""
     out, band = tmp_path / "chats.jsonl", tmp_path / "tasks.jsonl"

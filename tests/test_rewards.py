@@ -110,16 +110,15 @@ def test_num_frames_is_a_whole_number_or_null(frames, want):
 
 
 @pytest.mark.parametrize("text", [
-    CALL, json_call(start=1, end=2), json_call(start_time=1, end_time=2, video_path="/etc/passwd"),
     CALL.replace('{"start_time": 1, "end_time": 2}',
-                 json.dumps('{"start_time": 1, "end_time": 2}')),
-    CALL.removesuffix("</tool_call>"), CALL.replace("</tool_call>", "</tool_c"),
-    CALL.removesuffix("</tool_call>") + "\n<answer>B</answer>",
-    "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>",
-    "<tool_code>crop_video(1, 2)</tool_code>",
+                 json.dumps('{"start_time": 1, "end_time": 2}')), CALL.removesuffix("</tool_call>"),
     "<tool_code>\nprint(crop_video('0:01', end_time=\"0:02\"))\n</tool_code>",
+    "<tool_code>crop_video(video_path='v.mp4', start=1, end=0:02)", json_call(start=1, end=2), CALL,
+    json_call(start_time=1, end_time=2, video_path="/etc/passwd"),
+    "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>",
+    CALL.removesuffix("</tool_call>") + "\n<answer>B</answer>",
     '<tool_code>crop_video("a (1), b.mp4", 1, 2)</tool_code>',
-    "<tool_code>crop_video(video_path='v.mp4', start=1, end=0:02)"])
+    "<tool_code>crop_video(1, 2)</tool_code>", CALL.replace("</tool_call>", "</tool_c")])
 def test_every_dialect_gives_the_same_call(text):
     assert the_call(text) == rewards.ToolCall("crop_video", 1.0, 2.0, None, None)
 
@@ -207,22 +206,20 @@ def test_letter_is_read_by_policy(response, want):
 
 
 @pytest.mark.parametrize("response, want", [
-    ("10 - 20", (10, 20)), ("from 10 to 20", (10, 20)), ("10s, 20s", (10, 20)),
-    ("[10, 20]", (10, 20)), ("10, 20", (10, 20)), ("10, 20 seconds", (10, 20)),
-    ("0:10 to 0:20", (10, 20)), ("10.5–20 seconds", (10.5, 20)),
-    ("1:02:03 - 1:02:10", (3723, 3730)), ("between 10 and 20", (10, 20)), ("１０－２０", (10, 20)),
-    ("start: 10, end: 20", (10, 20)), ('{"start_time":10,"end_time":20.5}', (10, 20.5)),
-    ("1 minute 30 seconds to 2 minutes", (90, 120)), ("2 to 3 minutes", (120, 180)),
-    ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)),
-    ("<think>1-2</think><answer>3-4</answer>", (3, 4)), ("1.2.3, 5", None), ("1:2:3:4 - 5", None),
-    ("20 - 10", None), ("10 - 10", None), ("-5 - 10", None), ("10", None),
-    ("at 10, 20 people", None), ("frames 10-20", None), ("10-20 frames", None), ("5%-6%", None),
-    ("٣ - ٥", None), ("5-7, then 9-8", None), ("0:10 - 0:99", None), ("", None),
-    ("<think>1-2", None), ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)),
-    ("12.54 to 17.83", (12.54, 17.83)), ("[[3.5, 9]]", (3.5, 9)), ("(3 , 9)", (3, 9)),
-    ("from 00:03 until 00:09", (3, 9)), ("starts at 3 seconds and ends at 9 seconds", (3, 9)),
-    ("3s-9s", (3, 9)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)), ("start 9, end 3", None),
-    ("it lasts 6 seconds", None), ("2024-2025 frames", None)])
+    ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)), ("start: 10, end: 20", (10, 20)),
+    ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)), ("12.54 to 17.83", (12.54, 17.83)),
+    ("starts at 3 seconds and ends at 9 seconds", (3, 9)), ("1:02:03 - 1:02:10", (3723, 3730)),
+    ("<think>1-2</think><answer>3-4</answer>", (3, 4)), ("from 00:03 until 00:09", (3, 9)),
+    ('{"start_time":10,"end_time":20.5}', (10, 20.5)), ("10.5–20 seconds", (10.5, 20)), ("", None),
+    ("1 minute 30 seconds to 2 minutes", (90, 120)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
+    ("between 10 and 20", (10, 20)), ("2 to 3 minutes", (120, 180)), ("10, 20 seconds", (10, 20)),
+    ("it lasts 6 seconds", None), ("from 10 to 20", (10, 20)), ("0:10 to 0:20", (10, 20)),
+    ("at 10, 20 people", None), ("2024-2025 frames", None), ("[[3.5, 9]]", (3.5, 9)), ("10", None),
+    ("start 9, end 3", None), ("5-7, then 9-8", None), ("10s, 20s", (10, 20)), ("10, 20", (10, 20)),
+    ("[10, 20]", (10, 20)), ("frames 10-20", None), ("10-20 frames", None), ("10 - 20", (10, 20)),
+    ("1:2:3:4 - 5", None), ("0:10 - 0:99", None), ("<think>1-2", None), ("１０－２０", (10, 20)),
+    ("(3 , 9)", (3, 9)), ("1.2.3, 5", None), ("20 - 10", None), ("10 - 10", None), ("5%-6%", None),
+    ("-5 - 10", None), ("3s-9s", (3, 9)), ("٣ - ٥", None)])
 def test_span_is_read_in_seconds(response, want):
     assert rewards.extract_span(response) == want
 

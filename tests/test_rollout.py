@@ -421,19 +421,18 @@ def of_both(e, name):
 
 
 FIELDS = {
-    "temperature": (0.9, lambda e: of_both(e, "temperature"), ({0.7}, {0.7}), ({0.9}, {0.9})),
-    "max_new_tokens": (99, lambda e: of_both(e, "max_tokens"), ({512}, {64}), ({99}, {64})),
-    "sub_max_new_tokens": (9, lambda e: of_both(e, "max_tokens"), ({512}, {64}), ({512}, {9})),
     "max_model_len": (300, lambda e: {len(r.expanded) + r.max_tokens for r in e.mains()} == {300},
-                      False, True), "max_turns": (2, lambda e: len(e.mains()), 4, 3),
-    "max_parallel": (1, lambda e: len(e.subs()), 9, 3),
+                      False, True), "max_parallel": (1, lambda e: len(e.subs()), 9, 3),
     "tools": (False, lambda e: (len(e.requests), "crop_video" in text_of(
         e.codec, e.requests[0].ids)), (13, True), (1, False)),
     "think_prefix": (False, lambda e: {text_of(e.codec, r.ids).endswith("<think>\n")
                                        for r in e.mains()}, {True}, {False}),
-    "sub_frames": (3, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {3}),
     "crop_response": ("frames", lambda e: (len(e.subs()), len(e.mains()[-1].items)), (9, 1),
-                      (0, 10)),
+                      (0, 10)), "max_turns": (2, lambda e: len(e.mains()), 4, 3),
+    "sub_max_new_tokens": (9, lambda e: of_both(e, "max_tokens"), ({512}, {64}), ({512}, {9})),
+    "temperature": (0.9, lambda e: of_both(e, "temperature"), ({0.7}, {0.7}), ({0.9}, {0.9})),
+    "max_new_tokens": (99, lambda e: of_both(e, "max_tokens"), ({512}, {64}), ({99}, {64})),
+    "sub_frames": (3, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {3}),
     "sub_fps": (0.5, lambda e: {r.items[0].frames for r in e.subs()}, {8}, {4})}
 
 
@@ -560,20 +559,18 @@ def command(toy, tmp_path, monkeypatch, start):
 
 
 @pytest.mark.parametrize("flags, why", [
-    (("--ckpt", "/no/such/place"), "no such folder"), (("--data", "/no/such/file"), "No such file"),
-    (("--frames", "0"), "positive number"), (("--max-parallel", "0"), "max_parallel"),
     (("--max-model-len", "60", "--frames", "64"), "--max-model-len 60 is too small"),
-    (("--temperature", "nan"), "temperature"), (("--set", "sub_fps=nan"), "sub_fps"),
-    (("--set", "sub_frames=x"), "sub_frames: invalid int value"),
-    (("--set", "speed=9"), "no such setting: speed=9"),
-    (("--set", "sub_question=1"), "(choose from True, False)"),
-    (("--max-turn", "8"), "nearest: --max-turns"), (("--patience", "9"), "--set patience="),
-    (("--max-new", "9"), "arguments: --max-new 9"), (("--nonsense", "1"), "--nonsense 1\n"),
-    (("--max-pixels", "9"), "max_pixels must"),
+    (("--set", "sub_frames=x"), "sub_frames: invalid int value"), (("--out", "/tmp"), "folder"),
     (("--set", "frame_cache_dir_gb=nan"), "frame_cache_dir_gb"),
-    (("--num-generations", "0"), "num_generations"),
-    (("--video-root", "/no/such/place"), "no such folder"),
-    (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--out", "/tmp"), "folder")])
+    (("--set", "sub_question=1"), "(choose from True, False)"),
+    (("--video-root", "/no/such/place"), "no such folder"), (("--nonsense", "1"), "--nonsense 1\n"),
+    (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--patience", "9"), "--set patience="),
+    (("--set", "speed=9"), "no such setting: speed=9"), (("--max-pixels", "9"), "max_pixels must"),
+    (("--ckpt", "/no/such/place"), "no such folder"), (("--data", "/no/such/file"), "No such file"),
+    (("--num-generations", "0"), "num_generations"), (("--max-new", "9"), "arguments: --max-new 9"),
+    (("--max-turn", "8"), "nearest: --max-turns"), (("--max-parallel", "0"), "max_parallel"),
+    (("--temperature", "nan"), "temperature"), (("--frames", "0"), "positive number"),
+    (("--set", "sub_fps=nan"), "sub_fps")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     code, err = command(*flags)
     assert code == 2 and why in err and "Traceback" not in err

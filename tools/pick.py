@@ -105,20 +105,17 @@ def context_fault(row: dict) -> str | None:
 # Rollouts -> data
 
 
-def read_evaluation(path: str) -> list[dict]:
-    """Records of eval.py of real frames -> rows as rollout.py writes them, but without ids. Raises
-    UserError naming file and line."""
+def read_evaluation(folder: str) -> list[dict]:
+    """Folder of eval.py -> its records of real frames as rows of rollout.py, but without ids.
+    Raises UserError naming file and line."""
     blank = {**{name: [] for name in CONTEXT}, "spans": [], "advantage": {}, "policy_step": 0}
-    required = [name for name in (*rollout.RECORD_FIELDS, "K") if name not in blank]
-    rows = launch.read_jsonl(path, required, lambda row: data.task_fault(
-        {"answer": None, **row["task"]}, unlabelled=True))
-    settings = results.read_json(os.path.dirname(os.path.abspath(path)), "args.json")
+    settings = results.read_json(folder, "args.json")
     if settings.get("protocol", "paravt") != "paravt":
-        raise launch.UserError(f"{path}: not of --protocol paravt, which alone sft.py trains on")
+        raise launch.UserError(f"{folder}: not of --protocol paravt, which alone sft.py trains on")
     # Fields of rollout.AgentConfig.
     windows = {name: settings[name] for name in ("sub_fps", "sub_frames", "sub_question",
                                                  "crop_response") if name in settings}
-    return [{**blank, **row, "windows": windows} for row in rows
+    return [{**blank, **row, "windows": windows} for row in results.read_records(folder).values()
             if row.get("show") == "real" and row["K"]]  # without frames nothing can be learned
 
 
@@ -126,10 +123,12 @@ def read_groups(paths: list[str]) -> list[list]:
     """Rollout JSONL files, or records of eval.py -> Episodes, those of one task together, in the
     order of their tasks. Raises UserError naming file and line, and for a task without an answer.
     """
-    text = [path for path in paths if os.path.basename(path).startswith("records.")]
-    rows = read_rollouts([path for path in paths if path not in text])
+    records = [path for path in paths if os.path.basename(path).startswith("records.")]
+    rows = read_rollouts([path for path in paths if path not in records])
+    # All files of a folder, since an item that was asked again may stand in two of them.
+    folders = dict.fromkeys(os.path.dirname(os.path.abspath(path)) for path in records)
     by_task, tasks = {}, {}  # task id -> Episodes, task
-    for row in [*rows, *(row for path in text for row in read_evaluation(path))]:
+    for row in [*rows, *(row for folder in folders for row in read_evaluation(folder))]:
         if row["task"].get("answer") is None:
             raise launch.UserError(f"task {row['task']['id']} has no answer, so no rollout of it "
                                    "can be called good")

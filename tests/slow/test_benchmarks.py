@@ -112,9 +112,8 @@ def test_lvbench(tmp_path, layout):
     video with its questions in `qa`."""
     second = {**LVBENCH, "uid": 8, "answer": "A", "time_reference": None}
     if layout == "flat":
-        put(tmp_path, "data/train-00000-of-00001.parquet",
-            [{**q, "uid": str(q["uid"]), "key": "Cm73", "type": "cartoon", "video_path": "Cm73.mp4"}
-             for q in (LVBENCH, second)])
+        put(tmp_path, "data/train-00000-of-00001.parquet", [{**q, "uid": str(q["uid"]),
+            "key": "Cm73", "type": "cartoon", "video_path": "Cm73.mp4"} for q in (LVBENCH, second)])
     else:
         put(tmp_path, "video_info.meta.jsonl", [{"key": "Cm73", "type": "cartoon",
             "video_info": {"fps": 25}, "qa": [LVBENCH, second]}])

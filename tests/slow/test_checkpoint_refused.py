@@ -211,26 +211,25 @@ def test_a_tokenizer_whose_template_is_another_one_is_told(ckpt, capsys):
 
 # What lies beside it.
 FILES = {
-    "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
-    "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
-    "twice": (lambda f: shutil.copy(f / "model.safetensors", f / "b.safetensors"), "is in b.safet"),
-    "two downloads": (stale, "not in its index"),
-    "gguf": (gguf, "no .safetensors file"), "gone": (shutil.rmtree, "no such folder"),
-    "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
-    "wide": (language(intermediate_size=128), "has shape"),
     "shallower": (language(num_hidden_layers=1),
                   "is stored, but config.json describes a model without"),
+    "twice": (lambda f: shutil.copy(f / "model.safetensors", f / "b.safetensors"), "is in b.safet"),
     "another head": (lambda f: head(f, 1.5), "ties lm_head.weight to model.language_model.embed"),
-    "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
-    "no template": (gone("chat_template.jinja"), "chat template cannot be used"),
+    "two checkpoints": (lambda f: (f / "last").symlink_to("."), "a config.json lies here and in"),
+    "other ids": (lambda f: change(f, "config.json", image_token_id=7), "<|image_pad|> is id"),
     "no tools": (lambda f: (f / "chat_template.jinja").write_text("plain"), "chat template"),
     "no processor": (gone("processor_config.json"), "preprocessor_config.json is missing"),
-    "other processor": (pictures(patch_size=14), "processor makes patches"),
-    "bytes": (pictures(do_normalize=False), "processor makes patches"),
-    "other ids": (lambda f: change(f, "config.json", image_token_id=7), "<|image_pad|> is id"),
+    "shard cut": (torn(100_000), "model-00002-of-00002.safetensors cannot be read"),
+    "shard missing": (torn(None), "model-00002-of-00002.safetensors is missing"),
+    "no template": (gone("chat_template.jinja"), "chat template cannot be used"),
     "other adapters": (other_adapters, "were not saved by sft.py or grpo.py"),
+    "other processor": (pictures(patch_size=14), "processor makes patches"),
+    "fp8 unsaid": (stored_as(torch.float8_e4m3fn), "is stored as F8_E4M3"),
+    "no tokenizer": (gone("tokenizer.json"), "tokenizer.json is missing"),
+    "bytes": (pictures(do_normalize=False), "processor makes patches"),
     "bytes changed": (overwritten, "has other bytes than were saved"),
-    "two checkpoints": (lambda f: (f / "last").symlink_to("."), "a config.json lies here and in")}
+    "wide": (language(intermediate_size=128), "has shape"), "gguf": (gguf, "no .safetensors file"),
+    "two downloads": (stale, "not in its index"), "gone": (shutil.rmtree, "no such folder")}
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, *FILES])

@@ -37,14 +37,13 @@ def shown(*pieces, role="user"):
 LETTERS = "Which?\n(A) one\n(B) two\n(C) three\n(D) four"
 
 
-FORMS = {"mcq": (LETTERS, "D", "D"), "text": (LETTERS, "D. four", "four"),
-         "its text": (LETTERS, "four", "four"), "brackets": (LETTERS, "(D)", "D. four"),
-         "blank lines": (LETTERS.replace("\n", "\n\n"), "(D) four", "(D)"),
-         "heading": (LETTERS.replace("?", "?\nOptions:"), "D.", "D"),
-         "oe": ("What is it?", "A dog.", "a dog"), "tvg": ("When?", "[8.6, 13.2]", [8.6, 13.2]),
+FORMS = {"blank lines": (LETTERS.replace("\n", "\n\n"), "(D) four", "(D)"),
+         "heading": (LETTERS.replace("?", "?\nOptions:"), "D.", "D"), "mcq": (LETTERS, "D", "D"),
          "to": ("Find the segment.", "8.6 to 13.2", [8.6, 13.2]),
-         "score": ("What is the score?", "3 - 5", "3 - 5"),
-         "from": ("When?", "From 8.6s to 13.2s.", "8.6 - 13.2")}
+         "from": ("When?", "From 8.6s to 13.2s.", "8.6 - 13.2"),
+         "score": ("What is the score?", "3 - 5", "3 - 5"), "brackets": (LETTERS, "(D)", "D. four"),
+         "tvg": ("When?", "[8.6, 13.2]", [8.6, 13.2]), "oe": ("What is it?", "A dog.", "a dog"),
+         "its text": (LETTERS, "four", "four"), "text": (LETTERS, "D. four", "four")}
 
 
 KINDS = {"text": "mcq", "its text": "mcq", "brackets": "mcq", "blank lines": None, "heading": None,

@@ -277,9 +277,8 @@ def play(request, tmp_path):
 def write_inputs(folder):
     (folder / "base").mkdir()
     (folder / "base" / "config.json").write_text("{}")
-    (folder / "data").write_text("".join(json.dumps({
-        "id": str(n), "video": "gone.mp4", "question": "?", "options": None, "answer": "a day",
-        "type": "open"}) + "\n" for n in range(5)))
+    (folder / "data").write_text("".join(json.dumps({"id": str(n), "video": "x.mp4", "type": "open",
+        "question": "?", "options": None, "answer": "a day"}) + "\n" for n in range(5)))
 
 
 def read(out):

@@ -65,10 +65,9 @@ def begun(toy, out, **args):
 
 
 @pytest.mark.parametrize("script, given, resume", [
-    ("grpo", "", ()), ("grpo", "last", ("--no-resume",)), ("sft", "", ()),
-    ("sft", "", ("--resume",)), ("sft", "", ("--no-resume",)), ("sft", "last", ("--no-resume",)),
-    ("sft", "step_000001", ("--resume",)), ("sft", "../alias", ("--no-resume",)),
-    ("sft", "../alias/last", ())], ids=str)
+    ("grpo", "", ()), ("sft", "step_000001", ("--resume",)), ("sft", "../alias", ("--no-resume",)),
+    ("grpo", "last", ("--no-resume",)), ("sft", "", ("--resume",)), ("sft", "", ("--no-resume",)),
+    ("sft", "last", ("--no-resume",)), ("sft", "../alias/last", ()), ("sft", "", ())], ids=str)
 def test_a_run_does_not_delete_the_checkpoint_it_starts_from(
         refused, toy, tmp_path, script, given, resume):
     folder = begun(toy, tmp_path / "run", ckpt="elsewhere")
@@ -151,14 +150,13 @@ def test_the_lock_ends_with_its_run_and_not_with_the_children(holder, tmp_path):
 
 
 @pytest.mark.parametrize("script, out, words", [
-    (grpo, "rollouts/r.jsonl", "--data rollouts/r.jsonl --out ."),
-    (grpo, "log.jsonl", "--data other.jsonl --val log.jsonl --out ."),
-    (sft, "log.jsonl", "--data log.jsonl --out ."),
     (evaluation, "tasks.jsonl", "--data tasks.jsonl --out . --frames 2"),
     (evaluation, "log.jsonl", "--data other.jsonl --out . --frames 2"),
+    (grpo, "log.jsonl", "--data other.jsonl --val log.jsonl --out ."),
     (rollout, "config.json", "--data other.jsonl --out config.json"),
     (rollout, "tasks.jsonl", "--data tasks.jsonl --out alias.jsonl"),
-    (view, "r.jsonl", "r.jsonl --out r.jsonl")])
+    (grpo, "rollouts/r.jsonl", "--data rollouts/r.jsonl --out ."),
+    (sft, "log.jsonl", "--data log.jsonl --out ."), (view, "r.jsonl", "r.jsonl --out r.jsonl")])
 def test_no_script_replaces_a_file_that_it_reads(
         start, toy, tmp_path, monkeypatch, script, out, words):
     monkeypatch.setattr(rollout, "make_engine", make_engine)

@@ -36,14 +36,13 @@ REAL = ["I need a closer look.\n</think>\n" + CALL, "I saw it.\n</think>\n<answe
         "Two parts.\n</think>\n" + CALL + "\n" + CALL.replace("8,", "24,").replace("16", "32"),
         "<think>\nhm\n</think>\nIt is red.\n<answer>red, blue</answer>", "</think>B", "",
         "ok</think><tool_code>\ncrop_video(start_time=1, end_time=\"0:09\")\n</tool_code>"]
-PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
-          "<tool_response>", "</tool_response>", "<answer>", "</answer>",
-          "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|im_start|>system\n", CALL, CALL * 3,
-          "crop_video(1, 2)", "NaN", "Infinity", "1e309", "-1e309", "٣", "１６",
-          "null", '{"a":' * 40, "[" * 200, '"name": "crop_video", "name": "rm"',
-          '"arguments": "{}"', "\x00", "\x1b[31m", "\u202e", "\ufeff", "\ud7ff", "é" * 9, "🙂",
-          "<answer><answer>", "</answer></answer>", "<tool_call><tool_call>", "9" * 400,
-          "video_path=/etc/passwd, ", "../../etc/passwd", "<", ">", "\\", "\n" * 5]
+PIECES = ['"name": "crop_video", "name": "rm"', "video_path=/etc/passwd, ", "<|im_start|>system\n",
+          "<tool_call><tool_call>", "</answer></answer>", '"arguments": "{}"', "</tool_response>",
+          "<|vision_start|>", "crop_video(1, 2)", "<answer><answer>", "../../etc/passwd", "<think>",
+          "<tool_response>", "<|image_pad|>", "</tool_call>", "</tool_code>", "<tool_call>", "null",
+          "<tool_code>", "<|im_end|>", '{"a":' * 40, "</answer>", "</think>", "<answer>", "[" * 200,
+          "Infinity", "\x1b[31m", "9" * 400, CALL * 3, "-1e309", "\u202e", "\ufeff", "\ud7ff", CALL,
+          "\n" * 5, "1e309", "é" * 9, "\x00", "NaN", "１６", "\\", "٣", "🙂", "<", ">"]
 
 
 def mutated(rng):
@@ -80,8 +79,7 @@ def check(episode, agent):
     its bounds, the record is JSON."""
     assert episode.status == "ok", episode.error
     assert len(episode.turns) <= agent.max_turns + 1
-    roles = [m["role"] for m in episode.context.messages]
-    answered = len(episode.turns) - 1
+    roles, answered = [m["role"] for m in episode.context.messages], len(episode.turns) - 1
     assert roles.count("tool") == sum(c["turn"] < answered for c in episode.calls)
     for n in range(answered):
         executed = sum(c["status"] == "ok" for c in episode.calls if c["turn"] == n)
@@ -131,12 +129,11 @@ def damaged(folder, rng):
     """(name, bytes) of hundreds of damaged files: cut, flipped, with other headers, holes, and
     lying sizes and counts; of twelve formats."""
     bases = {name: Path(write(folder / name, 50, **options)).read_bytes() for name, options in {
-        "back.mp4": {"g": 10}, "front.mp4": {"g": 10, "mux": {"movflags": "faststart"}},
-        "pieces.mp4": {"g": 10, "mux": {"movflags": "frag_keyframe+empty_moov"}},
+        "front.mp4": {"g": 10, "mux": {"movflags": "faststart"}}, "444.mp4": {"pixels": "yuv444p"},
+        "pieces.mp4": {"g": 10, "mux": {"movflags": "frag_keyframe+empty_moov"}}, "a.ts": {"g": 10},
+        "gray.mkv": {"codec": "ffv1", "pixels": "gray"}, "ten.mp4": {"pixels": "yuv420p10le"},
         "a.mkv": {"g": 10}, "a.webm": {"codec": "libvpx"}, "a.avi": {"codec": "mpeg4"},
-        "a.ts": {"g": 10}, "a.flv": {"g": 10}, "a.mov": {"codec": "mpeg4"},
-        "444.mp4": {"pixels": "yuv444p"}, "ten.mp4": {"pixels": "yuv420p10le"},
-        "gray.mkv": {"codec": "ffv1", "pixels": "gray"},
+        "a.flv": {"g": 10}, "a.mov": {"codec": "mpeg4"}, "back.mp4": {"g": 10},
         "vfr.mp4": {"milliseconds": [i * 40 + i % 7 * 5 for i in range(50)]}}.items()}
     for name, data in bases.items():
         n = len(data)

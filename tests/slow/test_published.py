@@ -203,8 +203,7 @@ def test_the_codec_reads_a_published_checkpoint(codec, kind):
 def test_bytes_of_tokens_rebuild_any_text(codecs, text):
     """As the tokenizer normalises it: a question in NFD, as file names on a Mac are, is read in
     NFC."""
-    codec = codecs["instruct"]
-    wanted = unicodedata.normalize("NFC", text).encode()
+    codec, wanted = codecs["instruct"], unicodedata.normalize("NFC", text).encode()
     for ids in (codec.tokenizer(text)["input_ids"],
                 codec.tokenizer(unicodedata.normalize("NFD", text))["input_ids"]):
         assert b"".join(codec.token_bytes[i] for i in ids) == wanted
@@ -294,9 +293,8 @@ def test_image_ids_equal_the_processors(codecs, data):
 
 
 @pytest.mark.parametrize("first", [
-    "<think>look</think>\n<answer>B</answer>", "<think>\nlook\n</think>\n\n<answer>B</answer>",
-    "<answer>B</answer>", "<think>\n\nlook", "look</think>B", "\n<think>look</think>B", LOOK,
-    RIGHT])
+    "\n<think>look</think>B", "<answer>B</answer>", "<think>\n\nlook", "look</think>B", RIGHT, LOOK,
+    "<think>\nlook\n</think>\n\n<answer>B</answer>", "<think>look</think>\n<answer>B</answer>"])
 def test_a_chat_is_encoded_as_the_ids_that_a_rollout_would_hold(codec, tasks, source, first):
     """Cold start and RL see one form: the forced `<think>` `\\n` as ids of its own, never twice,
     then the rest as sampled."""
@@ -543,8 +541,7 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     checkpoint.save_checkpoint(policy, codec, str(folder), {"step": 1})
     spec = {"video": tasks[0]["video"], "frames": 4}
     frames = source.load(spec)
-    item = chat.vision_item(spec, frames)
-    task = {**tasks[0], "question": "Which is first?"}
+    item, task = chat.vision_item(spec, frames), {**tasks[0], "question": "Which is first?"}
     ids, compact = chat.encode_prompt(codec, rollout.main_messages(task, 4), [item])
     talk = [{"role": "user", "content": "n\u00e9"}, {"role": "assistant", "content": RIGHT}]
     torch.save({"text": chat.decode(codec, compact, keep_end=True), "chat": talk,

@@ -98,8 +98,7 @@ LAYOUTS = {"one tree": [(9, [3, 1, 5])], "shorter than the convolution": [(1, [1
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packs_equal_separate_sequences(world35, codec35, name):
     """Log-probs and every gradient, in fp64 so that no rounding can hide a fault."""
-    trees = random_trees(codec35, name, LAYOUTS[name])
-    hf = loaded(world35, torch.float64)
+    trees, hf = random_trees(codec35, name, LAYOUTS[name]), loaded(world35, torch.float64)
     expected = alone(hf, codec35, trees, temperature=0.7)
     weight = torch.rand(len(expected), dtype=torch.float64)
     (expected * weight).sum().backward()
@@ -185,17 +184,16 @@ def test_tags_of_a_call_carry_credit(codec35):
 
 
 @pytest.mark.parametrize("body", [
-    CALL.format(16, 8), CALL.format("soon", 8), CALL.format("", 8),
-    CALL.format(8, 16).replace("crop_video", "look"), CALL.format(8, 16).replace("</function>", ""),
     CALL.format(8, 16).replace("</parameter>\n<parameter=end_time>", "<parameter=end_time>"),
-    CALL.format(8, 16).replace("</parameter>\n</function>", "</function>"),
-    CALL.format(8, 16).replace("</function>", "</function> and more"),
-    CALL.format(8, 16).replace("<parameter=start_time>", "start_time="),
-    CALL.format(8, "16</parameter><parameter=end_time"), "<tool_call><function=",
-    "<tool_call><function=></function></tool_call>",
-    "<tool_call><function=crop_video></function></tool_call>",
+    "<tool_call><function=crop_video>" + "<parameter=a>" * 200 + "</function></tool_call>",
+    CALL.format(8, 16).replace("</parameter>\n</function>", "</function>"), "<tool_call><function=",
+    CALL.format(8, 16).replace("<parameter=start_time>", "start_time="), CALL.format("soon", 8),
+    CALL.format(8, 16).replace("</function>", "</function> and more"), CALL.format(16, 8),
+    "<tool_call><function=crop_video></function></tool_call>", CALL.format("", 8),
+    CALL.format(8, "16</parameter><parameter=end_time"),
     "<tool_call>" + "<function=crop_video>" * 100_000,
-    "<tool_call><function=crop_video>" + "<parameter=a>" * 200 + "</function></tool_call>"])
+    CALL.format(8, 16).replace("crop_video", "look"), CALL.format(8, 16).replace("</function>", ""),
+    "<tool_call><function=></function></tool_call>"])
 def test_faulty_calls_in_xml_are_one_error_each(body):
     (call,) = rewards.parse_tool_calls("ok</think>\n" + body, True)
     assert call.error and len(call.error) < 200

@@ -15,9 +15,8 @@ from rewards import extract_letter, extract_span, never_closed
 
 
 @pytest.mark.parametrize("text, think_open, want", [
-    ("hm", True, True), ("hm", False, False), ("hm</think>x", True, False),
-    ("<think>hm", False, True), ("a</think><think>b", True, True),
-    ("<think>a</think>", False, False)])
+    ("<think>a</think>", False, False), ("a</think><think>b", True, True), ("hm", False, False),
+    ("hm</think>x", True, False), ("<think>hm", False, True), ("hm", True, True)])
 def test_never_closed_by_hand(text, think_open, want):
     assert never_closed(text, think_open) is want
 

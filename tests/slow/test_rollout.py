@@ -76,14 +76,13 @@ def test_a_span_beyond_the_end_of_its_video_is_a_counted_outcome(codec, toy, tas
 # Hostile text
 
 
-FRAGMENTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
-             "<tool_response>", "</tool_response>", "<answer>", "</answer>", "<|im_end|>",
-             "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|video_pad|>", "<|endoftext|>",
-             "user\n", call(0, 8), call("nan", "inf"), call(-1e8, 1e8), call(0, 8, num_frames=0),
-             call(63.9, 64), call(True, None), "crop_video(start_time=1, end_time=2)",
-             '{"name": "crop_video", "arguments": {"start_time": NaN, "end_time": 3}}', "\x00",
-             "\x1b[2J", "\ue000", "\ue001", "\u202e", "\ud7ff", "é", "日本", "🙂", "{", "}",
-             "[" * 50, '"', "\\", "red", "16"]
+FRAGMENTS = ['{"name": "crop_video", "arguments": {"start_time": NaN, "end_time": 3}}', "</answer>",
+             "crop_video(start_time=1, end_time=2)", call(0, 8, num_frames=0), "</tool_response>",
+             "<|vision_start|>", call("nan", "inf"), "<tool_response>", call(True, None), "<think>",
+             "<|image_pad|>", "<|video_pad|>", "<|endoftext|>", call(-1e8, 1e8), "</tool_call>",
+             "</tool_code>", "<|im_start|>", call(63.9, 64), "<tool_call>", "<tool_code>", "user\n",
+             "<|im_end|>", "</think>", "<answer>", call(0, 8), "\x1b[2J", "\ue000", "\ue001", "red",
+             "\u202e", "\ud7ff", "[" * 50, "\x00", "日本", "\\", "16", "é", "🙂", "{", "}", '"']
 HOSTILE = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8), max_size=12).map("".join)
 
 

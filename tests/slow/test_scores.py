@@ -46,8 +46,7 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
     """scipy exchanges whole videos of two systems and computes the headlines of both anew."""
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     rng = np.random.default_rng(3)
-    a = worlds(rng, videos, bench)
-    effect = 0.25 if exact else 0.08
+    a, effect = worlds(rng, videos, bench), 0.25 if exact else 0.08
     b = [{**r, "score": r["score"] + effect + rng.normal(0, 0.4)} for r in a]
     both = {0: {}, 1: {}}
     for system, records in enumerate((a, b)):

@@ -155,8 +155,7 @@ def swapped(engine, weights, real):
 
 @pytest.mark.parametrize("sync", [None, stale, swapped])
 def test_stale_and_wrongly_mapped_weights_stop_the_run(train, drawn_rewards, monkeypatch, sync):
-    real = ReferenceEngine.sync
-    words = ("--steps", 2, "--lr", 1e-2)
+    real, words = ReferenceEngine.sync, ("--steps", 2, "--lr", 1e-2)
     if sync is None:  # in order: the gap stays within the tolerance
         assert steps_of(train("grpo", *words)) == [1, 2]
         return

@@ -375,6 +375,28 @@ def test_joined_clips_whose_headers_come_once(tmp_path, ffmpeg, codec, ways):
     assert_as_shown_by(ffmpeg, path)
 
 
+# Six frames, a P- after a B-frame, each coded in two fields (by the reference encoder, JM).
+FIELD_CODED = ("eNpjYGBgTE9h0FjzVFOBAcjO+NHI3A1mxCm4PjoAZtUpuEFYqR2tDOl/XPexiggbPAAJOM6SeGc8swHCNA"
+               "qU/Nu+/cD2iasgfKvbPfd90kBsxnmBKS6Kdxsg7MgnMLbjrBAPt3qQpmM2WVCRmFOP7eHaitMQ2qqfIbSV+"
+               "kC0vSs7tgIiUnsOrA0ASSdESA==")
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "ts"])
+def test_a_packet_for_each_field_with_a_time_of_its_own(tmp_path, ffmpeg, ending):
+    """As mkvmerge writes it, and broadcasts: the times of second fields show no frame."""
+    (raw := tmp_path / "v.h264").write_bytes(zlib.decompress(base64.b64decode(FIELD_CODED)))
+    units = raw.read_bytes().split(b"\0\0\0\1")[5:]  # behind the parameter sets
+    path = str(tmp_path / f"v.{ending}")
+    with av.open(raw) as source, av.open(path, "w") as container:
+        copy = container.add_stream_from_template(source.streams.video[0])
+        for n, unit in enumerate(units):
+            packet = av.Packet(copy.codec_context.extradata * (not n) + b"\0\0\0\1" + unit)
+            packet.pts, packet.dts = 4 + 2 * [0, 2, 1, 4, 3, 5][n // 2] + n % 2, n
+            packet.stream, packet.is_keyframe, packet.time_base = copy, not n, Fraction(1, 50)
+            container.mux(packet)
+    assert_as_shown_by(ffmpeg, path)
+
+
 @pytest.mark.parametrize("repeat", [False, True])
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "ts"])
 def test_parameter_sets_that_change_inside_a_film(tmp_path, ending, repeat):
@@ -577,6 +599,15 @@ def test_after_a_read_that_failed_no_frame_is_shown(tmp_path, ffmpeg, monkeypatc
         why = "reads ended before the file" if part else "Input/output error"
         with pytest.raises(video.VideoError, match=why):
             video.FrameCache(0).table(path)
+
+
+def test_a_stream_that_begins_late_spoils_no_other(tmp_path, ffmpeg):
+    """A data tag of FLV, as some injectors of metadata write it at the end."""
+    path, tag = tmp_path / "v.flv", b"\2\0\x0conLastSecond\x08\0\0\0\0\0\0\x09"  # an empty object
+    ffmpeg(*"-f lavfi -i testsrc2=s=96x64:d=2 -f lavfi -i sine=d=2".split(), path)
+    head = b"\x12" + len(tag).to_bytes(3, "big") + b"\0\0\1" + bytes(4)
+    path.write_bytes(path.read_bytes() + head + tag + (len(head + tag)).to_bytes(4, "big"))
+    assert_as_shown_by(ffmpeg, path)
 
 
 def test_a_clock_that_begins_below_zero_lengthens_no_film(tmp_path, ffmpeg):
