@@ -105,8 +105,9 @@ class Client:
         """No request is sent any more. From any thread."""
         self.ending = self.ending or reason
 
-    def close(self):
-        """Returns at once. Requests that are left are cancelled, and the thread ends after them."""
+    def close(self, code=0):
+        """Returns at once. Requests that are left are cancelled, and the thread ends after them.
+        code: as of VllmEngine.close, has no effect."""
         self.end("the run is over")
         self.run(self.leave())
 

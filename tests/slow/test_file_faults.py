@@ -231,7 +231,7 @@ def stand_in_for_grpo(policy, disk, window):
 
     model.engine_dtype = lambda *_: torch.float32
     rollout.make_engine = lambda *_, **__: types.SimpleNamespace(
-        max_seqs=4, sleep=lambda: 0, wake=list, sync=list, close=lambda: 0)
+        max_seqs=4, sleep=lambda: 0, wake=list, sync=list, close=bool)
     rollout.check_context = lambda *_: None
     rollout.load_overview = no_room
     grpo.sample_batch, grpo.update, grpo.evaluate = sample_batch, update, evaluate
