@@ -547,10 +547,11 @@ def evaluate(log, sampler, val_tasks, step, args):
     no task, or if the disk or the judge is away; ids of the tasks that failed, which are left out).
     The K, the seeds and so the noise of a task are the same in every evaluation. Collective."""
     source = replace(sampler.source, root=video.root_of(args, args.val))
-    (rank, world), rows, lost = launch.rank_and_world(), [], sampler.judge and sampler.judge.lost
+    (rank, world), rows = launch.rank_and_world(), []
     # Without tools too: the difference is the worth of calling. A policy that calls although no
     # tool is offered shows here.
-    for tools in (True, False):
+    for tools in (False, True):
+        lost = sampler.judge and sampler.judge.lost
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
         tester = replace(sampler, source=source, agent=replace(sampler.agent, tools=tools))
         for e in rollout.run(tester, val_tasks[rank::world], args.frames, 1, 0):
@@ -560,8 +561,8 @@ def evaluate(log, sampler, val_tasks, step, args):
                 print(launch.printable(f"held-out task {e.task['id']}: {e.error}"), flush=True)
             rows.append(dict(
                 id=str(e.task["id"]), tools=tools, status=e.status, K=e.num_frames,
-                acc=e.status == "ok" and e.reward.get("acc"), type=e.task["type"],
-                ran=e.status not in runs.MACHINE_FAULTS, error=str(e.error)))
+                acc=e.status == "ok" and e.reward.get("acc"), judge=e.reward.get("judge"),
+                type=e.task["type"], ran=e.status not in runs.MACHINE_FAULTS, error=str(e.error)))
     acc, unread = metrics.log_held_out(log, step, rows)
     away = source.cache.disk_away([row["error"] for row in rows if not row["ran"]])
     # An answer that token F1 scored cannot be compared with one that a judge read.

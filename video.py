@@ -237,12 +237,12 @@ def identity(path):
     files], some seconds old: another video at this path has another identity. Raises VideoError."""
     try:
         status = os.stat(path)
-        if os.path.isdir(path):
+        if pathlib.Path(path).is_dir():  # os.path.isdir takes an error for no folder
             return _folder_identity(path)
+        if not launch.is_file(path):  # opening a pipe would wait for a writer
+            raise VideoError(path, "is not a regular file")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise VideoError(path, launch.machine_mark(error) + launch.why(error).lower()) from error
-    if not os.path.isfile(path):  # opening a pipe would wait for a writer
-        raise VideoError(path, "is not a regular file")
     if status.st_size == 0:
         raise VideoError(path, "is empty (0 bytes)")
     return [status.st_size, status.st_mtime_ns]
@@ -463,7 +463,7 @@ def _stream_of(path, source):
             # PyAV asks libavformat to invent missing times of display. ffmpeg does not.
             container.flags &= ~av.container.Flags.gen_pts.value
             yield container, stream
-    except (av.FFmpegError, OSError, RuntimeError) as e:
+    except (av.FFmpegError, RuntimeError) as e:
         # av.open's error for other formats too
         other = isinstance(e, av.ArgumentError) and "damaged, or in no format that is read here"
         raise VideoError(path, f"PyAV: {other or getattr(e, 'strerror', 0) or e}") from e
@@ -493,7 +493,8 @@ def _open(path):
                 if packet.size and not packet.is_discard and not end > sound + max_gap:
                     sound = max(end, sound)  # in this order: sound may be NaN
                 continue
-            early += packet.decode() if len(early) < (8 if reorders or sure else 1) else ()
+            several = reorders or early and early[0].interlaced_frame
+            early += packet.decode() if len(early) < (8 if several else 1) else ()
             if packet.size:  # else: the flush at the end
                 units = bitstream.read_units(codec, packet)
                 sets = bitstream.parameter_sets(codec, packet, units)
@@ -684,8 +685,7 @@ def _decode(container, stream, wanted, keys, drop):
         codec.skip_frame = "NONREF" if drop and not useful else "DEFAULT"
         # Never a hidden frame, or a dropped one.
         yield from packet.decode() if begun and (packet.size or tick is None) else ()
-        if useful:
-            missing.discard(tick)
+        missing.discard(tick if useful else None)
 
 
 def _images(path, ticks, keys, drop):

@@ -219,8 +219,8 @@ def update_best(best, value, step, unread, sign=1):
 
 def log_held_out(log, step, rows):
     """Logs the held-out accuracy of an evaluation, with and without tools, per K and type -> (that
-    with tools, NaN of no task; ids of the tasks that failed, which it leaves out). rows: of this
-    rank. Collective."""
+    with tools, NaN of no task and if a judge gave no verdict on a quarter; ids of the tasks that
+    failed, which it leaves out). rows: of this rank. Collective."""
     # A broken video says nothing of the policy. A context that overflowed counts as a wrong answer.
     rows = launch.gather_rows(rows)
     finished = [row for row in rows if row["status"] in ("ok", "context")]
@@ -238,7 +238,9 @@ def log_held_out(log, step, rows):
         log.write({"step": step, "val": val}, f"step {step:04d} | held-out acc "
                   f"{number(val['acc'])} no tools {number(val['acc_without_tools'])}{failed}")
     unread = {row["id"] for row in rows} - {row["id"] for row in finished if row["tools"]}
-    return math.nan if val["acc"] is None else val["acc"], sorted(unread)
+    verdicts = [row["judge"] for row in finished if row["tools"] and row["judge"] is not None]
+    away = val["acc"] is None or verdicts.count("fallback") > len(verdicts) / 4
+    return math.nan if away else val["acc"], sorted(unread)
 
 
 def number(value, form=".2f"):

@@ -110,8 +110,8 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
     ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
     assert ids[0] == ids[1]
-    # Before the first step and after each: with tools and without, one rollout, seeds of step 0.
-    both = [(True, 3, 1, 0), (False, 3, 1, 0)]
+    # Before the first step and after each: without tools and with, one rollout, seeds of step 0.
+    both = [(False, 3, 1, 0), (True, 3, 1, 0)]
     assert tools == both + [(True, 2, 3, 0)] + both + [(True, 2, 3, 1)] + both
 
     log = rows_of(other / "log.jsonl")

@@ -209,14 +209,14 @@ def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys)
 
 
 def test_an_evaluation_without_its_judge_is_never_the_best(run, open_tasks, tmp_path, no_pause):
-    val = write_rows(tmp_path / "val.jsonl", [row | {"id": f"v{n}", "answer": f"red {n}"}
-                                              for n, row in enumerate(rows_of(open_tasks))])
-    replies, flags = ["hm"], ("--val", val, "--eval-every", 1, "--save-every", 1)
-    with Server(lambda body: replies[-1] if "red 1" in str(body) else "yes") as server:
-        run("out", "--steps", 2, *flags, *judged_by(server))  # neither yes nor no: F1 pays
-        replies.append(500)
-        with pytest.raises(launch.RunError, match="^step 4: .* Or was a judge away"):
-            run("out", "--steps", 4, *flags, *judged_by(server))
+    val = write_rows(tmp_path / "val.jsonl", [rows_of(open_tasks)[0] | {"id": f"v{n}", "answer": n}
+                                              for n in "12345"])
+    bad, flags = {"1": "hm"}, ("--val", val, "--eval-every", 1, "--save-every", 1)
+    with Server(lambda b: next((bad[k] for k in bad if f"answer: {k}" in str(b)), "yes")) as server:
+        run("out", "--steps", 2, *flags, *judged_by(server))  # one is neither yes nor no: F1 pays
+        for bad["1"], bad["2"], out, steps in (500, "yes", "out", 4), ("hm", "hm", "new", 1):
+            with pytest.raises(launch.RunError, match=f"^step {steps}: .* Or was a judge away"):
+                run(out, "--steps", steps, *flags, *judged_by(server))
     assert str((tmp_path / "out" / "best").readlink()) == "step_000001"
 
 

@@ -206,7 +206,7 @@ def chats_of(episode, tools: bool = True, sub_question: bool = True,
 def mean_accuracy(group: list) -> float:
     """Mean R_acc of a group, without rollouts that machine or judge failed; NaN: none is left."""
     accs = [e.reward["acc"] for e in group
-            if e.status not in runs.MACHINE_FAULTS and not runs.unjudged(e.reward)]
+            if not runs.is_retried({"status": e.status, "reward": e.reward})]
     return sum(accs) / len(accs) if accs else float("nan")
 
 
