@@ -33,7 +33,6 @@ def fetch_ckpt(path: str, revision: str | None = None) -> str:
         from huggingface_hub.constants import HF_HUB_CACHE
         from huggingface_hub.utils import WeakFileLock
 
-        launch.print0(f"{path}: no such folder here, so the Hub is asked")
         try:
             os.makedirs(HF_HUB_CACHE, exist_ok=True)
             # One rank of a machine downloads. The others wait, then find the files in the cache.
@@ -45,6 +44,7 @@ def fetch_ckpt(path: str, revision: str | None = None) -> str:
             reason = " ".join(f"{type(e).__name__}: {e}".split())[:250]
             raise launch.UserError(f"--ckpt {path}: no such folder ({os.path.abspath(path)}), and "
                                    f"nothing from the Hub ({reason})") from None
+        launch.print0(f"{path}: {fetch_ckpt.folders[path]} (an older one, if the Hub was away)")
     return fetch_ckpt.folders[path]
 
 

@@ -89,8 +89,8 @@ class Judge(Client):
         self.url = args.judge_url.rstrip("/") + "/chat/completions"
         super().__init__(args.judge_key_env)
         self.room = asyncio.Semaphore(16)  # requests at once
-        # Answers that wait; tries in a row that no server answered; answers that another try may
-        # settle, so far; whether the user knows.
+        # Answers that wait; tries in a row that no server answered; answers without a
+        # reply so far; whether the user knows.
         self.waiting, self.failed, self.lost, self.told = 0, 0, 0, False
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
             reply = self.run(self.post_with_retries(PROBE)).result()
@@ -139,8 +139,8 @@ class Judge(Client):
             choice = reply.answer["choices"][0]
             text = choice["message"]["content"]
             cut = str(choice.get("finish_reason")).lower() in BROKEN_OFF
-            verdict = None if cut else read_verdict(text)
-        self.lost += text == "" and (not reply.error or is_retryable(reply.status))
+            verdict, text = (None, "") if cut else (read_verdict(text), text)
+        self.lost += text == "" and reply.status not in (400, 413, 422)  # these: of this answer
         if verdict is None and not self.told:
             self.told = True  # once a run: judge_failed counts all of them
             reason = reply.error or f"neither yes nor no: {str(text)[:100]!r}"

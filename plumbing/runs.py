@@ -64,14 +64,15 @@ def clean_run(out, start):
 
 def input_identities(ckpts, rows, subtitles=()):
     """-> {what a run reads: [digest, name]}, for resume_point. Collective. Raises UserError if two
-    ranks have read other rows, or two machines hold other files, of which one rank of each reads.
+    ranks have read other rows or checkpoints, or two machines, by a rank of each, other subtitles.
     ckpts: {flag: folder, as resolved}. rows: {flag: (path or None, rows as read from there: a file
     may be replaced after it was read)}. subtitles: [(folder, name)]. Not the videos, which are
     terabytes: each record holds the identity of its own."""
     inputs = {flag: [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16], path or "none"]
               for flag, (path, content) in rows.items()}
+    # Each rank resolves these: `last` may move meanwhile, and the Hub gives another commit.
+    inputs |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
     if os.environ.get("LOCAL_RANK", "0") == "0":  # a machine may have copies of its own
-        inputs |= {flag: [content_digest(ckpt), ckpt] for flag, ckpt in ckpts.items()}
         inputs["subtitles"] = [digest_of(subtitles), None]
     first, *others = launch.gather_rows([inputs])
     if differ := [f for other in others for f in other if other[f][0] != first[f][0]]:

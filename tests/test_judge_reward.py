@@ -214,7 +214,7 @@ def test_an_evaluation_without_its_judge_is_never_the_best(run, open_tasks, tmp_
     bad, flags = {"1": "hm"}, ("--val", val, "--eval-every", 1, "--save-every", 1)
     with Server(lambda b: next((bad[k] for k in bad if f"answer: {k}" in str(b)), "yes")) as server:
         run("out", "--steps", 2, *flags, *judged_by(server))  # one is neither yes nor no: F1 pays
-        for bad["1"], bad["2"], out, steps in (500, "yes", "out", 4), ("hm", "hm", "new", 1):
+        for bad["1"], bad["2"], out, steps in (404, "yes", "out", 4), ("hm", "hm", "new", 1):
             with pytest.raises(launch.RunError, match=f"^step {steps}: .* Or was a judge away"):
                 run(out, "--steps", steps, *flags, *judged_by(server))
     assert str((tmp_path / "out" / "best").readlink()) == "step_000001"
