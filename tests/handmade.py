@@ -67,8 +67,7 @@ def reward(acc, fmt, tool, weight=1.0):
 def make_group(codec, source, task, step=0, frames=4, windows=()):
     """Four rollouts of one prompt: two turns with a call, a short answer, a thought that never
     closes, a turn cut off."""
-    some = task["answer"].split(",")[0]
-    rest = (), step, frames
+    some, rest = task["answer"].split(",")[0], ((), step, frames)
     group = [make_episode(codec, source, task, 0,
                           [CALLING, f"I saw {some}.\n</think>\n<answer>{some}</answer>"],
                           ["a red square"], step, frames, windows=windows),

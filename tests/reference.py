@@ -157,9 +157,8 @@ class ReferenceEngine:
         frames = {item.key: f for r in batch for item, f in zip(r.items, r.frames)}
         self.vision.load = lambda spec: frames[spec["key"]]
         prompts = [(r.expanded, [replace(i, spec={"key": i.key}) for i in r.items]) for r in batch]
-        samples = generate(self.policy, self.codec, self.vision, prompts,
-                           [r.max_tokens for r in batch],
-                           [r.temperature for r in batch], [r.seed for r in batch])
+        samples = generate(self.policy, self.codec, self.vision, prompts, *zip(
+            *((r.max_tokens, r.temperature, r.seed) for r in batch)))
         return [Completion(r.id, ids, logps, chat.decode(self.codec, ids),
                            ids[-1] == self.codec.eos) for r, (ids, logps) in zip(batch, samples)]
 

@@ -76,8 +76,7 @@ def test_an_answer_without_a_verdict_is_neither_good_nor_wrong(recorded, tmp_pat
 
 
 def test_an_item_that_an_evaluation_asked_again_counts_once(recorded, tmp_path):
-    more = {"digest": "d", "budget": 4, "tools": "on", "show": "real"}  # of eval.py's records
-    rows = [{**row, **more} for row in rows_of(recorded)]
+    rows = [row | dict(digest="d", budget=4, tools="on", show="real") for row in rows_of(recorded)]
     write_rows(tmp_path / "records.rank0.jsonl", rows)
     write_rows(tmp_path / "records.rank1.jsonl", [{**row, "status": "video_error"} for row in rows])
     write_rows(tmp_path / "args.json", [{}])

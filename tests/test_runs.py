@@ -71,7 +71,7 @@ def test_files_count_by_content_and_by_name_but_not_by_folder(tmp_path):
     assert len({*named}) == 3 and named[0] == runs.digest_of([(tmp_path / "in", "ax")])
 
 
-def test_ranks_that_have_read_other_rows_are_refused(monkeypatch):
+def test_ranks_that_have_read_other_rows_or_checkpoints_are_refused(monkeypatch, tmp_path):
     """A file may be replaced after one rank has read it: the rows count, and not their name."""
     read = {"--data": ("a.jsonl", [{"id": 1}]), "--val": (None, [])}
     own = runs.input_identities({}, read)
@@ -80,6 +80,10 @@ def test_ranks_that_have_read_other_rows_are_refused(monkeypatch):
     assert runs.input_identities({}, read) == own and own["--val"][1] == "none"
     with pytest.raises(launch.UserError, match="^--data: another rank"):
         runs.input_identities({}, {"--data": ("a.jsonl", [{"id": 2}])})
+    monkeypatch.setenv("LOCAL_RANK", "1")  # on the same machine: `last` may have moved
+    other["--ckpt"] = ["of its files", "run/step_000002"]
+    with pytest.raises(launch.UserError, match="^--ckpt: another rank"):
+        runs.input_identities({"--ckpt": str(tmp_path)}, read)
 
 
 def test_three_bad_steps_in_a_row_end_a_run_and_a_blind_last_one(tmp_path):

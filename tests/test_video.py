@@ -390,8 +390,7 @@ def test_another_process_finds_on_disk_what_was_decoded(
     looks = (lambda cache: video.overview(minute, 8, cache=cache),
              lambda cache: video.crop(minute, 3, 9, cache=cache))
     for look in looks:
-        decoded = look(first)
-        before = len(opened), len(decoders)
+        decoded, before = look(first), (len(opened), len(decoders))  # in this order
         found = look(second)
         assert (len(opened), len(decoders)) == before  # no file was opened
         how = {"frames": 8} if look is looks[0] else {"start": 3, "end": 9}
