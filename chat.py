@@ -486,8 +486,7 @@ def small_files(folder):
     processor, chat template. No code, no weights, no README, no optimizer."""
     kinds = (".json", ".jinja", ".txt", ".model")
     # These two and an index describe the weights beside them, so other weights get no copy.
-    run_files = ("adapter_config.json", "state.json")
-    files = {}
+    run_files, files = ("adapter_config.json", "state.json"), {}
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         ours = name.endswith(kinds) and not name.endswith(".index.json") and name not in run_files

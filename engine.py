@@ -128,8 +128,7 @@ async def in_flight(pump: EngineLoop, episodes, live: int):
     """Runs coroutines (an iterator) on the pump, at most `live` at once -> async iterator of their
     results, in the order in which they finish. Raises the first error of a coroutine or of the
     engine."""
-    steps = asyncio.create_task(pump.steps())
-    running = []
+    steps, running = asyncio.create_task(pump.steps()), []
     try:
         while True:
             while len(running) < live and (work := next(episodes, None)) is not None:

@@ -534,7 +534,7 @@ def _open(path):
     overlap = np.minimum.accumulate(pts[::-1])[::-1][1:] < latest
     disordered = None in came or came != sorted(came) or (overlap & (flags[1:] > 0)).any()
     # A packet for each field of a frame, with its own time: every other time has a frame.
-    disordered = disordered or len(came) > 1 and came == ticks[: 2 * len(came) : 2].tolist()
+    has_fields = len(came) > 1 and came == ticks[: 2 * len(came) : 2].tolist()
     lacks_times = untimed and not front or len(ticks) < displayed.sum()
     # A copy that lost its times of display has those of decoding: up to the next key frame none
     # steps back, in spite of B-frames. Other codecs' types of frames are not read. H.264 may not
@@ -551,7 +551,7 @@ def _open(path):
     # A palette comes once, in front.
     can_seek = len(keys) and codec.pix_fmt != "pal8" and (sure or likely and not flags.all())
     # Then the file is decoded in a row; of what may be a copy, if the times of its frames go back.
-    if disordered or lacks_times or not can_seek or copied and _display_pts(path)[2]:
+    if disordered or lacks_times or has_fields or not can_seek or copied and _display_pts(path)[2]:
         times, end, _ = _display_pts(path)
         starts, back = np.unique(times[::-1], return_index=True)  # [N] the last of one time
         # Numbers of frames in the decoder's order; none at which decoding can begin.

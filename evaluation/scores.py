@@ -34,8 +34,7 @@ def video_sums(records, bench):
     parts = [part_of(record) for record in records]  # None: in no part
     names = sorted({part for part in parts if part is not None})
     videos, lines = np.unique([r["task"]["video"] for r in records], return_inverse=True)
-    sums = np.zeros((len(videos), len(names)))
-    counts = np.zeros((len(videos), len(names)))
+    sums, counts = np.zeros((2, len(videos), len(names)))
     for record, line, part in zip(records, lines, parts):
         if part is not None:
             sums[line, names.index(part)] += record["score"]

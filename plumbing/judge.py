@@ -89,8 +89,8 @@ class Judge(Client):
         self.url = args.judge_url.rstrip("/") + "/chat/completions"
         super().__init__(args.judge_key_env)
         self.room = asyncio.Semaphore(16)  # requests at once
-        # Answers that wait; tries in a row that no server answered; answers without a
-        # reply so far; whether the user knows.
+        # Answers that wait; tries in a row that no server answered; answers without a reply so
+        # far; whether the user knows.
         self.waiting, self.failed, self.lost, self.told = 0, 0, 0, False
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
             reply = self.run(self.post_with_retries(PROBE)).result()

@@ -314,12 +314,12 @@ def train(monkeypatch, toy, tmp_path):
 
     monkeypatch.setattr(rollout, "make_engine", reference.make_engine)
 
-    def train(script, *flags, out="run"):
+    def train(script, *flags, out="run", stopped=False):
         given = ("rl.jsonl", *LIVE) if script == "grpo" else ("sft.jsonl", "--batch-size", 4)
         words = [f"{script}.py", "--preset", "toy", "--ckpt", toy / "init", "--out", tmp_path / out,
                  "--video-root", toy, "--data", toy / given[0], *given[1:], *flags]
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-        with contextlib.suppress(SystemExit):  # of a run that was stopped
+        with pytest.raises(SystemExit, match="^1$") if stopped else contextlib.nullcontext():
             {"grpo": grpo, "sft": sft}[script].main()
         return tmp_path / out
 

@@ -107,15 +107,20 @@ def context_fault(row: dict) -> str | None:
 
 def read_evaluation(folder: str) -> list[dict]:
     """Folder of eval.py -> its records of real frames as rows of rollout.py, but without ids.
-    Raises UserError naming file and line."""
+    Raises UserError naming the folder, and the task of a record that cannot be used."""
     blank = {**{name: [] for name in CONTEXT}, "spans": [], "advantage": {}, "policy_step": 0}
+    required = [name for name in (*rollout.RECORD_FIELDS, "K") if name not in blank]
     settings = results.read_json(folder, "args.json")
     if settings.get("protocol", "paravt") != "paravt":
         raise launch.UserError(f"{folder}: not of --protocol paravt, which alone sft.py trains on")
     # Fields of rollout.AgentConfig.
     windows = {name: settings[name] for name in ("sub_fps", "sub_frames", "sub_question",
                                                  "crop_response") if name in settings}
-    return [{**blank, **row, "windows": windows} for row in results.read_records(folder).values()
+    for row in (rows := results.read_records(folder).values()):
+        missing = ", ".join(f"missing {name!r}" for name in required if name not in row)
+        if why := missing or data.task_fault({"answer": None, **row["task"]}, unlabelled=True):
+            raise launch.UserError(f"{folder}: record of task {row['task']['id']}: {why}")
+    return [{**blank, **row, "windows": windows} for row in rows
             if row.get("show") == "real" and row["K"]]  # without frames nothing can be learned
 
 

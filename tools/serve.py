@@ -644,8 +644,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
 
 def page_text() -> tuple[str, str]:
     """-> (ask.html with the parts that it shares with page.html, what the page may load)."""
-    folder = os.path.dirname(os.path.abspath(__file__))
-    texts = []
+    folder, texts = os.path.dirname(os.path.abspath(__file__)), []
     for name in ("ask.html", "page.html"):
         with open(os.path.join(folder, name), encoding="utf-8") as f:
             texts.append(f.read())

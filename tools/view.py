@@ -235,8 +235,7 @@ def shown_episode(row, source, source_index):
 
 def episodes_of(sources, limit, troubles):
     """Sources -> the page's episodes; each source that has any gets an equal share of `limit`."""
-    share = limit // max(1, sum(bool(source["rows"]) for source in sources))
-    episodes = []
+    share, episodes = limit // max(1, sum(bool(source["rows"]) for source in sources)), []
     for index, source in enumerate(sources):
         for row in subsample(source["rows"], max(1, share)):
             try:

@@ -52,8 +52,7 @@ def test_the_changes_of_the_guide_fit_the_scripts(section, names):
 
 def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
     """Two windows that share two of their three seconds: the flag's weight times 4 of 6."""
-    path = tmp_path / "rewards_with_spread.py"
-    scripts = changed("A new reward")
+    path, scripts = tmp_path / "rewards_with_spread.py", changed("A new reward")
     path.write_text(scripts["rewards.py"])
     monkeypatch.syspath_prepend(tmp_path)
     rewards = importlib.import_module(path.stem)

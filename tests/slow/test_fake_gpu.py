@@ -492,7 +492,8 @@ def trace(memory, stage, size, ranks, layers, lora):
     assert memory.now == 0
     config, shapes = stored(size, layers)
     policy, optimizer = load(lora)
-    reference, kept = None, 0
+    reference, kept, computed, real = None, 0, [], model.patchify
+    model.patchify = lambda codec, *given: computed.append(1) or real(codec, *given)
     if stage == "grpo":
         reference = policies.AdapterReference(policy) if lora else load_reference()
         keep_features(policy, reference)
@@ -505,7 +506,7 @@ def trace(memory, stage, size, ranks, layers, lora):
     gc.collect()
     if reference:
         kept = policy.features.bytes
-        assert len(policy.features.cache) == 3
+        assert len(policy.features.cache) == len(computed) == 3
     planned = plan.memory_use(config, ranks, tokens, reference=bool(reference), engine_gb=0,
                           feature_cache_gb=kept / 2**30, lora=lora)
     # No engine is traced, not even one that sleeps.

@@ -44,8 +44,7 @@ def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_
     with mock.patch.object(vllm, "LLM", lambda *given, **named: real(
             *given, **named, enable_lora=True, max_lora_rank=8)):
         engine = VllmEngine(str(toy / "init"), codec, EngineConfig(256, 4, max_seqs=2))
-    asked = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    found = []
+    asked, found = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), []
     for adapter in (None, LoRARequest("ours", 1, str(folder))):
         (out,) = engine.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False,
                                      lora_request=adapter)

@@ -74,6 +74,7 @@ def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it_and_no_step_
         with pytest.raises(SystemExit, match="1"):
             train_grpo(away, "--steps", 3)
         assert [path.name for path in (tmp_path / "run").glob("step_*")] == saved
+        assert os.path.lexists(tmp_path / "run" / "last") == bool(saved)
 
 
 @pytest.mark.parametrize("disk, error", [("away", "the machine: error 5"), ("there", "is empty")])

@@ -55,7 +55,7 @@ def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, 
         return await real(episode, sampler)
 
     monkeypatch.setattr(rollout, "load_overview", asked_to_stop)
-    parts = train("grpo", "--steps", 3, out="parts")
+    parts = train("grpo", "--steps", 3, out="parts", stopped=True)
     assert times and "stopped after step 2 of 3" in capsys.readouterr().out
     assert steps_of(parts) == [1, 2] and os.readlink(parts / "last") == "step_000002"
     train("grpo", "--steps", 3, out="parts")  # the same command
@@ -79,7 +79,7 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, c
         return real(*given)
 
     monkeypatch.setattr(sft, "forward_backward", asked_to_stop)
-    parts = train("sft", "--steps", 4, out="parts")
+    parts = train("sft", "--steps", 4, out="parts", stopped=True)
     assert "stopped after step 2 of 4" in capsys.readouterr().out and steps_of(parts) == [1, 2]
     train("sft", "--steps", 4, out="parts")
     assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0
