@@ -50,7 +50,7 @@ from plumbing import arguments, bitstream, caches
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
            "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 MOOF, MATROSKA = rb"moof\0\0\0\x10mfhd", rb"(?s)\x1aE\xdf\xa3.{,60}(webm|matroska)"  # of files
-CACHE_VERSION = 24  # raise this if reading changes: older frames on disk are then not used
+CACHE_VERSION = 25  # raise this if reading changes: older frames on disk are then not used
 # Of a frame, two of 8K; bytes of a decoder process, decoded frames included.
 MAX_PIXELS, MAX_MEMORY = 2**26, 8 * 2**30
 
@@ -331,9 +331,9 @@ def _folder_identity(path):
 
 def _duration(starts, end):
     """Starts [N], end of the last frame in seconds -> duration; without an end, one frame more."""
-    usual = float(np.median(np.diff(starts))) if len(starts) > 1 else 1.0  # a still: one second
-    end = round(float(end), 4)  # FLV and fragmented mp4 do not state it
-    return end if end > starts[-1] else round(float(starts[-1]) + usual, 4)
+    # FLV and fragmented mp4 do not state the end. A still: one second.
+    usual, end = np.median(np.diff(starts) if len(starts) > 1 else 1.0), round(float(end), 4)
+    return end if end > starts[-1] else round(float(starts[-1] + usual), 4)
 
 
 def _pictures(folder):
@@ -700,30 +700,37 @@ def _images(path, ticks, keys, drop):
     pending, key_ticks = ticks.tolist(), keys[:, 0]
     # Seeks may land too late (MPEG-TS has no index), or fail (an index without key frames). Then,
     # and without key frames, the file is decoded from its first frame on.
-    for seeks in (True, False)[drop is None or not len(key_ticks) :]:
+    seeks = drop is not None and len(key_ticks) > 0
+    while pending:
+        # torn: a packet lost its end. Some decoders leave the rows out: V is 0, as in no color, if
+        # the stream is new, else that of a picture before.
+        torn, ended, run = False, False, pending
         with contextlib.suppress(*[VideoError] * seeks), _stream(path) as (container, stream):
             reorders, run = stream.codec_context.has_b_frames, []
-            while pending and not run:
-                run = pending[:]  # decoded in one go: all before the next key frame
+            new = seeks and (not drop or stream.codec_context.name == "vp8")
+            while pending and not (run or ended):
+                # Decoded in one go: all before the next key frame.
+                run, ended = pending[:], new
                 if seeks:
                     after = np.searchsorted(key_ticks, pending[0], side="right")  # of the next one
-                    if after < len(key_ticks):
-                        run = pending[: np.searchsorted(pending, key_ticks[after])]
+                    run = pending[: np.searchsorted(pending, np.append(key_ticks, 2**62)[after])]
                     if after > 1 or after and len(pending) < len(ticks):  # else it stands there
                         container.seek(int(key_ticks[after - 1]), stream=stream)
                 frames = (_decode(container, stream, set(run), keys, drop) if seeks
                           else _all_frames(container, stream))
                 for number, frame in enumerate(frames):
+                    torn |= new and frame.format.name[:3] == "yuv" and not any(
+                        memoryview(v := frame.planes[2])[-v.line_size :])
                     tick = _pts_of(frame, reorders) if len(key_ticks) else number
-                    if tick in run:
+                    if tick in run and not torn:
                         yield tick, _upright(path, frame)  # first: it may fail
                         run.remove(tick)
                         pending.remove(tick)
                     if not run:
                         break
-            if not pending:
-                return
-    raise VideoError(path, f"PyAV: the frame of tick {pending[0]} does not decode")
+        if pending and (torn or not seeks):
+            raise VideoError(path, f"PyAV: the frame of tick {pending[0]} does not decode")
+        seeks = seeks and not run
 
 
 def _read(path, ticks, keys, height, width):
@@ -731,7 +738,8 @@ def _read(path, ticks, keys, height, width):
     import av
     from PIL import Image
 
-    images = np.empty((len(ticks), height, width, 3), np.uint8)  # [T, H, W, 3]
+    # [T, H, W, 3]
+    images, size = np.empty((len(ticks), height, width, 3), np.uint8), (width, height)
     av.logging.set_level(av.logging.DEBUG)
     av.logging.set_skip_repeated(False)
     with av.logging.Capture() as logs, contextlib.ExitStack() as stack:
@@ -745,8 +753,8 @@ def _read(path, ticks, keys, height, width):
                 break
             # One by one, because 4K frames fill gigabytes.
             for tick, image in _images(path, ticks, keys, None if damaged else drop):
-                image = Image.fromarray(np.ascontiguousarray(image))  # rotated: a strided view
-                images[ticks == tick] = image.resize((width, height))
+                # rotated: a strided view
+                images[ticks == tick] = Image.fromarray(np.ascontiguousarray(image)).resize(size)
     return images
 
 
@@ -901,8 +909,8 @@ class FrameCache:
         self.folder = folder and caches.DiskCache(folder, folder_bytes)
         # present: file of a video that was there at the start -> disk. left: one that went with it.
         self.present, self.left, self.memory = {}, "/", caches.MemoryCache(max_bytes)
-        self.decoders = Decoders(timeout, workers)  # timeout: seconds, see ChildDecoder
-        self.sets = weakref.WeakValueDictionary()  # key of a frame -> Frames that hold the frame
+        # timeout: seconds, see ChildDecoder. sets: key of a frame -> Frames that hold the frame.
+        self.decoders, self.sets = Decoders(timeout, workers), weakref.WeakValueDictionary()
 
     def index(self, path):
         """Path -> (starts [N] float64 seconds, VideoInfo), read once per state of the file."""
@@ -1003,9 +1011,9 @@ class FrameCache:
 
         def read():
             (images,) = self.load_or_compute(key, table.state, decode)
-            seconds = table.starts[indices]  # [T]
-            images.flags.writeable = seconds.flags.writeable = False  # all callers share them
-            frames = Frames(images, seconds, key, names)
+            frames = Frames(images, table.starts[indices], key, names)
+            # All callers share them.
+            images.flags.writeable = frames.seconds.flags.writeable = False
             self.sets.update(dict.fromkeys(names, frames))
             return frames, images.nbytes
 

@@ -77,8 +77,7 @@ def run(films, start):
 
 def test_only_drafts_that_need_their_window_are_kept(films, run):
     with Server(model := Model()) as server:
-        code, out = run(server.url)
-        rows = rows_of(films / "tasks.drafts.jsonl")
+        (code, out), rows = run(server.url), rows_of(films / "tasks.drafts.jsonl")
         assert (films / ".tasks.jsonl.lock").exists()  # two processes would write each draft twice
         # After that nothing is left.
         assert code == run(server.url)[0] == 0 and rows_of(films / "tasks.drafts.jsonl") == rows

@@ -145,8 +145,7 @@ def test_table_and_summary_say_the_same(world):
     lines = done.out.splitlines()
     assert lines[0].split() == ["K", "tools", "n", "headline", "[95%]", "acc", "f_tau", "kappa",
                                 "errors", "no", "answer", "cut", "off"]
-    low, high = done.results[0]["interval"]
-    on = lines[1].split()
+    (low, high), on = done.results[0]["interval"], lines[1].split()
     # "!": of fewer than ten videos
     assert on[:7] == ["4", "on", "6", "0.417", f"[{low:.3f},", f"{high:.3f}]!", "0.417"]
     assert on[-3:] == ["2", "0", "0"]

@@ -108,8 +108,7 @@ def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
     wanted = dense_mask(pack.layout)
     tokens = len(wanted)
     blocks = -(-tokens // size)
-    padded = np.zeros((blocks * size, blocks * size), bool)
-    padded[:tokens, :tokens] = wanted
+    padded, padded[:tokens, :tokens] = np.zeros((blocks * size, blocks * size), bool), wanted
     counts = padded.reshape(blocks, size, blocks, size).sum((1, 3))
     assert (model.visible_pairs(pack.layout, tokens, size) == counts).all()
 
@@ -252,8 +251,7 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
     mine = data.balance_over_ranks([0, 1, 2, 3, 4, 5, 7], chats.cost, rank, world)
-    packs, _ = sft.make_packs(chats, mine, codec, pack_tokens)
-    policy.features = vision
+    (packs, _), policy.features = sft.make_packs(chats, mine, codec, pack_tokens), vision
     optimizers = sft.build_optimizers(policy, LEARNING, device)
     for _ in range(steps):
         policy.zero_grad()

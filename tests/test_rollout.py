@@ -438,8 +438,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_field_of_the_agent_changes_what_it_names(name, codec, tasks, frames_of):
-    value, look, before, after = FIELDS[name]
-    agent = replace(AGENT, max_model_len=4096)
+    (value, look, before, after), agent = FIELDS[name], replace(AGENT, max_model_len=4096)
     text = "x\n</think>\n" + call(0, 8) + call(8, 16) + call(16, 24)
     for settings_, want in ((agent, before), (replace(agent, **{name: value}), after)):
         engine = Scripted(codec, [text])

@@ -258,8 +258,7 @@ def test_a_broken_video_is_a_counted_named_skip(training):
 def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     """Optimizer states, data order, schedule and best loss all continue: half a run and the rest of
     it are one run."""
-    out, _, arguments = training
-    half = tmp_path / "half"
+    (out, _, arguments), half = training, tmp_path / "half"
     shutil.copytree(out, half, symlinks=True, ignore=shutil.ignore_patterns(f"step_{STEPS:06d}"))
     for name in ("last", "best"):
         (half / name).unlink()

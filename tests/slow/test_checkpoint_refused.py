@@ -62,8 +62,7 @@ def refuse(start, toy, tmp_path):
     """refuse(script, folder) -> the one line that the script says; no file is left."""
 
     def refuse(script, ckpt):
-        data = {"sft": "sft", "eval": "eval"}.get(script, "rl")
-        out = tmp_path / "runs" / "out"
+        data, out = {"sft": "sft", "eval": "eval"}.get(script, "rl"), tmp_path / "runs" / "out"
         target = out / "r.jsonl" if script == "rollout" else out
         flags = ("--preset", "toy", "--ckpt", ckpt, "--data", toy / f"{data}.jsonl", "--video-root",
                  toy, "--out", target)

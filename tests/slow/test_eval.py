@@ -91,8 +91,7 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
         return f"x\n</think>\n<answer>{said[task_of(request)]}</answer>"
 
     with Server(judge) as server:
-        flags = ("--judge-url", server.url, "--judge-model", "j")
-        plain = world(rows=rows, say=say)
+        flags, plain = ("--judge-url", server.url, "--judge-model", "j"), world(rows=rows, say=say)
         assert plain.results[0]["acc"] == pytest.approx(1 / 7) and not server.asked
         assert "judge" not in plain.results[0]
         done = world(*flags, rows=rows, say=say)

@@ -155,8 +155,7 @@ def test_gradients_are_reduced_in_fp32(found, run):
 
 def test_frames_travel_as_bytes(found):
     """The GPU makes the fp32 numbers of them: four times the bytes, and no work of the host."""
-    travelled = found["runs"]["8B grpo"]["travelled"]
-    frames = FRAMES * SIDE * SIDE * 3  # bytes
+    travelled, frames = found["runs"]["8B grpo"]["travelled"], FRAMES * SIDE * SIDE * 3  # bytes
     assert travelled.get("torch.uint8") == frames > max(travelled["torch.float32"],
                                                         travelled.get("torch.bfloat16", 0))
 
@@ -490,8 +489,7 @@ def trace(memory, stage, size, ranks, layers, lora):
     "resting by the ledger": between steps, "waits": of the host, "reduced", "travelled"}."""
     gc.collect()  # a policy under FSDP is a knot of hooks
     assert memory.now == 0
-    config, shapes = stored(size, layers)
-    policy, optimizer = load(lora)
+    (config, shapes), (policy, optimizer) = stored(size, layers), load(lora)
     reference, kept, computed, real = None, 0, [], model.patchify
     model.patchify = lambda codec, *given: computed.append(1) or real(codec, *given)
     if stage == "grpo":

@@ -18,8 +18,7 @@ from video import FrameCache
      "times.txt"), ("late.ts", {"rate": 25}, "times.txt")])  # of the last, time 0 is 1.4 s
 def test_a_film_and_the_folder_of_its_frames_give_the_same(tmp_path, ffmpeg, name, options, clock):
     """The frames are those of ffmpeg, without loss, and so are the times. Tolerance: none."""
-    path = write(tmp_path / name, 60, size=(128, 64), **options)
-    frames = tmp_path / "frames"
+    path, frames = write(tmp_path / name, 60, size=(128, 64), **options), tmp_path / "frames"
     frames.mkdir()
     ffmpeg("-i", path, "-fps_mode", "passthrough", frames / "%06d.png")
     times = shown_by(ffmpeg, path)[0] + 1.4

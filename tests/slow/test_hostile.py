@@ -107,8 +107,7 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
         said["texts"] += 1
         return mutated(rng)
 
-    agent = rollout.AgentConfig(max_turns=2, think_prefix=seed % 2 == 0, sub_frames=2)
-    step = 0
+    agent, step = rollout.AgentConfig(max_turns=2, think_prefix=seed % 2 == 0, sub_frames=2), 0
     while said["texts"] < 2500:
         sampler = rollout.RolloutWorker(talker(say), None, source, replace(agent, seed=step))
         for episode in protocol_loop.run(sampler, tasks, protocol_loop.Protocol(), 4, group=40):

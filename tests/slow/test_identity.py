@@ -100,8 +100,7 @@ CHANGES = {  # (stage, change) -> (function of the world, exit code, words of th
 
 @pytest.mark.parametrize("stage, name", CHANGES, ids=lambda value: value.replace(" ", "-"))
 def test_what_is_read_and_is_no_flag_may_not_change_in_silence(ended, start, stage, name):
-    world, flags = ended(stage)
-    change, wanted, words = CHANGES[stage, name]
+    (world, flags), (change, wanted, words) = ended(stage), CHANGES[stage, name]
     change(world)
     code, said = start(stage, *flags)
     assert code == wanted and words in said, said

@@ -83,8 +83,7 @@ def test_settings_of_the_overview_and_of_the_user_turn(play, source, tmp_path):
     for setting in ("top_p=1", "stamps=false", "total_pixels=2048", f"user_file={tmp_path}/u.txt"):
         _, (request,), _ = play(f"--protocol direct --frames 2 --set {setting}",
                                 "<answer>B</answer>", task={**TASK, "video": "v.mp4"})
-        item, words = request.messages[-1]["content"]
-        height = request.frames[0].images.shape[1]
+        (item, words), height = request.messages[-1]["content"], request.frames[0].images.shape[1]
         seen[setting.partition("=")[0]] = item["stamp"], height, words["text"][:5]
     assert seen == {"top_p": (None, 64, "Which"), "stamps": ("none", 64, "Which"),
                     "total_pixels": (None, 32, "Which"), "user_file": (None, 64, "Look:")}

@@ -109,8 +109,7 @@ def test_packs_equal_separate_sequences(world35, codec35, name):
     # transformers' rule and our logits compute in fp32 inside, whatever the weights are.
     assert (logp - expected).abs().max() < 2e-5
     (logp * weight).sum().backward()
-    scale = max(g.abs().max() for g in gradients.values())
-    seen = 0
+    scale, seen = max(g.abs().max() for g in gradients.values()), 0
     for n, p in policy.hf.named_parameters():
         if n in gradients and "visual" not in n:
             seen += 1

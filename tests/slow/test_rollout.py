@@ -93,8 +93,7 @@ def check_sound(codec, episode, num_frames):
     assert runs(context.mask) == [span for span in episode.spans if span[1] > span[0]]
     assert context.mask[-1] == 1
     inserted = Counter(i for i, flag in zip(context.ids, context.mask) if not flag)
-    served = len(episode.spans) - 1
-    one = codec.tokenizer.convert_tokens_to_ids
+    served, one = len(episode.spans) - 1, codec.tokenizer.convert_tokens_to_ids
     assert inserted[one("<|im_start|>")] == 3 + 2 * served
     assert inserted[codec.image_pad] == inserted[one("<|vision_start|>")] == num_frames
     answered = sum(c["turn"] < served for c in episode.calls)

@@ -45,8 +45,7 @@ def steps_of(folder):
 
 def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, capsys):
     """SIGTERM in the middle of the second step's rollouts: the step is finished and saved."""
-    straight = train("grpo", "--steps", 3, out="straight")
-    real, times = rollout.load_overview, []
+    straight, real, times = train("grpo", "--steps", 3, out="straight"), rollout.load_overview, []
 
     async def asked_to_stop(episode, sampler):
         if episode.policy_step == 1 and not times:
@@ -69,8 +68,7 @@ def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, 
 
 
 def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, capsys):
-    straight = train("sft", "--steps", 4, out="straight")
-    real, calls = sft.forward_backward, []
+    straight, real, calls = train("sft", "--steps", 4, out="straight"), sft.forward_backward, []
 
     def asked_to_stop(*given):
         calls.append(1)
@@ -115,8 +113,7 @@ def test_the_same_numbers_go_to_a_tracker(train, monkeypatch, script):
 def test_an_update_without_a_finite_gradient_is_skipped(train, drawn_rewards, monkeypatch, script):
     """One bad update of three: the weights are those of the other two; bad ones in a row stop the
     run, which leaves its checkpoint."""
-    spoilt, seen = {1}, []
-    real = torch.nn.utils.clip_grad_norm_
+    spoilt, seen, real = {1}, [], torch.nn.utils.clip_grad_norm_
 
     def clip(parameters, limit):
         parameters = list(parameters)

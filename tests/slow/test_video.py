@@ -300,6 +300,26 @@ def test_a_look_after_a_lost_packet_does_not_depend_on_other_looks(tmp_path, ffm
         assert off.mean((1, 2, 3)).max() < 3
 
 
+@pytest.mark.parametrize("name, codec, pixels", [("v.webm", "libvpx", "yuv420p"),
+                                                 ("v.avi", "mjpeg", "yuvj420p")])
+def test_a_picture_whose_packet_lost_its_end_is_refused(tmp_path, name, codec, pixels):
+    """Its last rows would be those of whichever picture was in the decoder's memory, or green."""
+    path, whole = str(tmp_path / name), tmp_path / f"whole-{name}"
+    write(whole, 40, size=(320, 256), codec=codec, pixels=pixels, draw=grainy, g=10, crf=4, b="4M")
+    with av.open(str(whole)) as source, av.open(path, "w") as copy:
+        stream = copy.add_stream_from_template(source.streams.video[0])
+        for n, packet in enumerate([*source.demux(video=0)][:-1]):
+            torn = av.Packet(bytes(packet)[: packet.size - packet.size // 8 * (n == 20)])
+            for field in ("pts", "dts", "time_base", "is_keyframe"):
+                setattr(torn, field, getattr(packet, field))
+            torn.stream = stream
+            copy.mux(torn)
+    for looks in ([20], [3, 20], [9, 19, 20, 33]):
+        with pytest.raises(video.VideoError, match="does not decode"):
+            images(path, looks)
+    assert seen(images(path, [3, 19, 30, 39])) == [3, 19, 30, 39]
+
+
 # ---- parameter sets that change inside a film
 
 
