@@ -706,8 +706,8 @@ def _images(path, ticks, keys, drop):
         # the stream is new, else that of a picture before.
         torn, ended, run = False, False, pending
         with contextlib.suppress(*[VideoError] * seeks), _stream(path) as (container, stream):
-            reorders, run = stream.codec_context.has_b_frames, []
-            new = seeks and (not drop or stream.codec_context.name == "vp8")
+            reorders, run = (codec := stream.codec_context).has_b_frames, []
+            new = seeks and (codec.name == "vp8" or not drop and codec.codec.intra_only)
             while pending and not (run or ended):
                 # Decoded in one go: all before the next key frame.
                 run, ended = pending[:], new
