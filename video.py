@@ -922,8 +922,9 @@ class FrameCache:
         rows: of the file, with a "video" each."""
         def look(name):
             try:
-                files = _files_of(resolve(name, root))
-                self.present.update({file: os.stat(file).st_dev for file in files})
+                # A link may lie on another disk than its file.
+                files = [*_files_of(resolve(name, root)), os.path.abspath(os.path.join(root, name))]
+                self.present.update({file: os.lstat(file).st_dev for file in files})
             except (OSError, VideoError) as error:
                 lost.append(f"{name}: {launch.why(error)}")
 

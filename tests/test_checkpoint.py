@@ -167,8 +167,7 @@ def test_a_name_that_is_nowhere_is_one_line(cache, name, says):
 @pytest.mark.parametrize("shape, rows", [((2**11, 2**9), slice(1000, None)), ((9, 9), 5)])
 def test_no_number_far_down_in_a_matrix_is_refused(tmp_path, shape, rows):
     """Of a small one any row, of a large one a tenth of the rows."""
-    weights = torch.ones(shape)
-    weights[rows] = float("nan")
+    weights, weights[rows] = torch.ones(shape), float("nan")
     save_file({"w": weights}, tmp_path / "model.safetensors")
     with pytest.raises(launch.UserError, match="no number"):
         checkpoint.stored_shapes(str(tmp_path))

@@ -175,8 +175,7 @@ def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, reque
               else ReferenceEngine(base, codec, max_seqs=4))
     scripted = Scripted(codec, [ANSWER])
     play_one(scripted, tasks, frames_of)
-    (asked,) = scripted.requests
-    seen = Counter()
+    (asked,), seen = scripted.requests, Counter()
     for n in range(12):
         engine.submit(replace(asked, id=f"hot{n}", temperature=2.0, max_tokens=64, seed=n))
     done = []

@@ -130,8 +130,7 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
 
 def test_a_verdict_that_cannot_be_written_ends_the_run(judge, tmp_path):
     with Server("no") as server, pytest.raises(launch.RunError, match="judge.jsonl: No"):
-        one = judge(server)
-        one.path = str(tmp_path / "gone" / "judge.jsonl")
+        one, one.path = judge(server), str(tmp_path / "gone" / "judge.jsonl")
         pay(one, said("dark red"))
 
 

@@ -122,8 +122,7 @@ def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
             for column in which[0, 0, row, :number[0, 0, row]].tolist():
                 block = np.s_[row * size:(row + 1) * size, column * size:(column + 1) * size]
                 assert not shown[block].any()  # no block is listed twice
-                part = np.zeros_like(padded)
-                part[:tokens, :tokens] = asked
+                part, part[:tokens, :tokens] = np.zeros_like(padded), asked
                 shown[block] = True if whole else part[block]
     assert (shown[:tokens, :tokens] == wanted).all()
 

@@ -131,8 +131,7 @@ def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_r
     assert m["skipped_update"] == 0 and m["gap"] < 1e-4 and m["grad_norm"] > 0
     files = sorted((folder / "rollouts").iterdir())
     capsys.readouterr()
-    again, n, _ = run_grpo("--rollouts", *files, out="again")
-    printed = capsys.readouterr().out
+    (again, n, _), printed = run_grpo("--rollouts", *files, out="again"), capsys.readouterr().out
     assert "one update from the rollouts of 1 files |" in printed and "engine" not in printed
     assert moved(live, base).abs().max() > 1e-4
     assert (moved(live, base) - moved(again, base)).abs().max() < 1e-6

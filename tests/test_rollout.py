@@ -197,8 +197,7 @@ def test_the_next_request_holds_exactly_what_was_sampled(codec, tasks, frames_of
         return Completion(request.id, odd, [-1.0] * len(odd), chat.decode(codec, odd), True)
 
     engine = Scripted(codec, main)
-    episode = play_one(engine, tasks, frames_of)
-    first, second = engine.mains()
+    episode, (first, second) = play_one(engine, tasks, frames_of), engine.mains()
     assert second.ids[: len(first.ids) + len(odd)] == first.ids + odd
     assert second.expanded[: len(first.expanded) + len(odd)] == first.expanded + odd
     assert episode.context.ids[: len(second.expanded)] == second.expanded

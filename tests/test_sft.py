@@ -70,8 +70,7 @@ def test_cost_counts_the_frames_of_a_chat(tmp_path, codec):
 
 def test_encoded_chats_are_dropped_if_they_are_too_many(toy, codec):
     """The newest one stays, even if that one alone is over the limit."""
-    chats = chats_of(toy / "sft.jsonl", codec)
-    chats.max_tokens = 1
+    chats, chats.max_tokens = chats_of(toy / "sft.jsonl", codec), 1
     lengths = [len(chats[i].ids) for i in range(3)]
     assert list(chats.encoded) == [2] and chats.tokens == lengths[2]
 

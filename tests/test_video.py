@@ -309,8 +309,7 @@ def test_every_frame_and_time_is_that_of_ffmpeg(tmp_path, ffmpeg):
     """B-frames, a varying rate, a first time that is not zero. Codings: slow/test_video.py."""
     times = [700 + 40 * i + 13 * (i % 3) for i in range(30)]
     path = write(tmp_path / "v.mp4", 30, milliseconds=times, bf=3, g=12, draw=grainy)
-    seconds, pictures = shown_by(ffmpeg, path)
-    starts, info = FrameCache(0).index(path)
+    (seconds, pictures), (starts, info) = shown_by(ffmpeg, path), FrameCache(0).index(path)
     np.testing.assert_allclose(starts, seconds, atol=1.1e-3)
     assert info.num_frames == 30
     assert np.abs(images(path, range(30)) - pictures.astype(int)).mean() < 0.5
@@ -487,6 +486,16 @@ def test_films_that_go_with_their_disk_are_no_missing_films(tmp_path):
     cache.present.update(dict.fromkeys(films[:2], "another disk"))
     os.rename(tmp_path / "b", tmp_path / "v")  # automounts delete their folders
     pytest.raises(VideoError, cache.index, films[0]).match("the machine: a disk left: no such")
+
+
+def test_links_that_go_with_their_disk_are_no_missing_films(tmp_path):
+    cache, folder, names = FrameCache(), tmp_path / "data/links", ("links/x", "links/y")
+    folder.mkdir(parents=True)
+    [os.symlink(write(tmp_path / "film.mp4", 10), tmp_path / "data" / name) for name in names]
+    args = SimpleNamespace(video_root=tmp_path / "data", missing_videos=0)
+    cache.check_present(args, "d.jsonl", [{"video": name} for name in names])
+    os.rename(folder, tmp_path / "away")
+    pytest.raises(VideoError, cache.index, folder / "x").match("the machine: a disk left: no such")
 
 
 def test_a_read_that_fails_is_the_machines_fault(minute, monkeypatch):
