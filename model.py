@@ -365,8 +365,7 @@ class Policy(torch.nn.Module):
 
     def __init__(self, hf, codec):
         super().__init__()
-        self.hf = hf
-        self.codec = codec
+        self.hf, self.codec = hf, codec
         self.features = None  # VisionFeatures; set by each stage, which knows the videos
 
     def forward(self, pack, temperature=1.0, chunk=1024):

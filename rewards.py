@@ -76,8 +76,7 @@ def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardCo
     from which the advantages are made; "total": R, the sum of the two; "windows": window_scores of
     the executed calls, if the task has evidence}
     """
-    pay = pay or RewardConfig()
-    answer = final_answer(turns, think_open)
+    pay, answer = pay or RewardConfig(), final_answer(turns, think_open)
     acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
     acc = acc if verdict is None else float(verdict)
     fmt = format_reward(turns, think_open, pay)["total"]

@@ -381,7 +381,8 @@ def _open_folder(path):
 
 def _picture(folder, name):
     """Image of a folder -> [H, W, 3] uint8 RGB, upright as its EXIF says. VideoError."""
-    from PIL import Image, ImageOps
+    # By name, because Image.open takes a plugin that a disk did not give for none.
+    from PIL import Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401
     try:
         file = io.BytesIO(launch.read_file(os.path.join(folder, name)))
         with Image.open(file, formats=["JPEG", "PNG", "WEBP"]) as image:
@@ -453,7 +454,8 @@ def _stream_of(path, source):
                 s.width * s.height + 5_000_000 * bool(s.disposition & kinds.default)) or 0)
             if any(s.disposition & kinds.dependent for s in streams):  # a phone's HEIC, AVIF
                 raise VideoError(path, "one picture in several tiles: convert it to JPEG")
-            if stream is None or stream.codec_context is None:
+            # PyAV's wheel swaps the bytes of rgb555be, bgr565be, ..
+            if not stream or not stream.codec_context or re.search("[56]5be", f"{stream.pix_fmt}"):
                 raise VideoError(path, f"no {'decoder for its ' * bool(stream)}video stream")
             if stream.width * stream.height > MAX_PIXELS:
                 raise VideoError(path, f"{stream.width}x{stream.height} pixels are too many")
@@ -495,15 +497,15 @@ def _open(path):
                 continue
             several = reorders or early and early[0].interlaced_frame
             early += packet.decode() if len(early) < (8 if several else 1) else ()
-            if packet.size:  # else: the flush at the end
-                units = bitstream.read_units(codec, packet)
+            units = bitstream.read_units(codec, packet)
+            if packet.size and not bitstream.is_repeat(codec, units):  # else: the flush at the end
                 sets = bitstream.parameter_sets(codec, packet, units)
                 changed |= {kind for kind, new in sets.items() if new}
                 pts = _pts_of(packet, reorders or changed)  # a joined clip may have B-frames
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
                 begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
-                begin = begin and not bitstream.needs_more(codec, units)
+                begin = begin and not bitstream.needs_more(codec, packet, units)
                 # Some muxers of MPEG-TS state none: then that of the packet before.
                 dts = (dts, pts)[dts is None or max_gap > 10] if packet.dts is None else packet.dts
                 packets.append((pts, dts, packet.pos or 0, packet.duration or 0, packet.is_keyframe,
@@ -666,8 +668,8 @@ def _decode(container, stream, wanted, keys, drop):
     # An H.264 frame states for the whole stream whether another one needs it. An HEVC frame states
     # this for one temporal layer, and a frame of a higher layer may need it, so only files of one
     # layer qualify. Other codecs were not examined.
-    head = codec.extradata or b""  # of HEVC in mp4 and Matroska: an hvcC record
-    one_layer = len(head) > 21 and head[0] == 1 and head[21] >> 3 & 7 == 1  # numTemporalLayers
+    # extradata: of HEVC in mp4 and Matroska an hvcC record, with numTemporalLayers.
+    one_layer = len(head := codec.extradata or b"") > 21 and head[0] == 1 and head[21] >> 3 & 7 == 1
     drop = drop and (codec.name == "h264" or codec.name == "hevc" and one_layer)
     for packet in bitstream.packets(container, stream):
         # A packet without bytes is the flush at the end. A hidden frame may share a time.
@@ -811,10 +813,10 @@ class ChildDecoder:
                     if len(times) - (times[-1] - times[0])[1] / (0.1 * patience) < 9.5:
                         continue
                     # A disk that hangs, or gives little, lets the child wait for it.
-                    hung = bool((times[-1] - times[-2]) @ (1, 0.5) < 0.05 * patience)
-                    cure = ": encode it anew, or allow more time" * (not hung)
-                    reason = launch.MACHINE * hung + f"no answer in {patience:g} s{cure}"
-                    raise VideoError(request[0], reason)
+                    busy = np.diff(times, axis=0) @ (1, 0.5)  # seconds of each tenth
+                    slow = not min(busy[-1], np.median(busy)) < 0.05 * patience  # NaN: unknown
+                    why = f"no answer in {patience:g} s" + ": encode it anew, or allow more" * slow
+                    raise VideoError(request[0], launch.MACHINE * (not slow) + why)
                 error, value = self.pipe.recv()
                 break
             except BaseException as failure:  # Ctrl-C too: a late answer must not serve the next
@@ -822,8 +824,10 @@ class ChildDecoder:
                 if not isinstance(failure, (EOFError, OSError)):  # else the child died
                     raise
         else:
-            # SIGKILL, SIGTERM: there was no memory left. 1: Python itself could not start.
-            error = launch.MACHINE * (status in (-9, -15, 1)) + "the decoder process died, twice"
+            # SIGKILL, SIGTERM: there was no memory left. SIGBUS: a disk did not give code.
+            # 1: Python itself could not start.
+            mark = launch.MACHINE * (status in (-7, -9, -15, 1))
+            error = f"{mark}the decoder process died, twice"
         if error is not None:  # the child lives on
             raise VideoError(request[0], error) if isinstance(error, str) else error
         return value

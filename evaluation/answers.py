@@ -74,8 +74,7 @@ def statements(text):
     """The texts that a reply may come down to: the reply, the answer that it declares, and that
     answer without the reason after it. A reason is one sentence, or all text after a first line and
     a blank line."""
-    doubt = {*HEDGES, *NEGATIONS, "possible", "another"}
-    declared = ANSWER_IS.fullmatch(text)
+    doubt, declared = {*HEDGES, *NEGATIONS, "possible", "another"}, ANSWER_IS.fullmatch(text)
     # "I doubt that the answer is X" declares no answer. Only the declaring clause is searched for
     # doubt, because the reasoning before may doubt other answers.
     clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""

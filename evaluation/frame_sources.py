@@ -131,8 +131,7 @@ class PublisherSource(rollout.VideoSource):
             return frames
         from PIL import Image
 
-        images = [*map(Image.fromarray, frames.images)]
-        height, width = frames.images.shape[1:3]
+        images, (height, width) = [*map(Image.fromarray, frames.images)], frames.images.shape[1:3]
         if self.jpeg:
             images = [Image.open(io.BytesIO(jpeg_bytes(rgb, self.jpeg))) for rgb in frames.images]
         if self.processor:

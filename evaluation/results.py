@@ -229,8 +229,7 @@ def load_evaluations(words):
 
     Raises UserError for a group without folders, a group's name given twice, a folder twice in it.
     """
-    evaluations, groups = [], {}
-    name = None
+    evaluations, groups, name = [], {}, None
     for word in words:
         if word.endswith("="):
             name = word[:-1]

@@ -626,8 +626,7 @@ def parse_clips(text, think_open=False):
     body = text.partition("<clip>")[2].partition("</clip>")
     if not body[1]:  # never closed
         return []
-    clock = r"(\d{1,2}:\d{2}:\d{2})"
-    calls = []
+    clock, calls = r"(\d{1,2}:\d{2}:\d{2})", []
     for window in re.findall(rf"{clock}\s*-\s*{clock}", body[0][:1000])[:16]:
         a, b = (sum(int(n) * 60.0**i for i, n in enumerate(t.split(":")[::-1])) for t in window)
         if a < b:

@@ -43,11 +43,19 @@ def read_units(codec, packet):
             for unit in units or data.split(b"\0\0\1")[1:] if unit]
 
 
-def needs_more(codec, units):
+def needs_more(codec, packet, units):
     """Whether a key frame is not whole: only later ones are, or it is none: a joined clip of MPEG-4
-    may flag all. 00, two bits: intra."""
+    may flag all. 00, two bits: intra. Or JPEG's quantization tables (FF DB) came before."""
     first = next((unit for kind, unit in units if kind == 182 and codec.name == "mpeg4"), b"")
-    return any(RECOVERY.match(unit) for _, unit in units) or first[1:2] >= b"\x40"
+    lacks_tables = codec.name == "mjpeg" and b"\xff\xdb" not in bytes(packet)
+    return any(RECOVERY.match(unit) for _, unit in units) or first[1:2] >= b"\x40" or lacks_tables
+
+
+def is_repeat(codec, units):
+    """Whether an MPEG-4 packet says that nothing has changed: a decoder makes no frame of it. Its
+    picture is so short that not even a bit for each macroblock, 16 x 16 pixels, would fit."""
+    return codec.name == "mpeg4" and codec.width * codec.height > 6000 and any(
+        kind == 182 and len(unit.rstrip(b"\0")) < 7 for kind, unit in units)
 
 
 def is_b_frame(codec, units):

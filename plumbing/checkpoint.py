@@ -495,8 +495,7 @@ def save_checkpoint(policy, codec, path, state, optimizer=None):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    rank, world = launch.rank_and_world()
-    state_dict = trained_state(policy)
+    (rank, world), state_dict = launch.rank_and_world(), trained_state(policy)
     if any(name.endswith(".lora_A") for name in state_dict):
         write = functools.partial(save_adapters, policy)
         gathered = ((name.removeprefix("hf."), whole_tensor(p)) for name, p in state_dict.items())

@@ -218,7 +218,9 @@ def check_run(step, bad, out, blind, last):
     if bad >= (1 if last and blind else 3):
         reason = ("videos could not be read for {} steps; is the disk there? Or was a judge away?"
                   if blind else "no finite gradient for {} steps in a row;").format(bad)
-        raise launch.RunError(f"step {step + 1}: {reason} last saved: {newest_checkpoint(out)}")
+        saved = newest_checkpoint(out)  # of this step: its evaluation alone is missing
+        again = f"; --steps {step + 2} evaluates again" * f"{saved}".endswith(f"_{step + 1:06d}")
+        raise launch.RunError(f"step {step + 1}: {reason} last saved: {saved}{again}")
 
 
 # Statuses of episodes and calls that say nothing of the policy.

@@ -79,8 +79,7 @@ def parameter_counts(config):
     matrices = {"full_attention": [gates * heads, shared, shared, heads]}
     others = {"full_attention": 2 * hidden + 2 * d}
     if gates > 1:
-        mixed, values = delta_sizes(text)
-        n = text.linear_num_value_heads
+        (mixed, values), n = delta_sizes(text), text.linear_num_value_heads
         matrices["linear_attention"] = [mixed, values, n, n, values]
         others["linear_attention"] = (2 * hidden + mixed * text.linear_conv_kernel_dim + 2 * n
                                       + text.linear_value_head_dim)
@@ -118,8 +117,7 @@ def delta_sizes(text):
 
 def delta_activation_bytes(text, width):
     """As layer_activation_bytes, of a gated-delta layer with flash-linear-attention's kernels."""
-    mixed, values = delta_sizes(text)
-    heads = text.linear_num_value_heads
+    (mixed, values), heads = delta_sizes(text), text.linear_num_value_heads
     norms = 2 * text.hidden_size * (3 * width if width == 4 else 4 + 2 * width)
     # Queries, keys and values as projected, padded, convolved and activated; queries and keys once
     # per value head; the kernel's chunks of 64; output, its norm and gate.
