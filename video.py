@@ -479,7 +479,7 @@ def _open(path):
     They include key frames that an edit list hides; starts do not. Raises VideoError.
     """
     # changed: kinds. sound: its end in seconds, on a clock that may begin below 0; NaN: no sound
-    early, packets, changed, sound, dts = [], [], set(), math.nan, None
+    early, packets, changed, sound, dts, repeats = [], [], set(), math.nan, None, False
     with _stream(path) as (container, stream):
         unit, codec = float(stream.time_base), stream.codec_context  # unit: seconds per tick
         # Seconds; a larger gap is a jump of the clock. 0x200 is AVFMT_TS_DISCONT: it may jump.
@@ -497,8 +497,10 @@ def _open(path):
                 continue
             several = reorders or early and early[0].interlaced_frame
             early += packet.decode() if len(early) < (8 if several else 1) else ()
-            units = bitstream.read_units(codec, packet)
-            if packet.size and not bitstream.is_repeat(codec, units):  # else: the flush at the end
+            if packet.size:  # else: the flush at the end
+                units = bitstream.read_units(codec, packet)
+                # But the last one, with which the picture before stays until the end.
+                packets[len(packets) - repeats :], repeats = [], bitstream.is_repeat(codec, units)
                 sets = bitstream.parameter_sets(codec, packet, units)
                 changed |= {kind for kind, new in sets.items() if new}
                 pts = _pts_of(packet, reorders or changed)  # a joined clip may have B-frames
@@ -699,10 +701,9 @@ def _images(path, ticks, keys, drop):
             raise VideoError(path, "images came or went while it was read")
         yield from ((tick, _picture(path, names[tick])) for tick in ticks)
         return
-    pending, key_ticks = ticks.tolist(), keys[:, 0]
+    pending, key_ticks, seeks = ticks.tolist(), keys[:, 0], drop is not None and len(keys) > 0
     # Seeks may land too late (MPEG-TS has no index), or fail (an index without key frames). Then,
     # and without key frames, the file is decoded from its first frame on.
-    seeks = drop is not None and len(key_ticks) > 0
     while pending:
         # torn: a packet lost its end. Some decoders leave the rows out: V is 0, as in no color, if
         # the stream is new, else that of a picture before.

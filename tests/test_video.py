@@ -430,6 +430,7 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
     for error, program in (("mp4: the decoder process died, twice", "pass"),
                            ("the machine: the decoder", "import os; os.kill(os.getpid(), 9)"),
                            ("the machine: the decoder", "import os; os.kill(os.getpid(), 15)"),
+                           ("the machine: the decoder", "import os; os.kill(os.getpid(), 7)"),
                            ("the machine: t", "1/0"), (": no answer in 1.5 s: e", "while 1: 0")):
         with monkeypatch.context() as patched, pytest.raises(VideoError, match=error):
             patched.setattr(subprocess, "Popen", lambda _, program=program, **options: started(
@@ -449,7 +450,12 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_error(minute, monkeypatch, de
         decoder.process.send_signal(signal.SIGSTOP)
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {decoder.process.pid}"])
         assert video.crop(minute, 6, 8, cache=cache).seconds.tolist() == [6, 7]
+        rows = iter(np.outer(np.arange(99) // 8, [0.1, 0]))  # computes after a long wait
+        decoder.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(VideoError, match="the machine: no answer in 0.3 s"):
+            decoder.ask((minute,))
     decoder.timeout = 20
+    decoder.ask((minute,))
     with pytest.raises(VideoError, match="no such file"):
         video.overview(minute + ".not", 8, cache=cache)
     process = decoder.process

@@ -64,8 +64,7 @@ def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
     assert paid["spread"] == 4 / 6
     assert paid["total"] - plain["total"] == pytest.approx(0.5 * 4 / 6)
     assert paid["paid_task"] - plain["paid_task"] == pytest.approx(0.5 * 4 / 6)
-    grpo = types.ModuleType("grpo_with_spread")
-    grpo.__file__ = os.path.join(ROOT, "grpo.py")
+    grpo, grpo.__file__ = types.ModuleType("grpo_with_spread"), os.path.join(ROOT, "grpo.py")
     exec(compile(scripts["grpo.py"], "grpo.py", "exec"), vars(grpo))
     grpo.rewards, parser = rewards, arguments.parser("")
     grpo.add_training_arguments(parser)

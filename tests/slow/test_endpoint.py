@@ -24,8 +24,7 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
         return ANSWER
 
     with Server(reply) as one, Server(reply) as two:
-        engine = endpoint.OpenAIEngine([one.url, two.url + "/"], "m", workers=2)
-        engine.codec = None
+        engine, engine.codec = endpoint.OpenAIEngine([one.url, two.url + "/"], "m", workers=2), None
         engine.check_servers()
         assert engine.max_seqs == 4
         agent = replace(AGENT, think_prefix=False, tools=False)
@@ -35,8 +34,7 @@ def test_of_several_endpoints_the_least_busy_is_asked(tasks, frames_of, no_pause
     with Server(ANSWER) as one:
         pass
     with Server(ANSWER) as two:
-        engine = endpoint.OpenAIEngine([one.url, two.url], "m", retries=1)
-        engine.codec = None
+        engine, engine.codec = endpoint.OpenAIEngine([one.url, two.url], "m", retries=1), None
         found = play(engine, tasks[:1], frames_of, agent, group=6)
         assert [e.status for e in found] == ["ok"] * 6 and len(two.asked) == 6
         with pytest.raises(launch.UserError, match="no server answers"):
@@ -56,8 +54,7 @@ def test_a_key_that_is_refused_in_the_middle_ends_the_run_at_once(
 
 
 def ask_group(server, tasks, source, **more):
-    engine = endpoint.OpenAIEngine(server.url, "some-model", workers=1, **more)
-    engine.codec = None
+    engine, engine.codec = endpoint.OpenAIEngine(server.url, "some-model", workers=1, **more), None
     try:
         return play(engine, tasks[:1], source, replace(AGENT, tools=False), group=4)
     finally:

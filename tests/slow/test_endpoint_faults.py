@@ -42,8 +42,7 @@ def serve():
             def log_message(self, *_):
                 pass
 
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.seen = []
+        server, server.seen = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler), []
         threading.Thread(target=server.serve_forever, daemon=True).start()
         server.url = f"http://localhost:{server.server_port}/v1"
         running.append(server)

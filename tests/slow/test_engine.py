@@ -108,8 +108,7 @@ def test_a_sample_that_is_cancelled_gives_up_its_request(codec, finished):
 
     async def work(pump):
         left = asyncio.create_task(pump.sample(asked("0/t/0/0")))
-        other = await pump.sample(asked("0/t/1/0"))
-        real, polls = engine.poll, []
+        other, real, polls = await pump.sample(asked("0/t/1/0")), engine.poll, []
 
         def poll():
             # The task is cancelled and has not run since.

@@ -569,8 +569,7 @@ def outcome(owner, name, fault, stage):
             if stage == "sft":
                 sft_step(*load())
             else:
-                policy, optimizer = load()
-                reference = load_reference()
+                (policy, optimizer), reference = load(), load_reference()
                 keep_features(policy, reference)
                 grpo_step(policy, reference, optimizer)
         except Exception as error:  # of whatever kind: the point is that it does not pass

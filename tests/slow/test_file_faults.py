@@ -120,8 +120,7 @@ def forked(work, folder, how=None, at=0):
             for number, name in enumerate(names[:2], 1):
                 os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
-            sys.__stderr__ = sys.stderr
-            disk = Disk(how, at)
+            sys.__stderr__, disk = sys.stderr, Disk(how, at)
             try:
                 launch.run_main(lambda: work(disk))
                 code = 0
@@ -180,8 +179,7 @@ def stage(script, folder, out, steps, window):
     def work(disk):
         policy, nothing = Tiny(), types.SimpleNamespace(load=None)
         checkpoint.resolve_checkpoint = lambda path: path
-        checkpoint.load_sharded = lambda *_, **__: policy
-        chat.load_codec = lambda *_: policy.codec
+        checkpoint.load_sharded, chat.load_codec = lambda *_, **__: policy, lambda *_: policy.codec
         model.VisionFeatures = lambda *_: nothing
         model.adamw = lambda *_: torch.optim.SGD([policy.hf.weight], lr=1.0)
         {"sft": stand_in_for_sft, "grpo": stand_in_for_grpo}[script](policy, disk, window)
@@ -190,8 +188,7 @@ def stage(script, folder, out, steps, window):
                  "--steps", steps, *"--save-every 1 --eval-every 1 --set patience=60".split()]
         words += {"grpo": "show_every=0 missing_videos=1 --prompts 2 --num-generations 2 --beta 0",
                   "sft": "max_grad_norm=0 --batch-size 1 --min-lr 1 --warmup 0"}[script].split()
-        sys.argv = [f"{script}.py", *map(str, words)]
-        disk.on = window == 0
+        sys.argv, disk.on = [f"{script}.py", *map(str, words)], window == 0
         {"sft": sft, "grpo": grpo}[script].main()
 
     return work
@@ -206,8 +203,7 @@ def stand_in_for_sft(policy, disk, window):
     sft.Chats = lambda *_: types.SimpleNamespace(rows=[{"messages": ()}] * 5, frames=None, path="d",
                                                  broken=set())
     sft.batch_packs = lambda *_: ([], None, False, [])
-    sft.build_optimizers = lambda *_: [model.adamw()]
-    sft.forward_backward = backward
+    sft.build_optimizers, sft.forward_backward = lambda *_: [model.adamw()], backward
     sft.held_out_loss = lambda *_: VALUES[policy.steps() - 1]
 
 
@@ -232,8 +228,7 @@ def stand_in_for_grpo(policy, disk, window):
     model.engine_dtype = lambda *_: torch.float32
     rollout.make_engine = lambda *_, **__: types.SimpleNamespace(
         max_seqs=4, sleep=lambda: 0, wake=list, sync=list, close=bool)
-    rollout.check_context = lambda *_: None
-    rollout.load_overview = no_room
+    rollout.check_context, rollout.load_overview = lambda *_: None, no_room
     grpo.sample_batch, grpo.update, grpo.evaluate = sample_batch, update, evaluate
 
 
@@ -314,8 +309,7 @@ def test_nothing_finished_is_lost_whichever_operation_fails(request, play, windo
     assert [value for _, _, value in wanted["log"] if value not in (None, 9.0)] == VALUES
     wrong = []
     for at in sample(request, done, how):
-        out, code, _, err, _ = play(f"struck{at}", window, how, at)
-        why = []
+        (out, code, _, err, _), why = play(f"struck{at}", window, how, at), []
         if "Traceback" in err or code not in (0, 1, 2, 137) or (window and err.count("\n") > 1):
             why.append(f"code {code}: {err[-300:]}")
         for name in ("last", "best"):
@@ -349,10 +343,8 @@ def rollouts(folder, out, *flags, after=None, signal_number=None):
             return real(episode)
 
         rollout.Episode.to_dict = to_json
-        checkpoint.resolve_checkpoint = lambda path: path
-        chat.load_codec = lambda *_: None
-        rollout.check_context = lambda *_: None
-        rollout.load_overview = no_room
+        checkpoint.resolve_checkpoint, chat.load_codec = lambda path: path, lambda *_: None
+        rollout.check_context, rollout.load_overview = lambda *_: None, no_room
         rollout.make_engine = lambda *_, **__: types.SimpleNamespace(max_seqs=4, close=bool)
         sys.argv = ["rollout.py", "--ckpt", str(folder / "base"), "--data", str(folder / "data"),
                     *"--set missing_videos=1 --num-generations 3 --out".split(), str(out), *flags]
@@ -410,8 +402,7 @@ def test_a_signal_saves_the_episodes_that_have_ended_and_the_same_command_goes_o
     code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
     assert code == 0 and not err and "9 new rollouts in" in said and not part.exists()
     assert len(set(episodes_in(out))) == len(episodes_in(out)) == 15
-    before = out.read_bytes()
-    code, said, err, _ = forked(rollouts(tmp_path, out), tmp_path)
+    before, (code, said, err, _) = out.read_bytes(), forked(rollouts(tmp_path, out), tmp_path)
     assert code == 0 and "has all 15 rollouts" in said and out.read_bytes() == before
 
 

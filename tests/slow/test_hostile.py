@@ -232,8 +232,7 @@ def test_a_decoder_process_has_a_bound_on_its_memory(tmp_path, monkeypatch, deco
     limits = Path(f"/proc/{decoders[0].process.pid}/limits").read_text()
     assert re.search(rf"Max address space +{video.MAX_MEMORY} ", limits)
     cache.close()
-    lower = f"import video; {shortage}; video._serve()"
-    started = subprocess.Popen
+    lower, started = f"import video; {shortage}; video._serve()", subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(
         [sys.executable, "-c", lower, command[-1]], cwd=ROOT, **options))
     for _ in range(2):

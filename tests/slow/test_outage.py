@@ -230,6 +230,10 @@ def test_an_outage_that_has_passed_makes_no_best(train_sft, tmp_path, away):
     code, _, err, log = train_sft((away,), "--steps", 2)
     assert code == 1 and log[-1]["val_loss"] is None and "is the disk there" in err, err
     assert [path.name for path in (tmp_path / "out").glob("*0*")] == ["step_000002"]  # no best
+    code, out, err, _ = train_sft((), "--steps", 2)
+    assert code == 1 and "nothing to do" in out and "--steps 3 evaluates again" in err
+    code, *_, log = train_sft((), "--steps", 3)
+    assert code == 0 and log[-1]["val_loss"] and (tmp_path / "out" / "best").exists()
 
 
 def test_sigterm_in_a_step_without_videos_saves_the_steps_before_it(train_sft, asked, tmp_path):

@@ -28,8 +28,7 @@ def browser():
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         pytest.skip("no chromium and chromedriver: `make test-page` installs them")
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
+    options, options.binary_location = webdriver.ChromeOptions(), shutil.which("chromium")
     for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run",
                  "disable-background-networking", "disable-component-update", "disable-sync",
                  "disable-dev-shm-usage", "hide-scrollbars", "window-size=1280,900"):
@@ -57,8 +56,7 @@ def visit(browser):
 @pytest.fixture(scope="module")
 def small_run(toy, tmp_path_factory):
     """Folder with a run of grpo.py, of sft.py and an evaluation, all of two steps or tasks."""
-    out = tmp_path_factory.mktemp("runs")
-    start = ("--preset", "toy", "--ckpt", toy / "init")
+    out, start = tmp_path_factory.mktemp("runs"), ("--preset", "toy", "--ckpt", toy / "init")
     agent = ("--max-new-tokens", 40, "--set", "sub_max_new_tokens=6")
     sft = ("--data", toy / "sft.jsonl", "--steps", 3, "--batch-size", 4)
     grpo = ("--data", toy / "rl.jsonl", "--steps", 3, "--prompts", 2, "--num-generations", 3,

@@ -272,8 +272,7 @@ def test_prompt_turns_and_glue_are_what_the_template_writes_at_once(codecs, ques
 def test_image_ids_equal_the_processors(codecs, data):
     """Any question, any times, frames of any size: expanded ids are those of transformers'
     processor, compact ids those of its template."""
-    codec = codecs[data.draw(st.sampled_from(sorted(codecs)))]
-    question = data.draw(words)
+    codec, question = codecs[data.draw(st.sampled_from(sorted(codecs)))], data.draw(words)
     count, rows, columns = (data.draw(st.integers(1, 3)) for _ in range(3))
     seconds = sorted(data.draw(st.lists(st.integers(0, 4_000_000).map(lambda n: n / 100),
                                         min_size=count, max_size=count)))
@@ -449,8 +448,7 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
     then its first step again from the record."""
     from safetensors.torch import load_file
 
-    tied, _ = KINDS[kind]
-    cold, out = runs / "sft" / "last", runs / "grpo"
+    (tied, _), cold, out = KINDS[kind], runs / "sft" / "last", runs / "grpo"
     (row,) = run_script_here(monkeypatch, sft, *SFT, "--ckpt", ckpt, "--data", world / "sft.jsonl",
                              "--out", cold.parent)
     assert row["grad_norm"] > 0 and 0 < row["loss"] < 30

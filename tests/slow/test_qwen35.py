@@ -79,8 +79,7 @@ def random_trees(codec, seed, sizes):
 def alone(hf, codec, trees, temperature=1.0):
     """Log-probs of the trained tokens by transformers, each [prefix | branch] a sequence."""
     bias = torch.zeros(hf.lm_head.weight.shape[0], dtype=hf.dtype)
-    bias[list(codec.suppress_tokens)] = -100.0
-    found = []
+    bias[list(codec.suppress_tokens)], found = -100.0, []
     for tree in trees:
         for branch in tree.branches:
             ids = torch.tensor([tree.prefix.ids + branch.ids])

@@ -47,8 +47,7 @@ def test_p_values_are_those_of_scipy(bench, videos, exact):
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     rng = np.random.default_rng(3)
     a, effect = worlds(rng, videos, bench), 0.25 if exact else 0.08
-    b = [{**r, "score": r["score"] + effect + rng.normal(0, 0.4)} for r in a]
-    both = {0: {}, 1: {}}
+    b, both = [{**r, "score": r["score"] + effect + rng.normal(0, 0.4)} for r in a], {0: {}, 1: {}}
     for system, records in enumerate((a, b)):
         for r in records:
             both[system].setdefault(r["task"]["video"], []).append(r)
@@ -116,8 +115,7 @@ def test_the_way_to_an_answer_is_taken_apart_by_hand():
     head, line = scores.comparison_table(compared).splitlines()[:2]
     assert head.split()[-4:] == [*wanted] and line.split()[-4:] == "0.80 0.75 1.00 0.67".split()
     # One frame of the window, at 12 s, misses the flash. No episode is left for the later steps.
-    short = one("f", 1.0, there)
-    short["calls"][0]["frames_seen"] = 1
+    short, short["calls"][0]["frames_seen"] = one("f", 1.0, there), 1
     row = {**scores.summarise([short]), "K": 4, "tools": "on"}
     assert "called 1.000, found 0.000, told -, right -" in scores.table([row])
     assert "called" not in scores.summarise([looked("a", [(10, 20)])])["windows"]

@@ -151,8 +151,7 @@ def test_a_question_sets_the_frames_of_its_overview(running):
 
 
 def test_frames_as_images_options_and_stream_null(running):
-    server = running()
-    words = QUESTION + "\n(A) red\n(B) blue: dark\nAnswer with the letter."
+    server, words = running(), QUESTION + "\n(A) red\n(B) blue: dark\nAnswer with the letter."
     times = [part for n in range(2) for part in (text(f"<{n + 1.5} seconds>"), image(jpeg(n)))]
     for content, more, seconds in ((times, {}, [1.5, 2.5]),
                                    (times[1::2], {"fps": 0.5}, [0.0, 2.0])):
@@ -165,8 +164,7 @@ def test_frames_as_images_options_and_stream_null(running):
 
 def test_a_film_is_never_a_page(running, toy, tmp_path):
     """A film may be named evil.html and hold a script beside its frames."""
-    server = running()
-    server.store.root = str(tmp_path)
+    server, server.store.root = running(), str(tmp_path)
     for name, kind in (("evil.html", "video/mp4"), ("a.svg", "video/mp4"), ("b", "video/mp4"),
                        ("a.mp4", "video/mp4"), ("a.webm", "video/webm")):
         shutil.copy(toy / FILM, tmp_path / name)
@@ -191,8 +189,7 @@ def test_a_key_is_asked_for(running):
 
 def held(codec):
     """An engine that answers nothing until .go is set."""
-    engine = Scripted(codec, answered)
-    engine.go = threading.Event()
+    engine, engine.go = Scripted(codec, answered), threading.Event()
     engine.hold = lambda request: not engine.go.is_set()
     return engine
 

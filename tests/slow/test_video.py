@@ -31,8 +31,7 @@ from video import FrameCache
 def assert_as_shown_by(ffmpeg, path, exact=True):
     """Every frame and every time, in one go and each of some alone. exact: else the conversion to
     RGB differs, of fields and of more than 8 bits: it is the frame that ffmpeg's is nearest to."""
-    times, pictures = shown_by(ffmpeg, path)
-    starts, info = FrameCache(0).index(path)
+    (times, pictures), (starts, info) = shown_by(ffmpeg, path), FrameCache(0).index(path)
     assert len(starts) == info.num_frames == len(times)
     sure = ~np.isnan(times)
     np.testing.assert_allclose(starts[sure], times[sure], atol=1.1e-3)  # some units are 1 ms
@@ -300,24 +299,59 @@ def test_a_look_after_a_lost_packet_does_not_depend_on_other_looks(tmp_path, ffm
         assert off.mean((1, 2, 3)).max() < 3
 
 
+def rewritten(source, path, change):
+    """Copy of a film whose packets have other bytes: change(number, bytes) -> bytes. -> its path"""
+    with av.open(source) as film, av.open(str(path), "w") as copy:
+        stream = copy.add_stream_from_template(film.streams.video[0])
+        for n, packet in enumerate([*film.demux(video=0)][:-1]):
+            other = av.Packet(change(n, bytes(packet)))
+            for field in ("pts", "dts", "time_base", "is_keyframe"):
+                setattr(other, field, getattr(packet, field))
+            other.stream = stream
+            copy.mux(other)
+    return str(path)
+
+
 @pytest.mark.parametrize("name, codec, pixels", [("v.webm", "libvpx", "yuv420p"),
                                                  ("v.avi", "mjpeg", "yuvj420p")])
 def test_a_picture_whose_packet_lost_its_end_is_refused(tmp_path, name, codec, pixels):
     """Its last rows would be those of whichever picture was in the decoder's memory, or green."""
-    path, whole = str(tmp_path / name), tmp_path / f"whole-{name}"
-    write(whole, 40, size=(320, 256), codec=codec, pixels=pixels, draw=grainy, g=10, crf=4, b="4M")
-    with av.open(str(whole)) as source, av.open(path, "w") as copy:
-        stream = copy.add_stream_from_template(source.streams.video[0])
-        for n, packet in enumerate([*source.demux(video=0)][:-1]):
-            torn = av.Packet(bytes(packet)[: packet.size - packet.size // 8 * (n == 20)])
-            for field in ("pts", "dts", "time_base", "is_keyframe"):
-                setattr(torn, field, getattr(packet, field))
-            torn.stream = stream
-            copy.mux(torn)
+    whole = write(tmp_path / f"whole-{name}", 40, size=(320, 256), codec=codec, pixels=pixels,
+                  draw=grainy, g=10, crf=4, b="4M")
+    path = rewritten(whole, tmp_path / name,
+                     lambda n, data: data[: len(data) - len(data) // 8 * (n == 20)])
     for looks in ([20], [3, 20], [9, 19, 20, 33]):
         with pytest.raises(video.VideoError, match="does not decode"):
             images(path, looks)
     assert seen(images(path, [3, 19, 30, 39])) == [3, 19, 30, 39]
+
+
+def without_tables(n, data):
+    """JPEG -> the same without its quantization tables, unless it is the first."""
+    return re.sub(rb"(?s)\xff\xdb(\0\x43.{65}|\0\x84.{130})", b"", data) if n else data
+
+
+def not_coded(n, data):
+    """MPEG-4 picture, of 25 a second -> for some, one that repeats the picture before."""
+    bits = f"{int.from_bytes(data[4:9], 'big'):040b}"  # type, seconds, marker, time, marker
+    bits = bits[: bits.index("0", 2) + 8] + "00"
+    bits += "1" * (-len(bits) % 8)
+    return data[:4] + int(bits, 2).to_bytes(len(bits) // 8, "big") if n % 20 in (3, 4, 9) else data
+
+
+@pytest.mark.parametrize("codec, pixels, change", [("mjpeg", "yuvj420p", without_tables),
+                                                   ("mpeg4", "yuv420p", not_coded)])
+def test_packets_that_need_or_repeat_others_are_shown_as_by_ffmpeg(tmp_path, ffmpeg, codec, pixels,
+                                                                   change):
+    whole = write(tmp_path / "whole.avi", 50, size=(128, 96), codec=codec, pixels=pixels, g=20)
+    assert_as_shown_by(ffmpeg, rewritten(whole, tmp_path / "v.avi", change))
+
+
+def test_colours_whose_bytes_would_be_swapped_are_refused(tmp_path, ffmpeg):
+    ffmpeg("-f", "lavfi", "-i", "testsrc=d=0.2", "-c:v", "rawvideo", "-pix_fmt", "rgb555be",
+           tmp_path / "v.mov")
+    with pytest.raises(video.VideoError, match="no decoder for its video"):
+        video.overview(tmp_path / "v.mov", 1)
 
 
 # ---- parameter sets that change inside a film
@@ -458,8 +492,7 @@ def damage(path, kind, rng):
 @pytest.mark.parametrize("kind", ["flipped", "cut", "empty", "four", "zeros"])
 def test_damaged_files_are_decoded_again_and_replaced(minute, tmp_path, opened, kind):
     whole = video.overview(minute, 8, cache=FrameCache(folder=tmp_path))
-    good = {path: path.read_bytes() for path in sizes(tmp_path)}
-    rng = np.random.default_rng(0)
+    good, rng = {path: path.read_bytes() for path in sizes(tmp_path)}, np.random.default_rng(0)
     for _ in range(20):
         [damage(path, kind, rng) for path in good]
         opened.clear()
@@ -490,8 +523,7 @@ for _ in range(150):
 def test_processes_that_write_and_delete_at_once(minute, tmp_path, crops):
     """In a folder for less than one crop, for some of the eight, for all."""
     video.crop(minute, 0, 1, cache=FrameCache(folder=tmp_path / "one"))
-    bound = int(crops * sum(sizes(tmp_path / "one").values()))
-    folder = tmp_path / "kept"
+    bound, folder = int(crops * sum(sizes(tmp_path / "one").values())), tmp_path / "kept"
     command = [sys.executable, "-c", HAMMER, minute, str(folder), str(bound)]
     started = [subprocess.Popen([*command, str(seed)], cwd=Path(video.__file__).parent,
                                 stderr=subprocess.PIPE, text=True) for seed in range(3)]
@@ -537,8 +569,7 @@ def test_of_several_video_streams_ffmpegs_is_read(tmp_path, ffmpeg, name, first,
            "-c:v:0", codec, "-c:v:1", "libx264", "-disposition:v:0", one, "-disposition:v:1", two,
            path)
     shown = ffmpeg("-i", path, "-frames:v", 1, "-f", "rawvideo", "-pix_fmt", "rgb24", "-").stdout
-    info = video.FrameCache(0).index(path)[1]
-    (image,) = images(path, [0]).astype(int)
+    info, (image,) = video.FrameCache(0).index(path)[1], images(path, [0]).astype(int)
     assert info.num_frames == 20 and image.size == len(shown)
     assert np.abs(image - np.frombuffer(shown, np.uint8).reshape(image.shape)).mean() < 3
 
