@@ -695,7 +695,7 @@ def _decode(container, stream, wanted, keys, drop):
 def _images(path, ticks, keys, drop):
     """Path, ticks [T] and keys of `_open` -> iterator of (tick, image [H, W, 3] uint8). drop:
     as in _decode; None: decode in a row."""
-    if os.path.isdir(path):
+    if pathlib.Path(path).is_dir():
         _, names = _pictures(path)
         if len(names) != len(keys):  # all that follow would move
             raise VideoError(path, "images came or went while it was read")
@@ -767,7 +767,7 @@ def _dispatch(request):
     try:
         if len(request) > 1:
             return _read(*request)
-        read = _open_folder if os.path.isdir(request[0]) else _open
+        read = _open_folder if pathlib.Path(request[0]).is_dir() else _open
         starts, duration, height, width, *ticks = read(*request)
         return starts, duration, len(starts), len(starts) / duration, width, height, *ticks
     except ImportError:  # not the file's fault
@@ -959,7 +959,7 @@ class FrameCache:
                  for folder in pathlib.Path(path).parents if os.path.isdir(folder))
         groups = [[p for p in self.present if self.present[p] in disks],
                   next((below for below in above if len(below) > 1), [])]
-        gone = [group[0] for group in groups if group and not any(map(os.path.exists, group[:9]))]
+        gone = [group[-1] for group in groups if group and not any(map(os.path.exists, group[:9]))]
         self.left = gone[0] if gone else self.left
         return bool(gone)
 
