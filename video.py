@@ -507,7 +507,7 @@ def _open(path):
                 # Decoding begins at a key frame that brings all that has changed since the header.
                 # A seek does not reliably bring a second header again.
                 begin = packet.is_keyframe and changed <= sets.keys() - {"header"}
-                begin = begin and not bitstream.needs_more(codec, packet, units)
+                begin = begin and not bitstream.needs_more(codec, units)
                 # Some muxers of MPEG-TS state none: then that of the packet before.
                 dts = (dts, pts)[dts is None or max_gap > 10] if packet.dts is None else packet.dts
                 packets.append((pts, dts, packet.pos or 0, packet.duration or 0, packet.is_keyframe,
@@ -564,7 +564,8 @@ def _open(path):
         starts, end = ticks, ticks[-1] + lengths[displayed][pts[displayed].argmax()]
     end, sound = (end - starts[0]) * unit, round(float(sound - starts[0] * unit), 1)
     duration = _duration(starts := np.round((starts - starts[0]) * unit, 4), end)
-    height, width = _upright(path, early[0]).shape[:2]  # the header may lie
+    # The header may lie. Of two frames of one time the last stays.
+    height, width = _upright(path, [f for f in early if f.pts == early[0].pts][-1]).shape[:2]
     # The last picture stays while the sound goes on, whose end containers round differently.
     return starts, (duration, sound)[sound > duration + 0.1], height, width, ticks, keys
 
@@ -705,8 +706,8 @@ def _images(path, ticks, keys, drop):
     # Seeks may land too late (MPEG-TS has no index), or fail (an index without key frames). Then,
     # and without key frames, the file is decoded from its first frame on.
     while pending:
-        # torn: a packet lost its end. Some decoders leave the rows out: V is 0, as in no color, if
-        # the stream is new, else that of a picture before.
+        # torn: a packet lost its end. Some decoders leave the rows out: U and V are 0, as in no
+        # color, if the stream is new, else those of a picture before.
         torn, ended, run = False, False, pending
         with contextlib.suppress(*[VideoError] * seeks), _stream(path) as (container, stream):
             reorders, run = (codec := stream.codec_context).has_b_frames, []
@@ -719,17 +720,17 @@ def _images(path, ticks, keys, drop):
                     run = pending[: np.searchsorted(pending, np.append(key_ticks, 2**62)[after])]
                     if after > 1 or after and len(pending) < len(ticks):  # else it stands there
                         container.seek(int(key_ticks[after - 1]), stream=stream)
-                frames = (_decode(container, stream, set(run), keys, drop) if seeks
-                          else _all_frames(container, stream))
+                frames, wanted = (_decode(container, stream, {*run}, keys, drop) if seeks
+                                  else _all_frames(container, stream)), {*run}
                 for number, frame in enumerate(frames):
                     torn |= new and frame.format.name[:3] == "yuv" and not any(
-                        memoryview(v := frame.planes[2])[-v.line_size :])
+                        any(memoryview(part)[-part.line_size :]) for part in frame.planes[1:3])
                     tick = _pts_of(frame, reorders) if len(key_ticks) else number
-                    if tick in run and not torn:
+                    if tick in wanted and not torn:  # again, if two frames have one time
                         yield tick, _upright(path, frame)  # first: it may fail
-                        run.remove(tick)
-                        pending.remove(tick)
-                    if not run:
+                        run = [t for t in run if t != tick]
+                        pending = [t for t in pending if t != tick]
+                    elif not run:
                         break
         if pending and (torn or not seeks):
             raise VideoError(path, f"PyAV: the frame of tick {pending[0]} does not decode")

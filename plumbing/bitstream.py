@@ -43,12 +43,11 @@ def read_units(codec, packet):
             for unit in units or data.split(b"\0\0\1")[1:] if unit]
 
 
-def needs_more(codec, packet, units):
+def needs_more(codec, units):
     """Whether a key frame is not whole: only later ones are, or it is none: a joined clip of MPEG-4
-    may flag all. 00, two bits: intra. Or JPEG's quantization tables (FF DB) came before."""
+    may flag all. 00, two bits: intra."""
     first = next((unit for kind, unit in units if kind == 182 and codec.name == "mpeg4"), b"")
-    lacks_tables = codec.name == "mjpeg" and b"\xff\xdb" not in bytes(packet)
-    return any(RECOVERY.match(unit) for _, unit in units) or first[1:2] >= b"\x40" or lacks_tables
+    return any(RECOVERY.match(unit) for _, unit in units) or first[1:2] >= b"\x40"
 
 
 def is_repeat(codec, units):
@@ -76,8 +75,12 @@ def parameter_sets(codec, packet, units):
     A decoder applies the ones that came last: NAL units of H.264 and HEVC, headers of sequences of
     MPEG-1, -2 and -4, a second header (FLV, mp4). A kind is the type and the first number: as many
     bits after a 1 as before. PPS have one. Two messages count: how HEVC's picture is turned (39),
-    and that x264 before build 151 wrote 4:4:4 or RGB, which is decoded in another way (6).
+    and that x264 before build 151 wrote 4:4:4 or RGB, which is decoded in another way (6). Of
+    JPEG, whose tables may stand in the first picture alone, their markers are counted.
     """
+    if codec.name == "mjpeg":
+        return {(marker, n): True for marker in (b"\xff\xdb", b"\xff\xc4")
+                for n in range(bytes(packet).count(marker))}
     sets = {"header": True} if packet.has_sidedata("new_extradata") else {}
     types, head, hevc = SETS.get(codec.name, ()), codec.extradata or b"", codec.name == "hevc"
     # x264's message counts if header or packet holds a set of the profile f4, which 4:4:4 has.

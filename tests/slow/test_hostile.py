@@ -49,8 +49,7 @@ def mutated(rng):
     """A completion made from a real one by up to eight cuts, copies, insertions and swaps."""
     text = rng.choice(REAL)
     for _ in range(rng.randrange(9)):
-        a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
-        kind = rng.randrange(6)
+        (a, b), kind = sorted(rng.randrange(len(text) + 1) for _ in range(2)), rng.randrange(6)
         if kind == 0:
             text = text[:a] + text[b:]
         elif kind == 1:
