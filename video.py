@@ -707,7 +707,7 @@ def _images(path, ticks, keys, drop):
     # and without key frames, the file is decoded from its first frame on.
     while pending:
         # torn: a packet lost its end. Some decoders leave the rows out: U and V are 0, as in no
-        # color, if the stream is new, else those of a picture before.
+        # colour, if the stream is new, else those of a picture before.
         torn, ended, run = False, False, pending
         with contextlib.suppress(*[VideoError] * seeks), _stream(path) as (container, stream):
             reorders, run = (codec := stream.codec_context).has_b_frames, []
