@@ -62,8 +62,7 @@ def same_form(text, gold):
 def is_explanation(text):
     """Whether the text after a blank line explains the line above: a sentence, longer than an
     answer would be, which neither takes that line back nor gives another answer."""
-    words = normalise(text[:5000])
-    first = normalise(re.split(r"[.!?;\n]", text[:1000])[0])
+    words, first = normalise(text[:5000]), normalise(re.split(r"[.!?;\n]", text[:1000])[0])
     new_claim = CLAIM.match(text) and set(REASONS).isdisjoint(first)
     doubts = {*HEDGES, *NEGATIONS, *TURNS} & set(first) or set(RETRACTIONS) & set(words)
     # Five words with a full stop, or nine: "Pan along the street" may be a second answer.
@@ -103,8 +102,7 @@ def match_open(response, gold):
     for statement in statements("\n".join(answer_lines(response, blank=True))):
         forms += answer_forms(statement.replace("\n", " "))
         # A text of more than 2,000 characters is no short sentence.
-        tokens = normalise(statement[:2000])
-        predicate = PREDICATE.search(statement)
+        tokens, predicate = normalise(statement[:2000]), PREDICATE.search(statement)
         unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w|\n", statement)
         if predicate and len(statement) < 2000 and len(tokens) <= 20 and not unsure:
             forms.append(predicate[1])

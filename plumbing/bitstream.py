@@ -76,11 +76,14 @@ def parameter_sets(codec, packet, units):
     MPEG-1, -2 and -4, a second header (FLV, mp4). A kind is the type and the first number: as many
     bits after a 1 as before. PPS have one. Two messages count: how HEVC's picture is turned (39),
     and that x264 before build 151 wrote 4:4:4 or RGB, which is decoded in another way (6). Of
-    JPEG, whose tables may stand in the first picture alone, their markers are counted.
+    JPEG, whose tables (DB, C4) may stand in the first picture alone, the number of each counts.
     """
     if codec.name == "mjpeg":
-        return {(marker, n): True for marker in (b"\xff\xdb", b"\xff\xc4")
-                for n in range(bytes(packet).count(marker))}
+        data, at, kinds = bytes(packet), 2, []
+        while data[at + 1 : at + 2] not in (b"\xda", b""):  # segments in front of the scan
+            kinds.append(data[at + 1])
+            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        return {(kind, n): True for kind in (0xDB, 0xC4) for n in range(kinds.count(kind))}
     sets = {"header": True} if packet.has_sidedata("new_extradata") else {}
     types, head, hevc = SETS.get(codec.name, ()), codec.extradata or b"", codec.name == "hevc"
     # x264's message counts if header or packet holds a set of the profile f4, which 4:4:4 has.

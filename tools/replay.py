@@ -108,8 +108,7 @@ def main():
                            f"{checkpoint.weights_line(policy)}")
 
     # A rank takes whole groups, because sigma needs all rollouts of a group.
-    clock = time.monotonic()
-    groups = grpo.group_by_prompt(episodes)[rank::world]
+    clock, groups = time.monotonic(), grpo.group_by_prompt(episodes)[rank::world]
     episodes = [e for group in groups for e in group]
     # Before the first forward, which all ranks take together.
     faults = [True] * len(groups)
@@ -134,8 +133,7 @@ def main():
     rollout_s = time.monotonic() - clock
     launch.reset_watchdog(args.patience)
 
-    clock = time.monotonic()
-    trees, tokens, skipped = grpo.training_trees(groups, args)
+    clock, (trees, tokens, skipped) = time.monotonic(), grpo.training_trees(groups, args)
     stats = grpo.update(policy, reference, optimizer, trees, tokens, args)
     grpo.check_gap(0, stats["gap"], grpo.gap_tolerance())
     metrics.log_step(log, 0, 1, episodes, stats, {
