@@ -433,14 +433,16 @@ def main():
         # Bad steps moved no weight: a run that only stops in one takes them again.
         due = due or last or best["best_step"] == step + 1
         done = step + 1 - (0 if due else bad_steps)
-        blind = bool(last and val_tasks and math.isnan(acc))
+        # A run that could not read its last held-out rows is not done.
+        unseen = bool(last and val_tasks and math.isnan(acc))
         if due or stopping and done > run.start:
             checkpoint.save_run(policy, policy.codec, run.optimizer, args.out, done,
-                                {**best, "blind": blind, "args": vars(args), "inputs": run.inputs})
+                                {**best, "unseen": unseen, "args": vars(args),
+                                 "inputs": run.inputs})
             launch.reset_watchdog(args.patience)
         if step % 10 == 9:
             caches.give_back_memory()
-        runs.check_run(step, int(blind), args.out, blind, last)
+        runs.check_run(step, int(unseen), args.out, unseen, last)
         if stopping:
             break
 
@@ -501,7 +503,7 @@ def setup(args):
     start = state.get("step", 0)
     if start >= args.steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {args.steps}")
-        runs.check_run(start - 1, int(state.get("blind", 0)), args.out, True, True)
+        runs.check_run(start - 1, int(state.get("unseen", 0)), args.out, True, True)
         return launch.end_process_group()
     for path, content in filter(all, rows.values()):
         source.cache.check_present(args, path, content)

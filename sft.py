@@ -357,7 +357,7 @@ def main():
     # Every rank reads the same state.json, so all of them end here or none.
     if start >= steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {steps}")
-        runs.check_run(start - 1, int(state.get("blind", 0)), args.out, True, True)
+        runs.check_run(start - 1, int(state.get("unseen", 0)), args.out, True, True)
         return launch.end_process_group()
 
     policy = checkpoint.load_sharded(ckpt, codec, device, args.gradient_checkpointing,
@@ -441,13 +441,14 @@ def main():
         # Bad steps moved no weight: a run that only stops in one takes them again.
         due = due or last or best["best_step"] == step + 1
         done = step + 1 - (0 if due else bad)
-        blind = bool(last and val_chats and math.isnan(value))
+        # A run that could not read its last held-out rows is not done.
+        unseen = bool(last and val_chats and math.isnan(value))
         if due or stopping and done > start:
             # resume_point reads all of it again and compares the settings.
             checkpoint.save_run(policy, codec, optimizers, args.out, done,
-                                {**best, "blind": blind, "args": vars(args), "inputs": inputs})
+                                {**best, "unseen": unseen, "args": vars(args), "inputs": inputs})
             launch.reset_watchdog(args.patience)
-        runs.check_run(step, int(blind), args.out, blind, last)
+        runs.check_run(step, int(unseen), args.out, unseen, last)
         if stopping:
             break
 

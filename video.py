@@ -499,7 +499,7 @@ def _open(path):
             early += packet.decode() if len(early) < (8 if several else 1) else ()
             if packet.size:  # else: the flush at the end
                 units = bitstream.read_units(codec, packet)
-                # But the last one, with which the picture before stays until the end.
+                # A repeat is no frame, but the last packet keeps the film's length.
                 packets[len(packets) - repeats :], repeats = [], bitstream.is_repeat(codec, units)
                 sets = bitstream.parameter_sets(codec, packet, units)
                 changed |= {kind for kind, new in sets.items() if new}
