@@ -251,8 +251,7 @@ def update(policy, reference, optimizer, trees, tokens, args):
 
     # Sums stay on the device until the end, so that no pack waits for a copy to the host.
     zero = torch.zeros((), device=device, dtype=torch.float64)
-    sums, worst_gap = dict.fromkeys(names, zero), zero
-    norms = []
+    sums, worst_gap, norms = dict.fromkeys(names, zero), zero, []
     for packs in minibatches:  # one optimizer step each
         for pack, real in packs:
             loss, numbers = pack_loss(policy, reference, pack, real, old_logps.get(id(pack)), args)

@@ -222,8 +222,7 @@ def pack_trees(codec: chat.ChatProcessor, trees: list[Tree]) -> Pack:
         last_of_prefix = start + p - 1
         cursor = start  # pack position where the next span begins
         for number, span in enumerate([tree.prefix, *tree.branches]):
-            n = len(span.ids)
-            ids = np.asarray(span.ids, np.int64)
+            n, ids = len(span.ids), np.asarray(span.ids, np.int64)
             trained = np.flatnonzero(span.mask)  # [n'] places in this span
             # The state BEFORE a token, in its own sequence, predicts it. For the first token of a
             # branch that is the end of the prefix. Its left neighbour belongs to another branch.

@@ -757,8 +757,7 @@ def extract_letter(response, options):
 # Time spans
 
 TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 80-90%
-SECONDS = r"( ?s(?:ec(?:ond)?s?)?\.?)?"
-ABOUT = r"(?:about |around |second |t ?= ?)?"
+SECONDS, ABOUT = r"( ?s(?:ec(?:ond)?s?)?\.?)?", r"(?:about |around |second |t ?= ?)?"
 PAIR = re.compile(
     rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–~,→]|-->|(?:up )?to|through|until|and) ?"
     rf"{ABOUT}{TIME}{SECONDS}")

@@ -330,8 +330,7 @@ def held_out_loss(policy, chats, args, rank, world):
 def main():
     # 0. Everything that can be refused is refused before the model is built.
     args = parse_args()
-    cache = video.frame_cache(args)
-    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    cache, ckpt = video.frame_cache(args), checkpoint.resolve_checkpoint(args.ckpt)
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     if args.check:
         return check_chats(args, codec, cache)

@@ -81,8 +81,7 @@ def make_scenes(rng, count=4, flash=2):
     part = seconds // count
     cuts = [n * part + rng.choice(range(-(part // 4), part // 4 + 1, 2)) for n in range(1, count)]
     borders, names = list(colours())[:4], list(colours())[4:]
-    names = rng.sample(names, count) if count == 4 else rng.choices(names, k=count)
-    scenes = []
+    names, scenes = rng.sample(names, count) if count == 4 else rng.choices(names, k=count), []
     for a, b, name in zip([0, *cuts], [*cuts, seconds], names):
         border = rng.choice([c for c in borders if not scenes or c != scenes[-1]["border"]])
         start = rng.randrange(a + 1, b - flash)  # never on the scene's edge

@@ -79,8 +79,7 @@ def statements(text):
     clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""
     if declared and doubt.isdisjoint(normalise(clause)):
         text = declared[2]
-    head, _, reason = text.strip().partition("\n\n")
-    text = re.sub("\n+", "\n", text).strip()
+    (head, _, reason), text = text.strip().partition("\n\n"), re.sub("\n+", "\n", text).strip()
     candidates = [text]
     if "\n" not in head and is_explanation(reason.strip()):
         candidates.append(head)

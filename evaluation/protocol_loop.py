@@ -133,8 +133,7 @@ async def play(episode, sampler, protocol):
 
     tool_turns = agent.max_turns if agent.tools else 0
     for turn in range(tool_turns + 1):  # the last turn must answer
-        last = turn == tool_turns
-        prefix = forced_ids(codec, context.ids, prefill)
+        last, prefix = turn == tool_turns, forced_ids(codec, context.ids, prefill)
         tokens_left = agent.max_model_len - len(context.ids) - len(prefix)
         if tokens_left < 1:
             episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
@@ -308,8 +307,7 @@ def fill_template(text, task, duration=0.0, subtitles="", label="{}.", between="
     Template -> text, filled at PLACES; other braces stay. label: of an option, "{}." or
     "({})". between: separates {options}. duration: seconds.
     """
-    options = task.get("options") or []
-    labels = [*map(label.format, string.ascii_uppercase)]
+    options, labels = task.get("options") or [], [*map(label.format, string.ascii_uppercase)]
     clock = chat.stamp_text(duration, 0, "clock")
     lines = [f"{label} {option}" for label, option in zip(labels, options)]
     published = task.get("published_options") or []  # with their white space

@@ -610,8 +610,7 @@ def conan_rounds(texts, task):
     """-> the texts of the three rounds of a task, filled but for its subtitles and length. Their
     loaders write the options of Video-MME in one line, each of other splits on a line of its own,
     and none for LVBench, whose question holds them."""
-    texts = texts[:3] if task.get("options") else texts[3:]
-    split = task.get("split")
+    texts, split = texts[:3] if task.get("options") else texts[3:], task.get("split")
     if split == "lvbench":
         texts = [re.sub(r"\n[^\n]*\{options\}", "", text) for text in texts]
         return [text.replace("{question}", "{published}") for text in texts]

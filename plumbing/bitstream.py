@@ -21,9 +21,28 @@ SETS = {"h264": (6, 7, 8), "hevc": (32, 33, 34, 39), "mpeg4": range(32, 48), "mp
 
 def packets(container, *streams):
     """-> iterator of the packets of these streams and of the flush at their end. In a file in which
-    another stream begins late PyAV then asks for that one's flush, and fails."""
+    another stream begins late PyAV then asks for that one's flush, and fails. Of the first stream
+    those in front of the first key frame are left out, see is_delta."""
+    first, begun = streams[0], False
     with contextlib.suppress(IndexError):
-        yield from container.demux(*streams)
+        for packet in container.demux(*streams):
+            own = packet.size and packet.stream.index == first.index
+            begun = begun or own and not is_delta(first.codec_context, packet)
+            if begun or not own:
+                yield packet
+
+
+def is_delta(codec, packet):
+    """Whether a packet of VP8, VP9 or AV1 needs earlier ones. A recorder that joins a call late has
+    these in front, and their decoders fail there, where others wait for a key frame."""
+    head = bytes(packet)[:3].ljust(3, b"\0")
+    if codec.name == "libdav1d":  # maybe after a delimiter: the header of a sequence
+        return not packet.is_keyframe and head.removeprefix(b"\x12\0")[0] >> 3 & 15 != 1
+    if codec.name == "vp9":  # after profile 3 a bit is reserved
+        bits = int.from_bytes(head[:2], "big") << (head[0] & 0x30 == 0x30)
+        # A bit each: shows an earlier one; inter; is shown; errors; intra, if it is not shown.
+        return bits & 0x800 or bits & 0x400 and bits & 0x280 != 0x80
+    return codec.name == "vp8" and head[0] & 1
 
 
 def read_units(codec, packet):

@@ -361,8 +361,7 @@ def our_messages(row, frames, max_frames):
                 raise ValueError("a video after the first assistant message, in no tool response")
             else:
                 rest.append({"role": kind, "content": join_texts(items)})
-    spare = list(media["video"])
-    first = next((m for m in head if m["role"] == "user"), None)
+    spare, first = list(media["video"]), next((m for m in head if m["role"] == "user"), None)
     if first and not chat.videos_in(head) and len(spare) == 1:  # without a mark it goes first
         first["content"].insert(0, spare.pop())
     if spare or next(media["image"], None):

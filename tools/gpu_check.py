@@ -212,8 +212,7 @@ def check_rollouts(table, device, args, cycles=3):
     agent = rollout.AgentConfig(max_model_len=room, max_new_tokens=48, sub_max_new_tokens=24,
                                 max_turns=1, temperature=1.0)
     policy = load_policy(ckpt, codec, source, device)
-    sampler = rollout.RolloutWorker(engine, codec, source, agent)
-    gaps, asleep, failed = [], [], 0
+    sampler, gaps, asleep, failed = rollout.RolloutWorker(engine, codec, source, agent), [], [], 0
     for n in range(1 + cycles):
         if n:
             asleep.append(engine.sleep() or 0.0)

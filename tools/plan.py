@@ -253,8 +253,7 @@ def plan_text(config, gpus, gpu_gb, context, pack_tokens, engine_share=0.5, fram
               **options):  # fmt: skip
     """Memory use as a table, with a verdict -> (text, whether all phases and the engine fit)."""
     n = options["counts"] = parameter_counts(config)
-    text = config.text_config
-    engine_gb = engine_share * gpu_gb if engine_share else None
+    text, engine_gb = config.text_config, engine_share * gpu_gb if engine_share else None
     phases = memory_use(config, gpus, pack_tokens, engine_gb=engine_gb, **options)
     limit = 0.94 * gpu_gb  # CUDA, NCCL and fragments take the rest
     trained = options.get("lora", 0) * n["sides"] or n["trained"]

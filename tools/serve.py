@@ -295,8 +295,7 @@ class Agents:
         self.sampler, self.args = sampler, args
         self.fault = None  # why the engine answers no more
         self.taken = 0  # questions under way or waiting
-        self.jobs, self.loop = set(), asyncio.new_event_loop()
-        self.ready = threading.Event()
+        self.jobs, self.loop, self.ready = set(), asyncio.new_event_loop(), threading.Event()
         self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self.run()])
         self.thread.start()
         self.ready.wait()

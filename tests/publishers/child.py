@@ -419,8 +419,7 @@ class Engine:
         return Tokenizer()
 
     def generate(self, prompts, sampling_params, **_):
-        done = []
-        same = not isinstance(sampling_params, list)
+        done, same = [], not isinstance(sampling_params, list)
         each = [sampling_params] * len(prompts) if same else sampling_params
         for prompt, settings in zip(prompts, each):
             text = prompt.get("prompt") or Tokenizer().decode(prompt["prompt_token_ids"])
@@ -585,8 +584,7 @@ def imported(folder, name):
 
 def ask_qwen3(checkout):
     folder = os.path.join(checkout, "evaluation", "VideoMME")
-    sys.path[:0] = [os.path.join(checkout, "qwen-vl-utils", "src"), folder]
-    rows = []
+    sys.path[:0], rows = [os.path.join(checkout, "qwen-vl-utils", "src"), folder], []
     enter("datasets", load_dataset=lambda *_, **__: {"test": rows})
     run = imported(folder, "run_videomme")
     words = shlex.split(read(folder, "infer_instruct.sh").replace("\\\n", " "), comments=True)
@@ -815,8 +813,7 @@ def ask_videozoomer(checkout):
     enter("verl.third_party.vllm", vllm_version="0.8.0")
     place = "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd_video"
     data = imported(checkout, "verl.utils.dataset.multimodal_dataset")
-    loop = imported(checkout, place)
-    flags = flags_in(read(checkout, "scripts", "eval_video.sh"))
+    loop, flags = imported(checkout, place), flags_in(read(checkout, "scripts", "eval_video.sh"))
     tree = yaml.safe_load(read(checkout, "verl", "trainer", "config", "ppo_trainer.yaml"))
 
     def settings(name):

@@ -300,7 +300,7 @@ def test_a_look_after_a_lost_packet_does_not_depend_on_other_looks(tmp_path, ffm
 def rewritten(source, path, change):
     """Copy of a film whose packets have other bytes: change(number, bytes) -> bytes. -> its path"""
     with av.open(source) as film, av.open(str(path), "w") as copy:
-        stream = copy.add_stream_from_template(film.streams.video[0])
+        stream = copy.add_stream_from_template(film.streams.video[0], opaque=True)
         for n, packet in enumerate([*film.demux(video=0)][:-1]):
             other = av.Packet(change(n, bytes(packet)))
             for field in ("pts", "dts", "time_base", "is_keyframe"):
@@ -336,11 +336,17 @@ def not_coded(n, data):
     return data[:4] + int(bits, 2).to_bytes(len(bits) // 8, "big") if n % 20 in (3, 4, 9) else data
 
 
-@pytest.mark.parametrize("codec, pixels, change", [("mjpeg", "yuvj420p", without_tables),
-                                                   ("mpeg4", "yuv420p", not_coded)])
+def late(n, data):
+    """A recorder that joins a call in its sixth frame, before the next key frame."""
+    return data if n > 4 else b""
+
+
+@pytest.mark.parametrize("codec, pixels, change", [
+    ("mjpeg", "yuvj420p", without_tables), ("mpeg4", "yuv420p", not_coded),
+    *((codec, "yuv420p", late) for codec in ("libvpx", "libvpx-vp9", "libsvtav1"))])
 def test_packets_that_need_or_repeat_others(tmp_path, ffmpeg, codec, pixels, change):
-    whole = write(tmp_path / "whole.avi", 50, size=(128, 96), codec=codec, pixels=pixels, g=20)
-    assert_as_shown_by(ffmpeg, rewritten(whole, tmp_path / "v.avi", change))
+    whole = write(tmp_path / "whole.mkv", 50, size=(128, 96), codec=codec, pixels=pixels, g=20)
+    assert_as_shown_by(ffmpeg, rewritten(whole, tmp_path / "v.mkv", change))
 
 
 def test_of_two_frames_of_one_time_the_last_is_shown(tmp_path):
