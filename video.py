@@ -80,7 +80,7 @@ class VideoTable:
     """When the frames of a video are displayed, and where a decoder can begin."""
 
     state: tuple  # real path, identity, CACHE_VERSION: another state of the file is another video
-    starts: np.ndarray  # [N] seconds, strictly increasing, the first is 0; read-only
+    starts: np.ndarray  # [N] seconds, ascending, in steps of 0.1 ms, the first is 0; read-only
     info: VideoInfo
     ticks: np.ndarray  # [N] the same times in the stream's own unit, or numbers of frames
     keys: np.ndarray  # [K, 2] key frames at which decoding can begin: tick, byte in the file
@@ -474,7 +474,7 @@ def _stream_of(path, source):
 def _open(path):
     """Path -> its table: starts [N] seconds, duration, height, width, ticks [N], keys [K, 2].
 
-    Starts are strictly increasing, the first is 0.0. Ticks are the same times in the stream's own
+    Starts ascend from 0.0, in steps of 0.1 ms. Ticks are the same times in the stream's own
     unit and clock. keys are the key frames at which decoding can begin: tick, byte in the file.
     They include key frames that an edit list hides; starts do not. Raises VideoError.
     """
