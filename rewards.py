@@ -265,8 +265,7 @@ def structural_mask(pieces):
     """
     # Bytes, not ids or decoded text: <think> is one token in Qwen3, <answer> is several.
     # The bytes of tags become zeros, so a token that overlaps a tag differs from its blanked bytes.
-    blanked = TAG_BYTES.sub(lambda tag: bytes(len(tag[0])), b"".join(pieces))
-    mask = []
+    blanked, mask = TAG_BYTES.sub(lambda tag: bytes(len(tag[0])), b"".join(pieces)), []
     at = 0  # offset in bytes of the next token
     for piece in pieces:
         outside = blanked[at : at + len(piece)]
@@ -403,8 +402,7 @@ def make_call(name, arguments):
     end = to_seconds(arguments.get("end_time", arguments.get("end")))
     frames = arguments.get("num_frames")  # 8, 8.0 or "8"; "1:00" is a time, not a count
     number = None if isinstance(frames, str) and ":" in frames else to_seconds(frames)
-    count = int(number) if number and number >= 1 and number.is_integer() else None
-    error = None
+    count, error = int(number) if number and number >= 1 and number.is_integer() else None, None
     if start is None or end is None:
         key = "start" if start is None else "end"
         fault = "not a time" if {key, f"{key}_time"} & {*arguments} else "missing"

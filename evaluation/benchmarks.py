@@ -510,7 +510,8 @@ def locate_file(root, folders, name):
     for folder in folders:
         for ending in endings:
             path = os.path.join(root, folder, stem + ending)
-            if launch.is_file(path, folders=is_video):  # a folder of frames
+            # A folder of frames. Of subtitles also a link to nothing: their disk is away.
+            if launch.is_file(path, folders=is_video) or not is_video and os.path.islink(path):
                 return os.path.join(folder, stem + ending)
     return None
 

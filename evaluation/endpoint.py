@@ -268,7 +268,9 @@ class OpenAIEngine(Client):
                     done, status, after = await self.complete(url, request, body, self.timeout)
                 finally:  # also if the request is given up
                     self.busy[url] -= 1
-                fails = done.error is not None and is_retryable(status)
+                # A gateway that restarts sends pages of its own.
+                passing = is_retryable(status) or status in (401, 402, 404) or 300 <= status < 400
+                fails = done.error is not None and passing
                 self.retry_at[url] = time.monotonic() + 30 if fails else 0.0
                 # A wrong key would fail every item. Some endpoints answer 403 for one text alone.
                 if status in (401, 402, 403, 404):
@@ -345,7 +347,7 @@ class OpenAIEngine(Client):
             elif not text and not ended:
                 done = Completion(request.id, error=NO_TEXT, reasoning=str(thought))
         except (LookupError, TypeError, AttributeError) as error:  # not the promised JSON
-            done = Completion(request.id, error=f"bad answer: {type(error).__name__}")
+            return Completion(request.id, error=f"bad answer: {type(error).__name__}"), 0, wait
         return done, reply.status, wait
 
     def overview_clip(self, request):
@@ -504,13 +506,16 @@ def judge(records, path, args):
     doubtful = [r for r in records if r["task"]["type"] == "open" and r["score"] == 0
                 and r["extracted"] is not None]
     inputs = [(r["task"]["question"], r["task"]["answer"], r["extracted"]) for r in doubtful]
-    verdicts = read_verdicts(path, args.judge_model)
+    verdicts, lost = read_verdicts(path, args.judge_model), 0
     if args.judge_url and not verdicts.keys() >= set(inputs):
         client = open_judge(args, path)
         futures = [client.ask(*texts)[0] for texts in inputs]
         bar = tqdm(futures, desc="judge", disable=args.quiet or None)
         verdicts = dict(zip(inputs, [future.result() for future in bar]))
         client.close()
+        lost = client.lost
     for record, texts in zip(doubtful, inputs):
         record["judge"] = verdicts.get(texts)
         record["score"] = float(record["judge"] is True)
+        if lost and record["judge"] is None:  # for the run's end; no file holds it
+            record["error"] = f"{launch.MACHINE}no answer of the judge"

@@ -163,8 +163,7 @@ def final(turns, think_open=False):
 
 async def respond(records, calls, episode, sampler, turn, texts):
     """Protocol.answer: a user message for every call that is run; the others get none."""
-    reply = Reply([])
-    windows = await rollout.load_windows(records, calls, episode, sampler, turn)
+    reply, windows = Reply([]), await rollout.load_windows(records, calls, episode, sampler, turn)
     for call, record, (spec, frames) in zip(calls, records, windows):
         if record["status"] == "not_run":
             continue
@@ -173,7 +172,8 @@ async def respond(records, calls, episode, sampler, turn, texts):
             items, text = [add_video(reply, spec, frames, "none")], texts["reply"]
             text = text.replace("{frames}", str(len(frames.seconds)))
         text = text.replace("{start}", f"{call.start:.1f}").replace("{end}", f"{call.end:.1f}")
-        record["summary"] = text
+        if record["status"] != "video_error":  # whose reason says whether the machine failed
+            record["summary"] = text
         # Trusted: the tags are real ones, and nothing between them is the model's.
         part = {"type": "text", "text": text, "trusted": True}
         reply.messages.append({"role": "user", "content": [*items, part]})

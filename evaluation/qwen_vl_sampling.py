@@ -39,8 +39,7 @@ def linspace(first: int, last: int, count: int) -> list[int]:
     """torch.linspace(first, last, count).round(): indices of frames, both ends among them."""
     # torch's step is a float32, and its sums are rounded to float32 once (fused). In a long video
     # another rounding takes other frames.
-    step = float(np.float32(last - first) / np.float32(count - 1))
-    i = np.arange(count)
+    step, i = float(np.float32(last - first) / np.float32(count - 1)), np.arange(count)
     indices = np.where(i < count // 2, first + step * i, last - step * (count - 1 - i))
     return np.rint(indices.astype(np.float32)).astype(int).tolist()
 

@@ -18,6 +18,7 @@ import json
 import os
 import pathlib
 import re
+import sys
 import time
 
 import launch
@@ -218,6 +219,10 @@ def load_finished(folder):
         row.update(scores.headline_stats(records, row.get("bench")))
         if refused:
             row["headline"] = row["interval"] = None
+    if away := sum(launch.MACHINE in str(r.get("error")) or r.get("judge", 0) is None
+                   for cell in cells.values() for r in cell.values()):
+        print(f"WARNING: {folder}: {away} items failed through the machine or lack a verdict; the "
+              "command that wrote it asks them again", file=sys.stderr)
     return name, summary, cells
 
 

@@ -315,8 +315,7 @@ def pool_seeds(name, runs):
 def headline_stats(records, bench):
     """Records of one (benchmark, K, mode) -> the part of a row that depends on grades: headline,
     interval, n, items (tasks of the benchmark), items_headline, videos (of the headline), acc."""
-    part_of = benchmarks.headline_metric(bench)[1]
-    value, draws = bootstrap(list(records), bench)
+    part_of, (value, draws) = benchmarks.headline_metric(bench)[1], bootstrap(list(records), bench)
     within = [r["task"] for r in records if part_of(r) is not None]
     return {"n": len(records), "headline": value, "interval": interval(draws),
             "items": len({r["task"]["id"] for r in records}),

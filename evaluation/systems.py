@@ -322,8 +322,7 @@ def read_prompts(sources):
 def assigned_string(code, name):
     """The string that Python source assigns to `name`, or to `name[key]` of a dictionary, or None.
     The source is parsed, never run."""
-    name, _, key = name.removesuffix("]").partition("[")
-    value = None
+    (name, _, key), value = name.removesuffix("]").partition("["), None
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Assign):
             if any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
@@ -417,8 +416,7 @@ def time_r1_protocol(texts, args):
 async def frames_reply(records, calls, episode, sampler, turn, stamp):
     """A user message for every call: the frames of the window, then their description in tool
     response tags, as the paper's authors evaluate, or why there are none."""
-    reply = Reply([])
-    windows = await rollout.load_windows(records, calls, episode, sampler, turn)
+    reply, windows = Reply([]), await rollout.load_windows(records, calls, episode, sampler, turn)
     for record, (spec, frames) in zip(records, windows):
         content = []
         if frames is not None:

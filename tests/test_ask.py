@@ -24,8 +24,7 @@ def sampler(codec, toy, *main, **more):
 def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, capsys):
     asked = sampler(codec, toy, calls((0, 8), (90, 80), (16, 24)), "Done.\n</think>\n"
                     "<answer>red</answer>", sub=lambda request: f"saw {request.items[0].frames}")
-    (row,) = ask.ask(asked, [FILM], 4)
-    said = capsys.readouterr().out
+    (row,), said = ask.ask(asked, [FILM], 4), capsys.readouterr().out
     steps = [r"\[turn 1, \d+\.\d s\]", "crop_video", r"  \[call \d, .*: error\] error: ",
              r"  \[call 1 looks at 8 frames, 0\.0 to 8\.0 s\]",
              r"  \[call 1, 0\.0 to 8\.0 s: ok, \d+\.\d s\] saw 8", r"\[turn 2, ",

@@ -184,8 +184,7 @@ def test_an_answer_carries_what_it_cost(world, codec):
         return "Look.\n</think>\n" + CALL * 2 if request.id.endswith("/0") else answer("red")
 
     done = world("--set", "max_num_seqs=2", rows=ROWS[:1], say=say)
-    (kept,) = records(done.folder)
-    main = [r for r in done.engine.requests if r.id.count("/") == 3]
+    (kept,), main = records(done.folder), [r for r in done.engine.requests if r.id.count("/") == 3]
     subs, cost = [r for r in done.engine.requests if r.id.count("/") == 4], kept["cost"]
     texts = ["Look.\n</think>\n" + CALL * 2, answer("red")]
     sampled = [len(chat.encode(codec, text)) + 1 for text in texts]  # and the end of the turn
@@ -308,6 +307,9 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     shutil.copy(videomme / "data" / "ab.mp4", videomme / "data" / "gone.mkv")
     done = world(*names, drop=("--data",), say=lambda r: answer("B"))
     assert done.code == 0 and len(done.engine.requests) == 2, done.err
+    (videomme / "subtitle" / "gone.srt").symlink_to("on-a-disk-that-is-away")
+    away = world(*names, drop=("--data",))
+    assert away.code == 2 and "unreadable subtitles (FileNotFoundError)" in away.err
     shutil.rmtree(videomme / "subtitle")
     assert "none of its subtitles lies below" in world(*names, drop=("--data",)).err
     assert all("A. red" in text and "A. A." not in text for text in texts)

@@ -134,8 +134,7 @@ def credited(groups):
 
 def run_update(policy, vision, codec, groups, args, reference=None, lr=0.0):
     """-> (gradients of each optimiser step, stats)"""
-    recorder = Recorder(policy, lr)
-    trees, tokens, _ = grpo.training_trees(credited(groups), args)
+    recorder, (trees, tokens, _) = Recorder(policy, lr), grpo.training_trees(credited(groups), args)
     policy.features = vision
     if reference is not None:
         reference.features = vision

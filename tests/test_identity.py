@@ -147,8 +147,7 @@ def test_a_second_start_of_an_unchanged_world_says_nothing_of_changes(ended, sta
 def test_the_reference_of_the_kl_is_kept_with_its_folder_and_named_if_it_changes(ended, start):
     world, flags = ended("grpo")
     state = json.loads((world / "grpo" / "step_000001" / "state.json").read_text())
-    digest, folder = state["inputs"]["--ckpt"]
-    step = world / "run" / "step_000001"
+    (digest, folder), step = state["inputs"]["--ckpt"], world / "run" / "step_000001"
     assert folder.endswith("run/step_000001") and digest == runs.content_digest(str(step))
     newer(world)
     code, said = start("grpo", *flags)

@@ -268,8 +268,7 @@ def set_up(args):
 
 def main():
     args = parse_args()
-    sampler, play = set_up(args)
-    final = systems.all_systems()[args.protocol].final
+    (sampler, play), final = set_up(args), systems.all_systems()[args.protocol].final
     rows = ask(sampler, read_questions(args), args.frames[0], play, final)
     if args.out:
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))

@@ -154,8 +154,7 @@ class VideoStore:
 
     def __init__(self, root: str, max_bytes: int):
         """max_bytes: bytes of clients' videos that are kept; the longest unused go first."""
-        self.root, self.max_bytes = root, max_bytes
-        self.sent = tempfile.mkdtemp(prefix="videos-")
+        self.root, self.max_bytes, self.sent = root, max_bytes, tempfile.mkdtemp(prefix="videos-")
         self.lock = threading.Lock()  # uploads come from several threads
         self.used = collections.Counter()  # name -> questions that look at the video now
 

@@ -331,8 +331,8 @@ def value_at(row, keys):
 def points_of(log, keys):
     """A log and the keys that lead to a number in its rows -> [[step, number]]. A row without that
     number, or with null, is no point."""
-    points = [[number(row.get("step")), number(value_at(row, keys), 8)]  # 8: a rate is 2e-6
-              for row in log]
+    # 8: a rate is 2e-6
+    points = [[number(row.get("step")), number(value_at(row, keys), 8)] for row in log]
     return [point for point in points if None not in point]
 
 

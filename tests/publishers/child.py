@@ -145,8 +145,7 @@ def lmms_eval(checkout, bench):
         raise Fault(f"no lmms_eval/tasks/{folder}/utils.py")
     bare_package("lmms_eval", root)
     bare_package("lmms_eval.tasks", os.path.join(root, "tasks"))
-    task = importlib.import_module(f"lmms_eval.tasks.{folder}.utils")
-    strip = None
+    task, strip = importlib.import_module(f"lmms_eval.tasks.{folder}.utils"), None
     if os.path.isfile(os.path.join(root, "api", "reasoning.py")):  # younger versions
         strip, = needed(importlib.import_module("lmms_eval.api.reasoning"), "strip_reasoning_tags")
     grade = {"longvideobench": longvideobench, "lvbench": lvbench, "mmvu": mmvu,
@@ -664,8 +663,7 @@ def ask_videochat(checkout):
 
 def ask_time_r1(checkout):
     sys.path.insert(0, checkout)
-    run = imported(checkout, "evaluate")
-    loaders = sys.modules["src.vllm_inference.data"]
+    run, loaders = imported(checkout, "evaluate"), sys.modules["src.vllm_inference.data"]
     imported(checkout, "src.vllm_inference.utils").monkey_patch()
     imported(checkout, "src.vllm_inference.vllm_infer").get_device_count = lambda: 1
     script_of = re.sub("#.*", "", read(checkout, "scripts", "test.sh"))
@@ -700,8 +698,7 @@ def ask_conan(checkout):
     folder = os.path.join(checkout, "Conan-Eval")
     sys.path.insert(0, folder)
     benches = {n: imported(folder, n) for n in ("videomme", "longvideobench", "lvbench", "mlvu")}
-    flags = flags_in(read(folder, "run.sh"))
-    table = []
+    flags, table = flags_in(read(folder, "run.sh")), []
     for module in benches.values():
         module.load_qa = lambda _: table
 
@@ -940,8 +937,7 @@ def no_network(*_, **__):
 
 def main():
     checkout, protocol = os.path.realpath(sys.argv[1]), sys.argv[2]
-    items = json.load(sys.stdin)
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    items, channel = json.load(sys.stdin), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = no_network

@@ -93,8 +93,7 @@ def test_the_numbers_of_cgbench_are_vlmevalkits(functions):
     import numpy as np
 
     theirs = functions("VLMEvalKit", "vlmeval", "dataset", "utils", "cgbench.py", np=np, pd=pandas)
-    draw, records, rows = random.Random(1), [], []
-    clue = []
+    draw, records, rows, clue = random.Random(1), [], [], []
     for number in range(80):
         def spans(most):
             found = [sorted((draw.randrange(100), draw.randrange(100))) for _ in range(most)]

@@ -114,9 +114,13 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
         both = world("--compare", done.folder, done.folder, out=done.folder.parent / "both",
                      drop=("--data", "--ckpt"))
         assert both.code == 0 and " 0.286 [" in both.out  # the verdicts count there, too
+        assert f"WARNING: {done.folder}: 2 items failed through the machine or lack" in both.err
         refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"),
                         allow=False)
         assert refused.code == 2 and "judge_error" in refused.err
+        replies["gone"] = 401, "no", {}  # an error of the server: not this answer's
+        away = world(*flags, rows=rows, say=say, allow=False)
+        assert away.code == 1 and "2 items failed through the machine" in away.err
         (done.folder / "judge.jsonl").write_text(lines[0] + "\n")  # a disk that lost the other one
         lost = world("--compare", *[done.folder] * 2, out=both.folder, drop=("--data", "--ckpt"))
         assert lost.code == 2 and "judge.jsonl lacks 3 verdicts" in lost.err

@@ -18,6 +18,7 @@ from test_video import write
 
 import chat
 import eval as evaluation
+import launch
 import rollout
 import video
 from engine import Completion
@@ -183,7 +184,7 @@ def test_an_episode_whose_disk_went_away_meanwhile_is_played_again(name, part, p
 
     def load_overview(spec, task):
         seen = real(spec, task)
-        away = Mock(side_effect=video.VideoError("f.mp4", "Input/output error"))
+        away = Mock(side_effect=video.VideoError("f.mp4", f"{launch.MACHINE}Input/output error"))
         monkeypatch.setattr(*{"table": (source.cache, "table", away),
                               "frames": (source.cache, "frames", away)}[part])
         return seen
@@ -192,3 +193,4 @@ def test_an_episode_whose_disk_went_away_meanwhile_is_played_again(name, part, p
     monkeypatch.setattr(systems, "source_of", lambda source, args: source)
     episode, _, row = play(f"--protocol {name} --frames 4", *scripts()[name], "<answer>A</answer>")
     assert episode.status == "video_error" and runs.is_retried(row)
+    assert launch.MACHINE in row["error"]  # the run ends with 1
