@@ -269,7 +269,7 @@ class OpenAIEngine(Client):
                 finally:  # also if the request is given up
                     self.busy[url] -= 1
                 # A gateway that restarts sends pages of its own.
-                passing = is_retryable(status) or status in (401, 402, 404) or 300 <= status < 400
+                passing = is_retryable(status) or status == 404 or 300 <= status < 400
                 fails = done.error is not None and passing
                 self.retry_at[url] = time.monotonic() + 30 if fails else 0.0
                 # A wrong key would fail every item. Some endpoints answer 403 for one text alone.

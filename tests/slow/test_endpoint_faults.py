@@ -101,7 +101,7 @@ def test_the_key_follows_no_redirect(serve, monkeypatch, status):
 
     server = serve(away)
     done = ask(server.url, monkeypatch)
-    assert done.error == f"HTTP {status}" and not thief.seen
+    assert done.error == f"{launch.MACHINE}HTTP {status}" and not thief.seen
     assert server.seen[0]["Authorization"] == "Bearer secret-of-the-user"
 
 
