@@ -122,7 +122,8 @@ class Client:
 
 def is_retryable(status):
     """Whether another try may succeed. status: of a Reply."""
-    return status in (0, 408, 429) or status >= 500
+    # 424: an engine of TGI fell over. 409, 423, 425: it is still loading. 499: a gateway gave up.
+    return status in (0, 408, 409, 423, 424, 425, 429, 499) or status >= 500
 
 
 def mask_key(text, key):

@@ -105,7 +105,7 @@ def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of,
 @pytest.mark.parametrize("reply, times, why", [
     (400, 1, "HTTP 400: Error response"), (401, 1, "Message: Unauthorized."), (500, 3, "HTTP 500"),
     # A gateway's, while it restarts: the probe is answered.
-    (404, 3, "HTTP 404"), (302, 3, "HTTP 302"),
+    (404, 3, "HTTP 404"), (302, 3, "HTTP 302"), (424, 3, "HTTP 424"),
     (b"not json", 3, "bad answer"), (b'{"choices": []}', 3, "bad answer"),
     (b'{"choices": [{"message": {"content": [1]}}]}', 3, "bad answer"),
     (b'{"choices": CUT', 3, "RemoteProtocolError"),
