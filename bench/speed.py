@@ -276,8 +276,7 @@ def compare_decoders(args, path):
     make_video(path, args.seconds, args.height)
     cache = video.FrameCache(timeout=60.0, workers=video.decode_threads())
     for row, specs in {"overview": [{"video": path, "frames": 64}], "crops": crops}.items():
-        frames = by_video_py(cache, specs)
-        sides = {"ours": partial(by_video_py, cache, specs)}
+        frames, sides = by_video_py(cache, specs), {"ours": partial(by_video_py, cache, specs)}
         if qwen:
             sides["fetch_video"] = partial(by_fetch_video, path, specs)
             ours = [(len(f.images), 3, *f.images.shape[1:3]) for f in frames]

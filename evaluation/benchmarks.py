@@ -178,8 +178,7 @@ def longvideobench_tasks(row, path):
     candidates = row.get("candidates") or [row.get(f"option{i}") for i in range(5)]
     # Pads may stand anywhere, so the published index is looked up among the options that are kept.
     indices = [i for i, text in enumerate(candidates) if text not in (None, "", "N/A")]
-    gold = row["correct_choice"]
-    tags = ("duration_group", "question_category", "topic_category")
+    gold, tags = row["correct_choice"], ("duration_group", "question_category", "topic_category")
     yield {
         "id": row["id"], "video": row["video_path"], "question": row["question"],
         "options": [candidates[i] for i in indices],
@@ -358,7 +357,7 @@ def apply_group_scores(records):
 # A folder -> tasks
 
 
-def read_split(name, root):
+def read_split(name, root, again=True):
     """
     A benchmark's folder -> (tasks, {note: count}). Every published row becomes at least one
     task, unless it is empty.
@@ -410,6 +409,9 @@ def read_split(name, root):
     notes.update(items=len(tasks), published=split.items)
     if not split.items:
         del notes["published"]
+    # A second look: a disk that came or went meanwhile is no video without subtitles.
+    if again and notes["no subtitles"] and read_split(name, root, again=False)[0] != tasks:
+        raise launch.UserError(f"--root {root}: files come or go; start again with all disks there")
     return tasks, notes
 
 

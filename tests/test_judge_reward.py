@@ -219,12 +219,17 @@ def test_an_evaluation_without_its_judge_is_never_the_best(run, open_tasks, tmp_
     assert str((tmp_path / "out" / "best").readlink()) == "step_000001"
 
 
-def test_rollouts_without_a_verdict_are_sampled_again(run, start, toy, open_tasks, tmp_path):
-    out = tmp_path / "r.jsonl"
-    for reply, ends, verdict in (("hm", 1, "fallback"), ("yes", 0, True)):
-        with Server(reply) as server:
+def test_rollouts_without_a_verdict_come_again(run, start, toy, open_tasks, tmp_path, monkeypatch):
+    """few: as if they were of thousands. Then they end a run only if the judge was away."""
+    for reply, few, ends, verdict in (("hm", "", 1, "fallback"), ("yes", "", 0, True),
+                                      ("hm", "few", 0, "fallback"), (404, "away", 1, "fallback")):
+        out = tmp_path / few / "r.jsonl"  # verdicts stand beside it
+        out.parent.mkdir(exist_ok=True)
+        with Server(reply, probe="yes") as server, monkeypatch.context() as patch:
+            if few:
+                patch.setattr(rollout.runs, "unjudged", lambda reward: False)
             code, _, err = start(rollout, "--preset", "toy", "--ckpt", toy / "init", "--data",
                                  open_tasks, "--frames", 4, "--num-generations", 4, "--out", out,
                                  "--video-root", toy, *judged_by(server))
-        assert code == ends and ("stopped after 2 of 8 rollouts" in err) == bool(ends), err
+        assert code == ends and (f"stopped after {8 if few else 2} of" in err) == bool(ends), err
         assert [row["reward"].get("judge") for row in rows_of(out)] == [*[verdict] * 3, None] * 2

@@ -241,8 +241,7 @@ def same_step(a, b):
 def one_update(toy, pack_tokens, replicas=1, steps=1):
     """SFT updates of the toy's base on this process group, all by the same chats -> loss, N, packs
     of this rank, full gradients, all of the last one, and the way of the weights."""
-    rank, world, device = launch.start_process_group()
-    codec = chat.load_codec(str(toy / "init"))
+    (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
     args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=2048)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
     policy = checkpoint.load_sharded(str(toy / "init"), codec, device, replicas=replicas)
@@ -254,8 +253,7 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     optimizers = sft.build_optimizers(policy, LEARNING, device)
     for _ in range(steps):
         policy.zero_grad()
-        loss, count = sft.forward_backward(policy, packs)
-        norm = model.reduce_and_clip(policy, 0)
+        (loss, count), norm = sft.forward_backward(policy, packs), model.reduce_and_clip(policy, 0)
         grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
                  if p.requires_grad}
         with mock.patch.object(muon, "semi_orthogonal", wraps=muon.semi_orthogonal) as ns:

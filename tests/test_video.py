@@ -65,8 +65,7 @@ def write(path, num_frames, rate=25, size=(64, 32), milliseconds=None, codec="li
     before = os.sched_getscheduler(0), os.sched_getparam(0)
     with av.open(str(path), "w", options=mux or {}) as container:
         stream = container.add_stream(codec, rate=rate)
-        stream.width, stream.height = size
-        stream.pix_fmt = pixels
+        (stream.width, stream.height), stream.pix_fmt = size, pixels
         stream.options = {key.replace("_", "-"): str(value) for key, value in options.items()}
         tick = Fraction(1, 1000) if milliseconds else 1 / rate
         stream.codec_context.time_base = tick

@@ -354,8 +354,7 @@ def check_kernels(table, device, args):
     the gated-delta kernels, see check_delta."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    _, codec, trees, _ = make_trees(args)
-    gpu = device.type == "cuda"
+    (_, codec, trees, _), gpu = make_trees(args), device.type == "cuda"
     heads, shared, width = (32, 8, 128) if gpu else (4, 2, 32)
     pack = model.pack_trees(codec, trees * (4 if gpu else 1))
     n, dtype = len(pack.ids), model.compute_dtype(device)

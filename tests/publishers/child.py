@@ -825,8 +825,7 @@ def ask_videozoomer(checkout):
                      else value for key, value in found.items()})
 
     given, rollout = settings("data"), settings("actor_rollout_ref.rollout")
-    torch.distributed.get_world_size = lambda *_: 1
-    processor = Processor()
+    torch.distributed.get_world_size, processor = lambda *_: 1, Processor()
     processor.image_processor = Grid()
     data.verl_F = types.SimpleNamespace(
         tokenize_and_postprocess_data=lambda prompt, **_: (torch.ones(1, 4), torch.ones(1, 4)))
@@ -909,8 +908,7 @@ def ask_paper(checkout, script):
 
     def asked(item):
         now.update(item=item)  # whose video the reader shows
-        sent = ask({**item, "replies": item["said"]})
-        script = Script([""])
+        sent, script = ask({**item, "replies": item["said"]}), Script([""])
         for request in sent["requests"]:
             script.take(request)
         return {**script.sent(), **{name: sent[name] for name in ("server", "result")}}

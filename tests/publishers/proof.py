@@ -267,8 +267,7 @@ class Listener:
 
     def poll(self):
         said = self.script[min(len(self.bodies), len(self.script)) - 1]
-        done = [Completion(name, text=said, ended=True) for name in self.waiting]
-        self.waiting = []
+        done, self.waiting = [Completion(name, text=said, ended=True) for name in self.waiting], []
         return done
 
 

@@ -53,7 +53,7 @@ VIDEOMME = [{**BUNS, "question_id": "001-1", "task_type": "Counting Problem", "a
 
 @pytest.mark.parametrize("where", ["videomme/test-00000-of-00001.parquet", "test.jsonl",
                                    "test-00000-of-00001.json"])
-def test_videomme(tmp_path, where):
+def test_videomme(tmp_path, monkeypatch, where):
     """Options come labelled, three questions share a video, a subtitle file may lack, a video may
     end in .MP4 or .mkv."""
     put(tmp_path, where, VIDEOMME)
@@ -69,6 +69,12 @@ def test_videomme(tmp_path, where):
     assert notes == {"items": 3, "published": 2700, "no video": 1, "no subtitles": 1,
                      "no usable answer": 0}
     assert read("videomme_wsub", tmp_path)[0] == tasks
+    # An automount that takes a moment: the first look at subtitles finds none.
+    real, looks = launch.is_file, []
+    monkeypatch.setattr(launch, "is_file", lambda path, **more: real(path, **more) and (
+        "/subtitle/" not in path or looks.append(path) or len(looks) > 1))
+    with pytest.raises(launch.UserError, match="files come or go"):
+        read("videomme_wsub", tmp_path)
 
 
 def longvideobench(**more):

@@ -37,8 +37,7 @@ class Running:
                         max_mb=4.0)
         self.args = SimpleNamespace(**{**defaults, **flags})
         engine = self.engine = engine or Scripted(codec, answered)
-        self.engine.close = lambda: None
-        source = rollout.VideoSource(str(root), video.FrameCache())
+        self.engine.close, source = lambda: None, rollout.VideoSource(str(root), video.FrameCache())
         self.store = serve.VideoStore(str(root), 2**24)
         self.agents = serve.Agents(rollout.RolloutWorker(engine, codec, source, AGENT), self.args)
         self.guard = serve.make_app(self.agents, self.store, self.args, key)
