@@ -268,7 +268,7 @@ class OpenAIEngine(Client):
                     done, status, after = await self.complete(url, request, body, self.timeout)
                 finally:  # also if the request is given up
                     self.busy[url] -= 1
-                # A gateway that restarts sends pages of its own.
+                # A gateway that restarts sends pages of its own. At a start: a wrong address.
                 passing = is_retryable(status) or status == 404 or 300 <= status < 400
                 fails = done.error is not None and passing
                 self.retry_at[url] = time.monotonic() + 30 if fails else 0.0

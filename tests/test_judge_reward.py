@@ -231,5 +231,5 @@ def test_rollouts_without_a_verdict_come_again(run, start, toy, open_tasks, tmp_
             code, _, err = start(rollout, "--preset", "toy", "--ckpt", toy / "init", "--data",
                                  open_tasks, "--frames", 4, "--num-generations", 4, "--out", out,
                                  "--video-root", toy, *judged_by(server))
-        assert code == ends and (f"stopped after {8 if few else 2} of" in err) == bool(ends), err
+        assert code == (f"stopped after {8 if few else 2} of 8 rollouts" in err) == ends, err
         assert [row["reward"].get("judge") for row in rows_of(out)] == [*[verdict] * 3, None] * 2

@@ -341,12 +341,12 @@ def late(n, data):
     return data if n > 4 else b""
 
 
-@pytest.mark.parametrize("codec, pixels, change", [
-    ("mjpeg", "yuvj420p", without_tables), ("mpeg4", "yuv420p", not_coded),
-    *((codec, "yuv420p", late) for codec in ("libvpx", "libvpx-vp9", "libsvtav1"))])
-def test_packets_that_need_or_repeat_others(tmp_path, ffmpeg, codec, pixels, change):
-    whole = write(tmp_path / "whole.mkv", 50, size=(128, 96), codec=codec, pixels=pixels, g=20)
-    assert_as_shown_by(ffmpeg, rewritten(whole, tmp_path / "v.mkv", change))
+@pytest.mark.parametrize("name, codec, pixels, change", [
+    ("v.avi", "mjpeg", "yuvj420p", without_tables), ("v.avi", "mpeg4", "yuv420p", not_coded),
+    *(("v.mkv", codec, "yuv420p", late) for codec in ("libvpx", "libvpx-vp9", "libsvtav1"))])
+def test_packets_that_need_or_repeat_others(tmp_path, ffmpeg, name, codec, pixels, change):
+    whole = write(tmp_path / f"a-{name}", 50, size=(128, 96), codec=codec, pixels=pixels, g=20)
+    assert_as_shown_by(ffmpeg, rewritten(whole, tmp_path / name, change))
 
 
 def test_of_two_frames_of_one_time_the_last_is_shown(tmp_path):
