@@ -111,11 +111,12 @@ def naming(sample):
         raise
 
 
-def machine_mark(error):
-    """-> MACHINE for the text of an OSError that does not lie in the file itself; else ""."""
+def machine_mark(error, own=("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG")):
+    """-> MACHINE for the text of an OSError that does not lie in the file itself; else "". own:
+    errors that do."""
     # EACCES is none of these: a mount's ticket may have ended. Nor is ELOOP: containers answer so
     # where a mount is missing. Nor are PyAV's own large numbers.
-    own, code = "ENOENT ENOTDIR EISDIR ENAMETOOLONG".split(), getattr(error, "errno", 0) or 0
+    code = getattr(error, "errno", 0) or 0
     return MACHINE * (0 < code < 4096 and errno.errorcode.get(code) not in own)
 
 

@@ -904,7 +904,7 @@ def main():
     # A judge may have no verdict on a single answer, however often it is asked.
     judge_away = sum(runs.unjudged(row["reward"]) for row in failed) > wanted / 100
     judge_away |= bool(judge and judge.lost)
-    if len(rows) < wanted or judge_away or len(failed) == wanted or source.cache.disk_away(errors):
+    if len(rows) < wanted or judge_away or len(failed) == wanted or launch.MACHINE in str(errors):
         raise launch.RunError(f"stopped after {len(rows) - len(failed)} of {wanted} rollouts; the "
                               "same command goes on")
     sampler.engine.close()  # on a GPU this ends the process

@@ -24,12 +24,12 @@ is a decoder process, see ChildDecoder.
 import contextlib
 import functools
 import io
-import itertools
 import math
 import os
 import pathlib
 import re
 import select
+import stat
 import subprocess
 import sys
 import threading
@@ -237,9 +237,9 @@ def identity(path):
     files], some seconds old: another video at this path has another identity. Raises VideoError."""
     try:
         status = os.stat(path)
-        if pathlib.Path(path).is_dir():  # os.path.isdir takes an error for no folder
+        if stat.S_ISDIR(status.st_mode):
             return _folder_identity(path)
-        if not launch.is_file(path):  # opening a pipe would wait for a writer
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
             raise VideoError(path, "is not a regular file")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise VideoError(path, launch.machine_mark(error) + launch.why(error).lower()) from error
@@ -310,7 +310,7 @@ _folders = {}  # folder of frames -> (time in seconds, its identity)
 
 def _files_of(path):
     """Real paths of a video: its own, or of a folder of frames those of two files, maybe links."""
-    files = itertools.islice(os.scandir(path), 2) if os.path.isdir(path) else [path]
+    files = (f for _, f in zip(range(2), os.scandir(path))) if os.path.isdir(path) else [path]
     return [*map(os.path.realpath, files)] or [f"{path}/000001.jpg"]
 
 
@@ -359,7 +359,7 @@ def _open_folder(path):
     try:
         times = np.array(launch.read_file(f"{path}/{clock[0]}").decode("utf-8-sig").split(), float)
     except (OSError, ValueError) as error:
-        raise VideoError(path, f"{launch.machine_mark(error)}{clock[0]}: {error}") from error
+        raise VideoError(path, f"{launch.machine_mark(error, ())}{clock[0]}: {error}") from error
     gaps, count, end = np.diff(numbers), len(names), 0.0  # 0: the end is unknown
     if clock == ["fps"]:
         if len(times) != 1 or not 1e-6 < times[0] <= 1000:
@@ -393,7 +393,7 @@ def _picture(folder, name):
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise VideoError(folder, f"{launch.machine_mark(error)}{name}: {error}") from error
+        raise VideoError(folder, f"{launch.machine_mark(error, ())}{name}: {error}") from error
 
 
 class _VideoSource(io.FileIO):
@@ -774,7 +774,8 @@ def _dispatch(request):
     except ImportError:  # not the file's fault
         raise
     except Exception as e:  # of a file that nobody thought of, or of the disk
-        kind = "needs too much memory: " if isinstance(e, MemoryError) else launch.machine_mark(e)
+        # (): who asks has just seen the file.
+        kind = "needs too much memory: " * isinstance(e, MemoryError) or launch.machine_mark(e, ())
         why = getattr(e, "why", f"{kind}{type(e).__name__}: {e}")  # of a VideoError
         # Without memory libavformat may call a good file invalid.
         mark = (launch.MACHINE + "short of memory: ") * caches.lacks_memory(MAX_MEMORY)
@@ -929,7 +930,7 @@ class FrameCache:
         def look(name):
             try:
                 # A link may lie on another disk than its file.
-                files = [*_files_of(resolve(name, root)), os.path.abspath(os.path.join(root, name))]
+                files = [*_files_of(resolve(name, root)), os.path.join(resolve("", root), name)]
                 self.present.update({file: os.lstat(file).st_dev for file in files})
             except (OSError, VideoError) as error:
                 lost.append(f"{name}: {launch.why(error)}")
@@ -943,17 +944,17 @@ class FrameCache:
                 "each disk mounted? Drop the rows of lost ones, or --set missing_videos=SHARE")
 
     def identity(self, path):
-        """As identity. The error of a file that went with its disk is marked as the machine's."""
+        """As identity. The error of a file that was there at the start has the machine's mark."""
         try:
             return identity(path)
         except VideoError as error:
-            cause = error.__cause__
-            away = isinstance(cause, FileNotFoundError) and self.disk_left(cause.filename)
-            raise VideoError(path, f"{launch.MACHINE}a disk left: " * away + error.why) from error
+            missing = isinstance(cause := error.__cause__, FileNotFoundError)
+            mark = self.missing_mark(cause.filename) if missing else ""
+            raise VideoError(path, mark + error.why) from error
 
-    def disk_left(self, path):
-        """Whether a missing file went with its disk: of the files of the start none is left on that
-        disk, or, of at least two, below the next folder above that exists."""
+    def missing_mark(self, path):
+        """The mark of a missing file, "" if the start missed it. It went with its disk if of the
+        start's files none is left there, or, of at least two, below the next folder that exists."""
         path = os.path.realpath(path)
         disks = [self.present[p] for p in self.present if f"{p}/".startswith(f"{path}/")]
         above = ([p for p in self.present if p.startswith(f"{folder}/")]
@@ -962,12 +963,12 @@ class FrameCache:
                   next((below for below in above if len(below) > 1), [])]
         gone = [group[-1] for group in groups if group and not any(map(os.path.exists, group[:9]))]
         self.left = gone[0] if gone else self.left
-        return bool(gone)
+        return f"{launch.MACHINE}a {'disk' if gone else 'file'} left: " * bool(gone or disks)
 
     def disk_away(self, errors):
         """Whether the machine failed a read, by the texts of the VideoErrors just met, or a disk
-        that left is still away."""
-        return not os.path.exists(self.left) or any(launch.MACHINE in text for text in errors)
+        that left is still away. A single file may leave."""
+        return not os.path.exists(self.left) or bool(re.search("machine: (?!a file)", f"{errors}"))
 
     def close(self):
         """Ends the decoders. The cache stays usable."""

@@ -409,8 +409,11 @@ def read_split(name, root, again=True):
     notes.update(items=len(tasks), published=split.items)
     if not split.items:
         del notes["published"]
-    # A second look: a disk that came or went meanwhile is no video without subtitles.
-    if again and notes["no subtitles"] and read_split(name, root, again=False)[0] != tasks:
+    # Said, because a disk that holds the first folder may be away.
+    notes |= {f"in {folder}": count for folder in split.videos[1:]
+              if (count := sum(task["video"].startswith(f"{folder}/") for task in tasks))}
+    # A second look: a disk may have come or gone meanwhile.
+    if again and read_split(name, root, again=False)[0] != tasks:
         raise launch.UserError(f"--root {root}: files come or go; start again with all disks there")
     return tasks, notes
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.endpoint import BROKEN_OFF, PROBE, Client, Reply, base_url, error_line, is_retryable
+from plumbing.endpoint import BROKEN, PROBE, Client, Reply, base_url, error_line, is_retryable
 from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
@@ -268,8 +268,9 @@ class OpenAIEngine(Client):
                     done, status, after = await self.complete(url, request, body, self.timeout)
                 finally:  # also if the request is given up
                     self.busy[url] -= 1
-                # A gateway that restarts sends pages of its own. At a start: a wrong address.
-                passing = is_retryable(status) or status == 404 or 300 <= status < 400
+                # These four say no to one text. A gateway that restarts sends others. At a start
+                # those mean a wrong address, or key.
+                passing = not 0 < status < 300 and status not in (400, 403, 413, 422)
                 fails = done.error is not None and passing
                 self.retry_at[url] = time.monotonic() + 30 if fails else 0.0
                 # A wrong key would fail every item. Some endpoints answer 403 for one text alone.
@@ -285,7 +286,7 @@ class OpenAIEngine(Client):
                         await self.wait_for_server(after)
                     finally:  # given up: the next request that fails waits for a server
                         self.awake.set()
-                if not fails or attempt == self.retries:
+                if not fails or self.ending or attempt == self.retries:
                     return replace(done, error=launch.MACHINE + done.error) if fails else done
                 await self.pause(max(2.0**attempt, after))
 
@@ -334,7 +335,7 @@ class OpenAIEngine(Client):
             counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
             self.usage |= {request.id: counts} if [*map(type, counts)] == [int, int] else {}
             # Half of an answer, or none, with status 200. A model that says nothing says its end.
-            fault = answer.get("error") or choice.get("error") or finish * (finish in BROKEN_OFF)
+            fault = answer.get("error") or choice.get("error") or BROKEN.search(finish) and finish
             if fault or not (text or thought) and (counts[1] == 0 or finish == "none"):
                 reason = f"the server broke off: {str(fault or finish)[:200]}"
                 return Completion(request.id, error=reason), 0, wait

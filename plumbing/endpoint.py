@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import launch
 
 MAX_REPLY = 16 * 2**20  # bytes of an answer
-BROKEN_OFF = ("error", "abort", "insufficient_system_resource")  # finish reasons of half an answer
+# Finish reasons of half an answer: network_error, insufficient_system_resource, not_finished, ..
+BROKEN = re.compile("error|abort|cancel|time.?out|interrupt|insufficient|not.finished", re.I)
 PROBE = [{"role": "user", "content": "Reply with yes."}]  # messages that any model answers
 
 

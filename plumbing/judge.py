@@ -18,7 +18,7 @@ import sys
 from concurrent.futures import Future
 
 import launch
-from plumbing.endpoint import BROKEN_OFF, PROBE, Client, Reply, base_url, error_line, is_retryable
+from plumbing.endpoint import BROKEN, PROBE, Client, Reply, base_url, error_line, is_retryable
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
@@ -138,7 +138,7 @@ class Judge(Client):
         with contextlib.suppress(LookupError, TypeError, AttributeError):
             choice = reply.answer["choices"][0]
             text = choice["message"]["content"]
-            cut = str(choice.get("finish_reason")).lower() in BROKEN_OFF
+            cut = BROKEN.search(str(choice.get("finish_reason")))
             verdict, text = (None, "") if cut else (read_verdict(text), text)
         self.lost += text == "" and reply.status not in (400, 413, 422)  # these: of this answer
         if verdict is None and not self.told:

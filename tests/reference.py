@@ -59,8 +59,7 @@ def generate(policy, codec, vision, prompts, limits, temperatures, seeds):
     # left padding: the last place is the last token
     for row, (prompt, items) in enumerate(prompts):
         own = slice(longest - len(prompt), longest)
-        ids[row, own] = torch.tensor(prompt)
-        mask[row, own] = 1
+        ids[row, own], mask[row, own] = torch.tensor(prompt), 1
         grid, following[row] = model.rope_positions(codec, prompt, items)
         positions[1:, row, own] = torch.from_numpy(grid)
         positions[0, row, own] = torch.arange(len(prompt))

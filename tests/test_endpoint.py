@@ -33,8 +33,7 @@ def no_pause(monkeypatch):
 
 
 def ask(server, tasks, source, agent=AGENT, **more):
-    engine = endpoint.OpenAIEngine(server.url, "some-model", **more)
-    engine.codec = None
+    engine, engine.codec = endpoint.OpenAIEngine(server.url, "some-model", **more), None
     try:
         return play_one(engine, tasks, source, agent)
     finally:
@@ -103,13 +102,14 @@ def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of,
 
 
 @pytest.mark.parametrize("reply, times, why", [
-    (400, 1, "HTTP 400: Error response"), (401, 1, "Message: Unauthorized."), (500, 3, "HTTP 500"),
+    (400, 1, "HTTP 400: Error response"), (403, 1, "Message: Forbidden."), (500, 3, "HTTP 500"),
     # A gateway's, while it restarts: the probe is answered.
-    (404, 3, "HTTP 404"), (302, 3, "HTTP 302"), (424, 3, "HTTP 424"),
+    *((code, 3, f"HTTP {code}") for code in (404, 302, 424, 401, 405, 421)),
     (b"not json", 3, "bad answer"), (b'{"choices": []}', 3, "bad answer"),
     (b'{"choices": [{"message": {"content": [1]}}]}', 3, "bad answer"),
     (b'{"choices": CUT', 3, "RemoteProtocolError"),
-    (b'{"choices": [{"finish_reason": "abort", "message": {"content": "A"}}]}', 3, "broke off"),
+    *((b'{"choices": [{"finish_reason": "%b", "message": {"content": "A"}}]}' % reason, 3,
+       "broke off") for reason in (b"abort", b"network_error", b"cancelled", b"TIMEOUT")),
     (b'{"choices": [{"message": {"content": ""}}], "usage": {"completion_tokens": 0}}', 3, "broke"),
     (b'{"choices": [{"message": {"content": ""}}]}', 3, "broke off: none"),  # a gateway's
     (b'{"error": "busy", "choices": [{"message": {"content": "A"}}]}', 3, "broke off: busy")])

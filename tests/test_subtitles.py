@@ -63,8 +63,7 @@ def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, 
         engine = Scripted(codec, [ANSWER])
         _, _ = rollout.run(rollout.RolloutWorker(engine, codec, source, agent), tasks, 4)
         found.append(prompts(engine))
-    engine = Scripted(codec, [ANSWER])
-    engine.close = lambda *_: None
+    engine, engine.close = Scripted(codec, [ANSWER]), lambda *_: None
     monkeypatch.setattr(rollout, "make_engine", lambda *given, **more: engine)
     settings(evaluation, monkeypatch, toy, data, "--out", str(tmp_path / "out"), *flags)
     launch.run_main(evaluation.main)

@@ -480,8 +480,8 @@ def test_films_that_go_with_their_disk_are_no_missing_films(tmp_path):
     with pytest.raises(video.launch.UserError, match="d.jsonl: 2 of 8 .*: c/e: No such file"):
         cache.check_present(args, "d.jsonl", rows)
     os.remove(films[3])  # the only one of its folder
-    pytest.raises(VideoError, cache.index, films[3]).match("mp4: no such file")
-    assert not cache.disk_away([]) and cache.disk_away(["the machine: x"])
+    pytest.raises(VideoError, cache.index, films[3]).match("mp4: the machine: a file left: no such")
+    assert not cache.disk_away(["the machine: a file left"]) and cache.disk_away(["the machine: x"])
     os.rename(tmp_path / "b/v", tmp_path / "v")
     for film in films[::4]:
         pytest.raises(VideoError, cache.index, film).match("the machine: a disk left: no such")
@@ -497,14 +497,18 @@ def test_links_that_go_with_their_disk_are_no_missing_films(tmp_path):
     cache, folder, names = FrameCache(), tmp_path / "data/links", ("links/x", "links/y")
     folder.mkdir(parents=True)
     [os.symlink(write(tmp_path / "film.mp4", 10), tmp_path / "data" / name) for name in names]
-    args = SimpleNamespace(video_root=tmp_path / "data", missing_videos=0)
+    os.symlink(tmp_path / "data", tmp_path / "root")
+    args = SimpleNamespace(video_root=tmp_path / "root", missing_videos=0)
     cache.check_present(args, "d.jsonl", [{"video": name} for name in names])
+    os.remove(folder / "x")
+    pytest.raises(VideoError, cache.index, folder / "x").match("the machine: a file left: no such")
     os.rename(folder, tmp_path / "away")
     pytest.raises(VideoError, cache.index, folder / "x").match("the machine: a disk left: no such")
 
 
-def test_a_read_that_fails_is_the_machines_fault(minute, monkeypatch):
-    monkeypatch.setattr(video, "_open", lambda p: (_ for _ in ()).throw(OSError(40, "shut down")))
+@pytest.mark.parametrize("code", [40, 2])  # 2, ENOENT: the file was there a moment before
+def test_a_read_that_fails_is_the_machines_fault(minute, monkeypatch, code):
+    monkeypatch.setattr(video, "_open", lambda p: (_ for _ in ()).throw(OSError(code, "shut down")))
     pytest.raises(VideoError, FrameCache().index, minute).match("the machine: .*shut down")
 
 

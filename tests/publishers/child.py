@@ -102,8 +102,7 @@ class Finder:
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = partial(stand_in, spec.name)
+        module, module.__getattr__ = types.ModuleType(spec.name), partial(stand_in, spec.name)
         if spec.name == "loguru":  # a log does not change a verdict
             module.logger = logging.getLogger("loguru")
         return module
@@ -489,8 +488,7 @@ class Weights:
 
 def enter(name, **contents):
     """Enters a module that has these contents, and a stand-in for every other name."""
-    module = types.ModuleType(name)
-    module.__getattr__ = partial(stand_in, name)
+    module, module.__getattr__ = types.ModuleType(name), partial(stand_in, name)
     module.__path__, module.__spec__ = [], importlib.machinery.ModuleSpec(name, None)
     vars(module).update(contents)
     sys.modules[name] = module
@@ -902,8 +900,7 @@ def ours(name):
 
 
 def ask_paper(checkout, script):
-    driver = ours("paper_driver")
-    driver.Fault = Fault
+    driver, driver.Fault = ours("paper_driver"), Fault
     ask = driver.prepare_driver(checkout, script)
 
     def asked(item):
