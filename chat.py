@@ -490,8 +490,8 @@ def small_files(folder):
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         ours = name.endswith(kinds) and not name.endswith(".index.json") and name not in run_files
-        # 64 MiB; Qwen3's tokenizer.json has 11. A download cache holds links: isfile follows them.
-        if ours and launch.is_file(path) and os.path.getsize(path) <= 2**26:
+        # 64 MiB; Qwen3's tokenizer.json has 11. getsize first: a file that has gone is an error.
+        if ours and os.path.getsize(path) <= 2**26 and launch.is_file(path):
             files[name] = launch.read_file(path)
     return files
 

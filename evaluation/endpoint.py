@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.endpoint import BROKEN, PROBE, Client, Reply, base_url, error_line, is_retryable
+from plumbing.endpoint import PROBE, Client, Reply, base_url, error_line, is_retryable
 from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
@@ -319,36 +319,28 @@ class OpenAIEngine(Client):
         wait = min(reply.wait, self.server_wait)
         if reply.error:
             return Completion(request.id, error=reply.error), reply.status, wait
-        try:
-            answer, choice = reply.answer, reply.answer["choices"][0]
-            # A hosted name may stand for another model tomorrow.
-            self.served.add(str(answer.get("model")))
-            message = choice["message"]
-            # Some endpoints repeat the begun turn.
-            text = (message.get("content") or "").removeprefix(request.prefill)
-            # A server with a reasoning parser takes the thought out of the content.
-            thought = message.get("reasoning_content") or message.get("reasoning") or ""
-            # Gateways name the end of an answer in many ways, and a limit in three.
-            finish = str(choice.get("finish_reason")).lower()
-            ended = finish not in ("length", "max_tokens", "model_length")
-            usage = answer["usage"] if isinstance(answer.get("usage"), dict) else {}
-            counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-            self.usage |= {request.id: counts} if [*map(type, counts)] == [int, int] else {}
-            # Half of an answer, or none, with status 200. A model that says nothing says its end.
-            fault = answer.get("error") or choice.get("error") or BROKEN.search(finish) and finish
-            if fault or not (text or thought) and (counts[1] == 0 or finish == "none"):
-                reason = f"the server broke off: {str(fault or finish)[:200]}"
-                return Completion(request.id, error=reason), 0, wait
-            done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
-            # An empty text would be graded as an answer that says nothing.
-            if message.get("tool_calls") or (finish == "tool_calls" and not text):
-                done = Completion(request.id, error="start the server without --tool-call-parser")
-            elif finish == "content_filter" and not text:
-                done = Completion(request.id, error="the server's filter kept the answer back")
-            elif not text and not ended:
-                done = Completion(request.id, error=NO_TEXT, reasoning=str(thought))
-        except (LookupError, TypeError, AttributeError) as error:  # not the promised JSON
-            return Completion(request.id, error=f"bad answer: {type(error).__name__}"), 0, wait
+        answer, choice = reply.answer, reply.answer["choices"][0]
+        # A hosted name may stand for another model tomorrow.
+        self.served.add(str(answer.get("model")))
+        message = choice["message"]
+        # Some endpoints repeat the begun turn.
+        text = (message.get("content") or "").removeprefix(request.prefill)
+        # A server with a reasoning parser takes the thought out of the content.
+        thought = message.get("reasoning_content") or message.get("reasoning") or ""
+        # Gateways name the end of an answer in many ways, and a limit in three.
+        finish = str(choice.get("finish_reason")).lower()
+        ended = finish not in ("length", "max_tokens", "model_length")
+        usage = answer["usage"] if isinstance(answer.get("usage"), dict) else {}
+        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        self.usage |= {request.id: counts} if [*map(type, counts)] == [int, int] else {}
+        done = Completion(request.id, text=text, ended=ended, reasoning=str(thought))
+        # An empty text would be graded as an answer that says nothing.
+        if message.get("tool_calls") or (finish == "tool_calls" and not text):
+            done = Completion(request.id, error="start the server without --tool-call-parser")
+        elif finish == "content_filter" and not text:
+            done = Completion(request.id, error="the server's filter kept the answer back")
+        elif not text and not ended:
+            done = Completion(request.id, error=NO_TEXT, reasoning=str(thought))
         return done, reply.status, wait
 
     def overview_clip(self, request):

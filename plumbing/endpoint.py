@@ -95,9 +95,11 @@ class Client:
             message = f"HTTP {status}: {message_of(content, self.key())}"
             return Reply(status, error=message.rstrip(": "), wait=wait)
         try:
-            return Reply(status, mask_key(launch.parse_json(content), self.key()))
-        except ValueError as error:
-            return Reply(0, error=f"bad answer: {type(error).__name__}")  # cut off, a proxy's page
+            broken = why_broken(answer := mask_key(launch.parse_json(content), self.key()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            # Cut off, a proxy's page, or not the promised JSON.
+            return Reply(0, error=f"bad answer: {type(error).__name__}")
+        return Reply(0, error=f"the server broke off: {broken}") if broken else Reply(200, answer)
 
     async def pause(self, seconds):
         await asyncio.sleep(seconds)
@@ -119,6 +121,18 @@ class Client:
         await asyncio.gather(*others, return_exceptions=True)
         await self.http.aclose()
         self.loop.stop()
+
+
+def why_broken(answer):
+    """JSON of status 200 -> why it holds half an answer, or none; "" for a whole one."""
+    choice, usage = answer["choices"][0], answer.get("usage")
+    message, finish = choice["message"], str(choice.get("finish_reason")).lower()
+    fault = answer.get("error") or choice.get("error") or BROKEN.search(finish) and finish
+    texts = [message.get(name) or "" for name in ("content", "reasoning_content", "reasoning")]
+    # A model that says nothing says its end.
+    silent = not ("".join(texts) or message.get("tool_calls"))
+    lost = finish == "none" or isinstance(usage, dict) and usage.get("completion_tokens") == 0
+    return str(fault or (silent and lost and finish) or "")[:200]
 
 
 def is_retryable(status):

@@ -18,7 +18,7 @@ import sys
 from concurrent.futures import Future
 
 import launch
-from plumbing.endpoint import BROKEN, PROBE, Client, Reply, base_url, error_line, is_retryable
+from plumbing.endpoint import PROBE, Client, Reply, base_url, error_line, is_retryable
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
@@ -136,10 +136,8 @@ class Judge(Client):
         self.waiting -= 1
         verdict, text = None, ""
         with contextlib.suppress(LookupError, TypeError, AttributeError):
-            choice = reply.answer["choices"][0]
-            text = choice["message"]["content"]
-            cut = BROKEN.search(str(choice.get("finish_reason")))
-            verdict, text = (None, "") if cut else (read_verdict(text), text)
+            text = reply.answer["choices"][0]["message"]["content"] or ""
+            verdict = read_verdict(text)
         self.lost += text == "" and reply.status not in (400, 413, 422)  # these: of this answer
         if verdict is None and not self.told:
             self.told = True  # once a run: judge_failed counts all of them

@@ -193,3 +193,5 @@ def test_a_template_argument_has_its_value(toy, tmp_path, value, wanted):
         chat.load_codec(str(folder), "image", {"add_vision_id": True})
     codec = chat.load_codec(str(folder), "image", {"depth": value})
     assert chat.apply_template(codec, [{"role": "user", "content": "x"}]).startswith(f"[{wanted}]")
+    (folder / "x.json").symlink_to("gone")  # listed, but away: not a checkpoint without the file
+    pytest.raises(FileNotFoundError, chat.small_files, folder)

@@ -74,9 +74,8 @@ def test_room_on_a_cpu_is_for_the_states_of_gated_delta_layers():
     """A page of keys and values may be as large as one. Two contexts of two layers, in fp32. And
     vLLM knows all options of a GPU."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    text = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=1, head_dim=8,
-                           linear_num_value_heads=2, linear_key_head_dim=128,
-                           linear_value_head_dim=128)
+    text = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=1, linear_num_value_heads=2,
+                           head_dim=8, linear_key_head_dim=128, linear_value_head_dim=128)
     config = SimpleNamespace(text_config=text)
     options = cpu_options(config, chat.bases()["qwen3_5"], EngineConfig(32))
     from vllm.engine.arg_utils import EngineArgs

@@ -12,17 +12,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ["launch", "plumbing.arguments", "rewards", "plumbing.bitstream", "plumbing.caches",
-         "plumbing.hub", "video", "chat",
-         "model", "engine", "plumbing.subtitles", "plumbing.data", "plumbing.endpoint",
-         "plumbing.judge", "plumbing.runs", "plumbing.checkpoint", "plumbing.tracker",
-         "plumbing.metrics", "plumbing.policies", "plumbing.muon", "rollout", "toy", "sft", "grpo",
-         "evaluation.answers", "evaluation.benchmarks", "evaluation.endpoint",
-         "evaluation.qwen_vl_sampling", "evaluation.frame_sources", "evaluation.protocol_loop",
-         "evaluation.paper",
-         "evaluation.paper_driver", "evaluation.paper_texts", "evaluation.systems",
-         "evaluation.costs", "evaluation.windows", "evaluation.scores", "evaluation.results",
-         "eval", "tools.plan", "tools.ask", "tools.pick", "tools", "bench"]  # fmt: skip
+ORDER = ("launch plumbing.arguments rewards plumbing.bitstream plumbing.caches plumbing.hub video "
+         "chat model engine plumbing.subtitles plumbing.data plumbing.endpoint plumbing.judge "
+         "plumbing.runs plumbing.checkpoint plumbing.tracker plumbing.metrics plumbing.policies "
+         "plumbing.muon rollout toy sft grpo evaluation.answers evaluation.benchmarks "
+         "evaluation.endpoint evaluation.qwen_vl_sampling evaluation.frame_sources "
+         "evaluation.protocol_loop evaluation.paper evaluation.paper_driver evaluation.paper_texts "
+         "evaluation.systems evaluation.costs evaluation.windows evaluation.scores "
+         "evaluation.results eval tools.plan tools.ask tools.pick tools bench").split()
 FILES = sorted(path for folder in (".", "plumbing", "evaluation", "tools", "bench")
                for path in Path(ROOT, folder).glob("*.py"))
 

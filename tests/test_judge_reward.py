@@ -114,7 +114,9 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
             "verdict": True} in rows
 
 
-@pytest.mark.parametrize("reply, times", [(500, 5), ("yes and no", 1), (b"{", 5), (None, 1)])
+@pytest.mark.parametrize("reply, times", [
+    (500, 5), ("yes and no", 1), (b"{", 5), (None, 1),  # a gateway's, with status 200:
+    (b'{"choices": [{"error": {"code": 503}, "message": {"content": "No healthy upstream"}}]}', 5)])
 def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
         reply, times, judge, tmp_path, no_pause, capsys):
     with Server(*[reply] * times, "no") as server:
@@ -123,6 +125,7 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
         assert len(server.asked) == times and not (tmp_path / "judge.jsonl").exists()
         assert capsys.readouterr().err.count("no verdict of the judge (") == 1
         (second,) = pay(one, said("dark red"))
+        assert one.lost == (reply != "yes and no")  # then it was away
     assert first["judge"] == "fallback" and first["acc"] == rewards.token_f1("dark red", "red") > 0
     assert second["judge"] is False and second["acc"] == 0.0 and not capsys.readouterr().err
 

@@ -156,9 +156,8 @@ def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
     for ranks in (1, 2):
         out = tmp_path / f"ranks{ranks}"
         done = run_script("tools/replay.py", "--preset", "toy", "--ckpt", toy / "init",
-                          "--rollouts", recorded, "--video-root", toy, "--out", out,
-                          "--pack-tokens", 600, "--set", "max_grad_norm=0", "--beta", 0.01,
-                          ranks=ranks)
+                          "--rollouts", recorded, "--video-root", toy, "--out", out, "--beta", 0.01,
+                          "--pack-tokens", 600, "--set", "max_grad_norm=0", ranks=ranks)
         assert done.returncode == 0, done.stderr
         logs.append(json.loads((out / "log.jsonl").read_text()))
         found.append(load_file(out / "last" / "model.safetensors"))
