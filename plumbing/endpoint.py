@@ -128,9 +128,9 @@ def why_broken(answer):
     choice, usage = answer["choices"][0], answer.get("usage")
     message, finish = choice["message"], str(choice.get("finish_reason")).lower()
     fault = answer.get("error") or choice.get("error") or BROKEN.search(finish) and finish
-    texts = [message.get(name) or "" for name in ("content", "reasoning_content", "reasoning")]
+    others = map(message.get, ("reasoning_content", "reasoning", "tool_calls"))
     # A model that says nothing says its end.
-    silent = not ("".join(texts) or message.get("tool_calls"))
+    silent = not ((message.get("content") or "").strip() or any(others))
     lost = finish == "none" or isinstance(usage, dict) and usage.get("completion_tokens") == 0
     return str(fault or (silent and lost and finish) or "")[:200]
 
