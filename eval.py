@@ -281,13 +281,7 @@ def evaluate(args):
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
     meta = {**vars(args), "prompt_hash": prompts, "code": hub.our_commit()}
-    written = [suite for suite in suites if rank == 0 and not suite.part]
-    # Record which model answered: the same name may stand for another model next month.
-    if args.engine == "openai":
-        paths = [os.path.join(suite.out, "args.json") for suite in written]
-        earlier = [chat.read_object(path) for path in paths if launch.is_file(path)]
-        meta["served"] = sorted({name for old in earlier for name in old.get("served", ())})
-    for suite in written:
+    for suite in [suite for suite in suites if rank == 0 and not suite.part]:
         results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
         results.write_json(meta, suite.out, "args.json")
     name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
@@ -299,10 +293,6 @@ def evaluate(args):
     faulthandler.cancel_dump_traceback_later()  # no more resets: waiting and grading take long
     if world > 1:
         launch.any_rank(False)  # a barrier: all records are written
-    if engine and args.engine == "openai":
-        meta["served"] = sorted({*meta["served"], *engine.served})
-        for suite in written:
-            results.write_json(meta, suite.out, "args.json")
     if rank == 0:
         results.finish(args.out, [(s.bench, s.out) for s in suites], args, args.ckpt or args.model,
                        {s.out: s.tasks for s in suites if s.part})
@@ -356,6 +346,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             with results.open_append(os.path.join(suite.out, name)) as f:
                 for episode in run(sampler, todo, protocol, frames=k, group=args.samples):
                     record = results.record_of(episode, suite.digest, k, mode, args, meter.taken)
+                    # The models that have answered so far: the same name may stand for another.
+                    record |= {"served": sorted(engine.served)} if args.engine == "openai" else {}
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash then loses only the episodes under way
                     bar.update()

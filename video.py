@@ -295,7 +295,7 @@ class VideoSource:
             return self.load(spec)
         finally:  # also after the ValueError of a window that lies beyond another video's end
             if self.cache.identity(resolve(spec["video"], self.root)) != fingerprint:
-                raise VideoError(spec["video"], "the file changed during the episode")
+                raise VideoError(spec["video"], f"{launch.MACHINE}changed during the episode")
 
     def duration(self, spec):
         """Seconds of the video."""
@@ -699,7 +699,7 @@ def _images(path, ticks, keys, drop):
     if pathlib.Path(path).is_dir():
         _, names = _pictures(path)
         if len(names) != len(keys):  # all that follow would move
-            raise VideoError(path, "images came or went while it was read")
+            raise VideoError(path, f"{launch.MACHINE}images came or went while it was read")
         yield from ((tick, _picture(path, names[tick])) for tick in ticks)
         return
     pending, key_ticks, seeks = ticks.tolist(), keys[:, 0], drop is not None and len(keys) > 0
@@ -981,7 +981,7 @@ class FrameCache:
         if values is None:
             values = read()
             if self.identity(state[0]) != list(state[1:3]):  # else another video's key
-                raise VideoError(state[0], "changed while it was read")
+                raise VideoError(state[0], f"{launch.MACHINE}changed while it was read")
             if self.folder:
                 self.folder.store(name, values)
         return values

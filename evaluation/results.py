@@ -263,7 +263,7 @@ def finish(out, bench_dirs, args, policy, parts=None):
     policy: the checkpoint, or the model of an endpoint. parts: {bench_dir: tasks} of those that
     hold more tasks than this run asked: these are printed, not written.
     """
-    results, missing, cells, parts = [], 0, {}, parts or {}
+    results, missing, cells, parts, served = [], 0, {}, parts or {}, set()
     errors = collections.Counter()  # messages of failed items
     for bench, bench_dir in bench_dirs:
         tasks = parts.get(bench_dir) or launch.read_jsonl(os.path.join(bench_dir, "tasks.jsonl"))
@@ -271,6 +271,7 @@ def finish(out, bench_dirs, args, policy, parts=None):
         if bench_dir in parts:
             flags |= vars(args)
         done = grade_folder(bench_dir, args)
+        served.update(*(record.get("served", ()) for record in done.values()))
         # All items that the run was to ask: a run that was cut short has no summary.
         ids = [(task["id"], sample) for task in tasks for sample in range(flags["samples"])]
         for k, mode in grid_cells(flags):
@@ -295,8 +296,9 @@ def finish(out, bench_dirs, args, policy, parts=None):
     scores.add_crr(results)
     summary = {"checkpoint": policy}
     summary |= {"judge_model": args.judge_model} if args.judge_model else {}
-    names = ("protocol", "prompt_hash", "prompt_file", "texts_of", "served")
-    summary |= {name: flags[name] for name in names if name in flags}  # "served": of endpoints
+    names = ("protocol", "prompt_hash", "prompt_file", "texts_of")
+    summary |= {name: flags[name] for name in names if name in flags}
+    summary |= {"served": sorted(served)} if served else {}  # of endpoints
     departures = list(systems.all_systems()[flags["protocol"]].departures)
     if flags["protocol"] != "paravt" and not (flags.get("prompt_file") or flags.get("texts_of")):
         departures.append("prompts in our wording, not the publisher's")
@@ -319,8 +321,8 @@ def finish(out, bench_dirs, args, policy, parts=None):
     for row in results:
         prefix = [row["bench"]] if "bench" in row else []
         acc["/".join([*prefix, str(row["K"]), scores.mode_of(row)])] = round(row["acc"], 4)
-    if len(names := flags.get("served", ())) > 1:
-        print(f"answers came from several models: {launch.printable(', '.join(names))}")
+    if len(served) > 1:
+        print(f"answers came from several models: {launch.printable(', '.join(sorted(served)))}")
     if parts:
         print(f"{out} holds more tasks than these: its summary stays as it is")
     print(json.dumps({"summary": None if parts else os.path.join(out, "summary.json"), "acc": acc}))
