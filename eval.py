@@ -333,8 +333,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
     """Writes every episode, as soon as it ends, as a line of the file `name` of its suite."""
     from tqdm import tqdm
 
-    # The meter counts the tokens of every request.
-    meter, total = costs.Meter(engine), sum(len(todo) for *_, todo in jobs) * args.samples
+    meter = costs.Meter(engine)  # counts the tokens of every request
+    total = sum(len(todo) for *_, todo in jobs) * args.samples
     with tqdm(total=total, desc="episodes", disable=quiet or None) as bar:
         for suite, k, mode, todo in jobs:  # one after the other, because their agents differ
             tools, show = scores.split_mode(mode)

@@ -53,8 +53,8 @@ def resolve_checkpoint(path):
         if changed := runs.changed_files(part, runs.saved_sums(part)):
             raise launch.UserError(f"checkpoint {part}: {changed[0]} has other bytes than were "
                                    "saved; copy it again, or, if that is meant, delete state.json")
-    # Once: a large checkpoint has a dozen files of headers.
-    stored, hf = stored_shapes(base), meta_model(base)
+    stored = stored_shapes(base)  # once: a large checkpoint has a dozen files of headers
+    hf = meta_model(base)
     names = dict(hf.named_parameters())
     check_weights(base, names, stored)
     check_copies(base, hf, stored)
