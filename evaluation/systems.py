@@ -311,6 +311,8 @@ def read_prompts(sources):
             text = launch.read_file(path).decode("utf-8-sig").replace("\r\n", "\n")
             if name:
                 text = single_braces(assigned_string(text, name))
+            elif not text.strip():
+                raise ValueError("is empty")  # its disk was full, perhaps
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise launch.UserError(f"--prompt-file {source}: {error}") from None
         if text is None:

@@ -55,6 +55,7 @@ def play(toy, source, codec, monkeypatch):
 
 @pytest.mark.parametrize("file, text, wanted", [
     ("time.py:PROMPT[r1]", "PROMPT = {'r1': 'Question: {}\\n{}'}", "does not hold 'What"),
+    ("t.txt", "\n", "t.txt: is empty"),  # its disk was full
     ("t.txt", "Question: {question}", "does not hold"),  # no options
     ("t.txt", "{question} {options} Answer {type_fix}.", "holds {type_fix}"),
     ("t.txt", "{question} {options} Put it in \\boxed{answer}, as {\"a\": {}}.", None)])
