@@ -281,9 +281,10 @@ def evaluate(args):
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
     meta = {**vars(args), "prompt_hash": prompts, "code": hub.our_commit()}
-    for suite in [suite for suite in suites if rank == 0 and not suite.part]:
-        results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-        results.write_json(meta, suite.out, "args.json")
+    for suite in suites:
+        if rank == 0 and not suite.part:
+            results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
+            results.write_json(meta, suite.out, "args.json")
     name = f"records.rank{rank}.jsonl"  # a file per rank needs no lock
     if needed:
         # This rank's tasks of every job.

@@ -271,7 +271,8 @@ def finish(out, bench_dirs, args, policy, parts=None):
         if bench_dir in parts:
             flags |= vars(args)
         done = grade_folder(bench_dir, args)
-        served.update(*(record.get("served", ()) for record in done.values()))
+        # flags: of runs from before the records' field.
+        served.update(flags.get("served", ()), *(r.get("served", ()) for r in done.values()))
         # All items that the run was to ask: a run that was cut short has no summary.
         ids = [(task["id"], sample) for task in tasks for sample in range(flags["samples"])]
         for k, mode in grid_cells(flags):

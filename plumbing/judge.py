@@ -134,10 +134,8 @@ class Judge(Client):
         async with self.room:
             reply = await self.post_with_retries(judge_messages(*texts))
         self.waiting -= 1
-        verdict, text = None, ""
-        with contextlib.suppress(LookupError, TypeError, AttributeError):
-            text = reply.answer["choices"][0]["message"]["content"] or ""
-            verdict = read_verdict(text)
+        text = "" if reply.error else reply.answer["choices"][0]["message"].get("content") or ""
+        verdict = read_verdict(text)
         self.lost += text == "" and reply.status not in (400, 413, 422)  # these: of this answer
         if verdict is None and not self.told:
             self.told = True  # once a run: judge_failed counts all of them

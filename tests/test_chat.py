@@ -171,8 +171,7 @@ def test_the_think_prefix_is_not_forced_twice(codec):
 def test_another_architecture_is_refused(toy, tmp_path):
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(launch.UserError, match="qwen2"):
-        chat.load_codec(str(tmp_path))
+    pytest.raises(launch.UserError, chat.load_codec, str(tmp_path)).match("qwen2")
 
 
 def test_a_template_argument_that_the_template_does_not_read_is_refused(toy):

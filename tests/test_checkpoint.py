@@ -169,8 +169,7 @@ def test_no_number_far_down_in_a_matrix_is_refused(tmp_path, shape, rows):
     """Of a small one any row, of a large one a tenth of the rows."""
     weights, weights[rows] = torch.ones(shape), float("nan")
     save_file({"w": weights}, tmp_path / "model.safetensors")
-    with pytest.raises(launch.UserError, match="no number"):
-        checkpoint.stored_shapes(str(tmp_path))
+    pytest.raises(launch.UserError, checkpoint.stored_shapes, str(tmp_path)).match("no number")
 
 
 def test_weights_are_trained_in_fp32_whatever_dtype_the_configuration_names(

@@ -253,7 +253,8 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     optimizers = sft.build_optimizers(policy, LEARNING, device)
     for _ in range(steps):
         policy.zero_grad()
-        (loss, count), norm = sft.forward_backward(policy, packs), model.reduce_and_clip(policy, 0)
+        loss, count = sft.forward_backward(policy, packs)
+        norm = model.reduce_and_clip(policy, 0)
         grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
                  if p.requires_grad}
         with mock.patch.object(muon, "semi_orthogonal", wraps=muon.semi_orthogonal) as ns:

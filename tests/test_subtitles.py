@@ -93,8 +93,7 @@ def test_a_file_that_goes_after_the_check_costs_no_episode(data, tmp_path):
     (tmp_path / "words.srt").unlink()
     assert subtitles.task_subtitles(tasks[0], [8.0], root, "aligned") == "Hello there"
     subtitles.read_subtitles.cache_clear()  # the next start
-    with pytest.raises(launch.UserError, match="unreadable"):
-        subtitles.check_subtitles(tasks, root)
+    pytest.raises(launch.UserError, subtitles.check_subtitles, tasks, root).match("unreadable")
 
 
 @pytest.mark.process

@@ -823,7 +823,8 @@ def ask_videozoomer(checkout):
                      else value for key, value in found.items()})
 
     given, rollout = settings("data"), settings("actor_rollout_ref.rollout")
-    torch.distributed.get_world_size, processor = lambda *_: 1, Processor()
+    torch.distributed.get_world_size = lambda *_: 1
+    processor = Processor()
     processor.image_processor = Grid()
     data.verl_F = types.SimpleNamespace(
         tokenize_and_postprocess_data=lambda prompt, **_: (torch.ones(1, 4), torch.ones(1, 4)))

@@ -74,8 +74,7 @@ def test_videomme(tmp_path, monkeypatch, where):
     monkeypatch.setattr(launch, "is_file", lambda path, **more: real(path, **more) and (
         folder not in path or looks.append(folder) or looks.count(folder) > 1))
     for folder in ("/subtitle/", "/data/"):  # noqa: B007  (the lambda reads it)
-        with pytest.raises(launch.UserError, match="files come or go"):
-            read("videomme_wsub", tmp_path)
+        pytest.raises(launch.UserError, read, "videomme_wsub", tmp_path).match("files come or go")
 
 
 def longvideobench(**more):

@@ -115,7 +115,8 @@ def test_the_key_does_not_go_through_a_proxy_of_the_environment(serve, monkeypat
 
 
 def test_a_server_that_drips_is_left_when_the_time_of_the_request_is_over(serve, monkeypatch):
-    began, done = time.monotonic(), ask(serve(drip).url, monkeypatch, timeout=1.0)
+    began = time.monotonic()
+    done = ask(serve(drip).url, monkeypatch, timeout=1.0)
     assert "no whole answer within 1 s" in done.error and time.monotonic() - began < 15
 
 
