@@ -1,0 +1,236 @@
+"""
+plumbing/log.py (tests/test_log.py): the numbers of a run, from episodes to log.jsonl, the terminal
+and a tracker, and warnings that a run learns nothing.
+
+  row       = the numbers of one episode, small enough to send to rank 0
+  metrics   = means over the rows whose status is ok, of all ranks; the same per K and per type
+  closed_T  = closed tags / opened tags of kind T in one rollout
+  kappa     = executed calls per rollout
+
+What each number means: docs/metrics.md. Reads and writes --out/log.jsonl; writes --out/args.json,
+and --out/track.id, the name of the run at the tracker. Used by sft.py and grpo.py.
+"""
+import importlib.util
+import json
+import os
+import statistics
+import time
+
+import launch
+import rewards
+
+TAGS = ("think", "tool_call", "answer")
+TRACKERS = ("trackio", "wandb", "swanlab")
+# Of numbers per token on the terminal. A name that ends in _s says seconds.
+UNITS = {"loss": " nats", "val_loss": " nats", "gap": " nats", "gap_sub": " nats"}
+
+# -----------------------------------------------------------------------------
+# Episodes -> numbers
+
+
+def episode_row(episode):
+    """The numbers of one episode, and what they are grouped by."""
+    row = {
+        "status": episode.status,
+        "group": episode.group,
+        "K": episode.num_frames,
+        "type": episode.task["type"],
+        "written_calls": len(episode.calls),
+        "kappa": episode.executed(),
+        "called": episode.executed() > 0,
+        "sub_tokens": sum(call["sub_tokens"] for call in episode.calls),
+    }
+    # All numbers of the reward: a term that is added to rewards.score is logged by itself.
+    row.update(flat_numbers(episode.reward))
+    if "judge" in episode.reward:  # a verdict, or that token F1 paid in its place
+        row["judge_failed"] = episode.reward["judge"] == "fallback"
+    if episode.turns:
+        row["length"] = sum(episode.context.mask)  # sampled tokens of the main agent
+        row["cut_turns"] = episode.finish.count("length") / len(episode.turns)
+        # By the paper's terms in every run, so that runs which are paid by others can be compared.
+        row["f_tau"] = rewards.format_reward(episode.turns, episode.think_open)["total"]
+    text = "".join(episode.turns)
+    if episode.think_open:  # the forced prefix of each turn is no part of its text
+        text += "<think>" * len(episode.turns)
+    for tag in TAGS:
+        opened = text.count(f"<{tag}>")
+        if opened > 0:
+            row[f"closed_{tag}"] = min(1.0, text.count(f"</{tag}>") / opened)
+    return row
+
+
+def call_minus_skip(rows):
+    """How much R_acc a call was worth: mean of the rollouts that wrote a call minus mean of those
+    that did not, within prompts, because easy prompts are called less and answered better. A call
+    that was written and not run counts: the policy decides to write. None if no prompt has both."""
+    groups = {}
+    for row in rows:
+        if "acc" in row:
+            accs = groups.setdefault(row["group"], {True: [], False: []})
+            accs[row["written_calls"] > 0].append(row["acc"])
+    gains = []
+    for accs in groups.values():
+        if accs[True] and accs[False]:
+            gains.append(statistics.fmean(accs[True]) - statistics.fmean(accs[False]))
+    return statistics.fmean(gains) if gains else None
+
+
+def means(rows):
+    """Rows -> {name: mean of this number over the rows that have it}, and their count n."""
+    values = {}
+    for row in rows:
+        for name, value in flat_numbers(row).items():
+            values.setdefault(name, []).append(value)
+    numbers = {name: statistics.fmean(column) for name, column in values.items()}
+    return {"n": len(rows), **numbers, "call_minus_skip": call_minus_skip(rows)}
+
+
+def summarise(rows):
+    """Episode rows of all ranks -> metrics. A broken video has no accuracy and no format, so zeros
+    for it would blame the policy: means are over the rollouts that are ok."""
+    ok = [row for row in rows if row["status"] == "ok"]
+    metrics = means(ok)
+    metrics["not_ok"] = len(rows) - len(ok)
+    # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
+    # type among several shows per type only.
+    for column in ("K", "type"):
+        cells = metrics[f"by_{column}"] = {}
+        for value in sorted({row[column] for row in ok}):
+            cells[value] = means([row for row in ok if row[column] == value])
+    return metrics
+
+
+# -----------------------------------------------------------------------------
+# Warnings
+
+
+def signs(history):
+    """Rows of the log -> {name: line}: signs that a run learns nothing, with the likely
+    cause. The thresholds are wide, so that healthy runs show none."""
+    lines = {}
+
+    def column(name):  # of the rows that have this number
+        return [row[name] for row in history if row.get(name) is not None]
+
+    # Rounding does not grow tenfold: other weights, frames or kernels do.
+    gaps = column("gap")
+    if len(gaps) > 3 and gaps[-1] > max(1e-3, 10 * statistics.median(gaps)):
+        lines["gap"] = (f"the log-probs of engine and trainer differ by {gaps[-1]:.1e} nats, ten "
+                        "times the run's median: other weights, other inputs, or --lr is too high")
+    # Answers without a call earn as much, and the run goes on as one without tools.
+    called = column("called")
+    if called and max(called) > 0.3 and max(called[-3:]) < max(called) / 3:
+        lines["calls"] = (f"calls die out: {called[-1]:.0%} of the rollouts call, before "
+                          f"{max(called):.0%}: see call_minus_skip, --frames gated, --tool-reward")
+    for tag in TAGS:
+        shares = column(f"closed_{tag}")
+        if len(shares) > 2 and max(shares[-3:]) < 0.5:
+            lines[tag] = (f"most <{tag}> tags stay open: the cold start did not teach the format, "
+                          "--max-new-tokens is too small, or --lr is too high")
+    return lines
+
+
+# -----------------------------------------------------------------------------
+# The log
+
+
+class Log:
+    """The numbers of each step: the same to log.jsonl, to the terminal and to --track. On ranks
+    other than 0 it does nothing."""
+
+    def __init__(self, out, start, steps, args):
+        """start: the step after which the run goes on. Lines of later steps and a torn last line
+        are dropped. Writes args.json: a run that dies early still says how it was started."""
+        from tqdm import tqdm
+
+        self.rank = launch.rank_and_world()[0]
+        if self.rank != 0:
+            return
+        self.out, self.start, self.steps = out, start, steps
+        self.began = time.monotonic()
+        self.warned = set()
+        self.rows = []
+        path = os.path.join(out, "log.jsonl")
+        if start > 0 and os.path.exists(path):
+            rows = launch.read_jsonl(path, ("step",), faults=["a line that a kill has torn"])
+            self.rows = [row for row in rows if row["step"] <= start]
+        launch.write_atomic(os.path.join(out, "args.json"), json.dumps(vars(args), indent=1))
+        launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self.file = open(path, "a", encoding="utf-8")
+        self.tracker = start_tracker(out, start, args) if args.track else None
+        self.bar = tqdm(total=steps, initial=start, unit="step", disable=None)  # on a terminal
+
+    def write(self, row, shown):
+        """Adds a row to log.jsonl and to --track, prints the numbers named in `shown`, and warns
+        once of each new sign."""
+        if self.rank != 0:
+            return
+        step, numbers = row["step"], flat_numbers(row)
+        self.rows.append(row)
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if self.tracker:
+            self.tracker.log(numbers, step=step)
+        parts = [f"step {step:04d}/{self.steps:04d}"]
+        for name in shown.split():
+            if name in numbers:
+                parts.append(f"{name} {numbers[name]:.4g}" + UNITS.get(name, ""))
+        pace = (time.monotonic() - self.began) / max(1, step - self.start)  # seconds a step
+        parts.append(f"eta {pace * (self.steps - step) / 60:.1f} min")
+        self.bar.update(step - self.bar.n)
+        self.bar.write(" | ".join(parts))
+        found = signs(self.rows)
+        for name in found.keys() - self.warned:
+            self.bar.write(f"WARNING step {step}: {found[name]}")
+        self.warned.update(found)
+
+    def close(self, step):
+        """Prints how the run ended."""
+        if self.rank != 0:
+            return
+        self.bar.close()
+        self.file.close()
+        if self.tracker:
+            self.tracker.finish()
+        if step < self.steps:
+            print(f"stopped after step {step}; the same command goes on from {self.out}")
+        else:
+            print(f"done: {step} steps -> {self.out}/last")
+
+
+# -----------------------------------------------------------------------------
+# --track
+
+
+def check_tracker(name):
+    """Raises UserError if the package of --track is missing: before models are loaded."""
+    if importlib.util.find_spec(name) is None:
+        raise launch.UserError(f"--track {name}: not installed: pip install {name}")
+
+
+def start_tracker(out, start, args):
+    """-> the module of --track, in which a run has begun, or goes on if start > 0. Its own errors,
+    of a login or a network, end the run, which goes on with or without --track."""
+    path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
+    if start == 0 or not os.path.exists(path):
+        launch.write_atomic(path, os.urandom(4).hex())
+    with open(path, encoding="utf-8") as file:
+        identity = file.read()
+    options = {}
+    if args.track != "trackio":  # which knows a run by its name, so the name must be its own
+        options["id"] = identity
+    name = f"{os.path.basename(os.path.abspath(out))}-{identity}"
+    tracker = importlib.import_module(args.track)
+    tracker.init(project="paravt", name=name, config=dict(vars(args)), resume="allow", **options)
+    return tracker
+
+
+def flat_numbers(row, prefix=""):
+    """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
+    numbers = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            numbers.update(flat_numbers(value, f"{prefix}{name}/"))
+        elif isinstance(value, (int, float)):
+            numbers[f"{prefix}{name}"] = value
+    return numbers
