@@ -552,11 +552,31 @@ UNITS = ("zero one two three four five six seven eight nine ten eleven twelve th
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 SPELLED = dict(zip(UNITS, range(20))) | dict(zip(TENS, range(20, 100, 10))) | {"%": "percent"}
 COMPOUND = re.compile(rf"\b({'|'.join(TENS)})[ -]({'|'.join(UNITS[1:10])})\b")  # twenty-one
-# A number that stands alone, with sign and point; percent; a run of letters and digits.
+# Of texts in which all but word characters and these signs are blanks: a number that stands alone,
+# with sign and point; percent; a word.
 WORD = re.compile(
-    r"(?<![^\W_])-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\W_])|(?<![^\W_])-[0-9]+|%|[^\W_]+[+#]*")
+    r"(?<![^\s.%+#-])-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\s.%+#-])|(?<![^\s.%+#-])-[0-9]+|%|"
+    r"[^\s.%+#-]+[+#]*")
+# Chinese characters and kana: texts without blanks between words.
+IDEOGRAPH = "\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 NEGATIONS = ("not no never neither nor cannot cant isnt wasnt arent dont doesnt didnt except wrong "
              "incorrect").split()  # fmt: skip
+
+
+def word_characters(text):
+    """The text with a blank in place of each character that is no letter, mark, digit or one of the
+    signs . - % + #, and without the vowel points of Hebrew, Arabic and Syriac."""
+    kept = [" "]
+    for char in text:
+        # Points (Unicode's classes 10 to 36) are usually left out; the last makes an emoji of "1".
+        if 10 <= unicodedata.combining(char) <= 36 or char == "\ufe0f":
+            continue
+        kind = unicodedata.category(char)
+        # Hindi, Bengali and Thai write vowels as combining marks, which \w does not match: without
+        # them other words become equal. A mark after a blank is part of a picture.
+        in_word = kind[0] in "LN" or kind in ("Mn", "Mc") and kept[-1] != " "
+        kept.append(char if in_word or char in ".-%+#" else " ")
+    return "".join(kept)
 
 
 def normalise(text):
@@ -569,7 +589,7 @@ def normalise(text):
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
     text = COMPOUND.sub(lambda match: f" {SPELLED[match[1]] + SPELLED[match[2]]}", text)
     tokens = []
-    for word in WORD.findall(text):
+    for word in WORD.findall(word_characters(text)):
         # 05 -> 5, 5.0 -> 5, .5 -> 0.5. As text: int() refuses thousands of digits. Without the
         # possessive repeats a long row of zeros would take quadratic time.
         if number := re.fullmatch(r"(-?)0*+([0-9]*+)(\.[0-9]+)?", word):
@@ -581,8 +601,14 @@ def normalise(text):
 
 def token_f1(answer, gold):
     """F1 in [0, 1] of two token multisets: a repeated word counts as often as both have it. A part
-    of the answer earns a part: a slope to climb."""
-    tokens, wanted = (Counter(normalise(text)) for text in (answer, gold))
+    of the answer earns a part: a slope to climb. Chinese and Japanese count by characters."""
+    bags = []
+    for text in (answer, gold):
+        bag = Counter()
+        for token in normalise(text):
+            bag.update(re.findall(f"[{IDEOGRAPH}]|[^{IDEOGRAPH}]+", token))
+        bags.append(bag)
+    tokens, wanted = bags
     return 2.0 * (tokens & wanted).total() / max(1, (tokens + wanted).total())
 
 
@@ -760,7 +786,8 @@ PAIR = re.compile(
     rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–~,→]|-->|(?:up )?to|through|until|and) ?"
     rf"{ABOUT}{TIME}{SECONDS}")
 # "start_time": 1, "Start time: 1", "**Start time (s):** 1", "starts at about 1"
-AT = rf"[a-z_]{{0,8}}(?: time(?:stamp)?)?(?: \(s(?:econds)?\))?[\"' :=]{{0,6}}(?:at )?{ABOUT}{TIME}"
+AT = (rf"[a-z_]{{0,8}}(?: time(?:stamp)?)?(?: \(s(?:econds)?\))?[\"' :=]{{0,6}}(?:is |at ){{0,2}}"
+      rf"{ABOUT}{TIME}")
 NAMED = re.compile(rf"(?i)(?:start|begin){AT}[^0-9]{{0,60}}?(?:end|finish|stop){AT}")
 # Words just before or after a pair of numbers that is no time. A newline stands for the pair.
 COUNTED = re.compile(r"(?i)(?:frames?|confidence:?)(?: \w{4,7})? ?\n|\n (?:frame|percent|confid)")

@@ -208,6 +208,7 @@ def test_letter_is_read_by_policy(response, want):
 @pytest.mark.parametrize("response, want", [
     ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)), ("start: 10, end: 20", (10, 20)),
     ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)), ("12.54 to 17.83", (12.54, 17.83)),
+    ("The start time is 12.5 seconds and the end time is 20 seconds.", (12.5, 20)),
     ("starts at 3 seconds and ends at 9 seconds", (3, 9)), ("1:02:03 - 1:02:10", (3723, 3730)),
     ("<think>1-2</think><answer>3-4</answer>", (3, 4)), ("from 00:03 until 00:09", (3, 9)),
     ('{"start_time":10,"end_time":20.5}', (10, 20.5)), ("10.5–20 seconds", (10.5, 20)), ("", None),
@@ -240,7 +241,9 @@ def test_half_of_a_labelled_span_has_to_be_in_the_video():
 @pytest.mark.parametrize("response, gold", [
     ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"),
     ("5.0", "five"), ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"),
-    ("well known", "well-known"), ("007", "7"), ("(A)", "A")])
+    ("well known", "well-known"), ("007", "7"), ("(A)", "A"),
+    ("दिन", "दिन"), ("তিন", "তিন"), ("พ่อ", "พ่อ"), ("كِتَابٌ", "كتاب"), ("שָׁלוֹם", "שלום"),
+    ("cafe\u0301", "café"), ("a red ❤️", "red"), ("1️⃣", "1")])
 def test_open_answers_match_after_normalising(response, gold):
     assert match_open(response, gold) and rewards.accuracy(response, "open", gold) == 1.0
 
@@ -248,7 +251,9 @@ def test_open_answers_match_after_normalising(response, gold):
 @pytest.mark.parametrize("response, gold", [
     ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"),
     ("zoom", "dolly zoom"), ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"),
-    ("50", "50%"), ("red or blue", "red")])
+    ("50", "50%"), ("red or blue", "red"),
+    # Vowels that are combining marks: day and gift, peacock and blow, three and oil, father and you
+    ("दान", "दिन"), ("मार", "मोर"), ("তেল", "তিন"), ("เธอ", "พ่อ")])
 def test_open_answers_that_differ_do_not_match(response, gold):
     assert not match_open(response, gold)
 
@@ -257,7 +262,10 @@ def test_open_answers_that_differ_do_not_match(response, gold):
     ("red car red", "red red car", 1.0),  # multisets: order is free, repeats count
     ("red red red", "red", 0.5),  # 2 * 1 / (3 + 1)
     ("red car", "blue car", 0.5), ("blue", "red", 0.0), ("", "red", 0.0), ("", "", 0.0),
-    ("the", "A", 0.0)])
+    ("the", "A", 0.0), ("दान", "दिन", 0.0), ("लाल कार", "नीली कार", 0.5),
+    # without blanks between words: by characters, 5 of 7 and 5
+    ("一辆红色的汽车", "红色的汽车", 10 / 12), ("赤い車", "赤い自動車", 6 / 8), ("蓝天", "红色", 0),
+    ("iPhone手机", "iPhone", 2 / 4)])
 def test_token_f1_counts_multisets(response, gold, want):
     assert rewards.token_f1(response, gold) == approx(want)
 
