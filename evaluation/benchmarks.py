@@ -212,11 +212,14 @@ def mlvu_tasks(row, path):
     # The first release has no ids, and the videos of json/2_needle.json lie in 2_needle.
     first = os.path.basename(os.path.dirname(path)) == "json"
     folder = os.path.splitext(os.path.basename(path))[0] if first else ""
+    answer = row["answer"]  # a letter (Hub) or the text of a candidate (first release)
+    if first and answer and answer in row["candidates"]:
+        answer = string.ascii_uppercase[row["candidates"].index(answer)]
     yield {
         "id": row.get("question_id") or f"{kind}-{row.get('video')}",
         "video": os.path.join(folder, row.get("video_name") or row["video"]),
         "question": row["question"], "options": row["candidates"], "tags": {"task": kind},
-        "answer": row["answer"]}  # a letter (Hub) or the text of a candidate (first release)
+        "answer": answer}
 
 
 def mmvu_tasks(row, path):
@@ -463,8 +466,9 @@ def complete_task(task, split, root, notes):
             task["published"] = task["question"]
         if any(text != text.strip() for text in task["options"] or []):
             task["published_options"] = task["options"]
-        answer = answer_letter(task["answer"], options)
-        task.update(question=question, options=options, answer=answer)
+        by_letter, by_text = data.answer_letters(task["answer"], options)
+        # Publishers give letters, so an option may itself be the text "A". mlvu_tasks knows texts.
+        task.update(question=question, options=options, answer=by_letter or by_text)
     notes["no usable answer"] += task["answer"] == ""
     # A missing video keeps the expected path, and the episode ends in a counted error.
     path = locate_file(root, split.videos, task["video"])
@@ -574,13 +578,3 @@ def split_options(question):
     if len(options) < 2:
         return question.strip(), []
     return "\n".join(stem).strip(), options
-
-
-def answer_letter(answer, options):
-    """Gold letter from a letter, a label or an option's text (the first with it), "" for none."""
-    answer, letters = str(answer).strip(), string.ascii_uppercase[: len(options)]
-    # A letter first: an option may itself be the text "A".
-    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
-    if label and label[1].upper() in letters:
-        return label[1].upper()
-    return letters[options.index(answer)] if answer in options else ""

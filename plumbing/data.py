@@ -34,6 +34,29 @@ def bare_options(options: list[str]) -> list[str]:
     return [text[label.end():].strip() for text, label in zip(options, labels)]
 
 
+def answer_letters(answer, options: list[str]) -> tuple[str, str]:
+    """A published answer -> (the letter that it is, the letter of the option whose text it is), ""
+    for none. The letter may be written "B", "b", "(B)" or "B."; of equal texts the first counts.
+
+    The two differ if options are letters themselves: "c" of the options e, c, a is C, or the text
+    of B. Only the file knows, see unclear_labels.
+    """
+    answer, letters = str(answer).strip(), string.ascii_uppercase[:len(options)]
+    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
+    by_letter = label[1].upper() if label and label[1].upper() in letters else ""
+    by_text = letters[options.index(answer)] if answer in options else ""
+    return by_letter, by_text
+
+
+def unclear_labels(answers: list[tuple[str, str]]) -> list[bool]:
+    """Pairs of answer_letters, of one file -> which of them cannot be read: those that are the
+    letter of one option and the text of another, if other answers can only be letters. If all other
+    answers are texts, the text counts."""
+    only_letters = any(by_letter and not by_text for by_letter, by_text in answers)
+    return [only_letters and by_letter != by_text and bool(by_letter and by_text)
+            for by_letter, by_text in answers]
+
+
 def read_tasks(path: str, faults: list | None = None, unlabelled: bool = False) -> list[dict]:
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
     a list `faults` the line goes there, and the row is left out. unlabelled: an answer may be null.
@@ -77,6 +100,12 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
         return "options have labels that are not A, B, .. in order"
     if unlabelled and row["answer"] is None:
         return None
+    # The label of a task is a letter: "A" of the options C, B, A is the first. But "c" of the
+    # options e, c, a was meant as a text, as published rows have it.
+    by_letter, by_text = answer_letters(row["answer"], options)
+    if row["type"] == "mcq" and by_letter and by_text not in ("", by_letter):
+        if row["answer"].strip() != by_letter:
+            return f"the answer {row['answer']!r} is the letter of one option, the text of another"
     # A label that earns less than 1 when the model writes that very label misleads training.
     # Graded by the very functions that pay a rollout.
     kind = rewards.task_types()[row["type"]]

@@ -179,6 +179,18 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, ki
     assert tasks[0]["video"].removeprefix("./") == "a.mp4"
 
 
+@pytest.mark.parametrize("others, wanted", [
+    ([], "B"), ([(["x", "y"], "y"), (["a", "d", "e"], "e")], "B"),  # MVBench gives texts
+    ([(["x", "y"], "B")], None), ([(["x", "y"], "y"), (["x", "y"], "a")], None)])
+def test_an_answer_that_is_a_letter_and_a_text(tmp_path, capsys, others, wanted):
+    """As in MVBench's "character order". The text counts, if no other answer is only a letter."""
+    rows = [{"video": "a.mp4", "question": "Which?", "candidates": options, "answer": answer}
+            for options, answer in [(["e", "c", "a"], "c"), *others]]
+    tasks = {task["id"]: task["answer"] for task in convert(tmp_path, rows, "mine.jsonl")}
+    assert tasks.get("mine/0") == wanted and len(tasks) == len(rows) - (wanted is None)
+    assert ("the first is mine/0" in capsys.readouterr().out) == (wanted is None)
+
+
 def test_turns_types_and_absolute_paths(tmp_path, start):
     (film := tmp_path / "a.mp4").touch()
     talk = [("human", "<video>What?"), ("gpt", "A dog."), ("human", "When?"), ("gpt", "Later.")]

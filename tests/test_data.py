@@ -37,7 +37,7 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("grounding", [None, 5]), "in sec"), (labelled("open", "<b></b>"), "a letter or"),
     (labelled("mcq", 1, FOUR), "the letter of"), (labelled("grounding", "1 - 5"), "in sec"),
     (labelled("mcq", "A, B", FOUR), "letter"), (labelled("mcq", "E", FOUR), "letter"),
-    (labelled("open", 4), "a text")])
+    (labelled("open", 4), "a text"), (labelled("mcq", "c", ["e", "c", "a"]), "text of another")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
     path = write_rows(tmp_path / "tasks.jsonl", [labelled("open", "fine"), {**task, "id": "u"}])
     with pytest.raises(launch.UserError) as e:
@@ -51,7 +51,8 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
     labelled("mcq", "Z", [str(n) for n in range(26)]), labelled("list", "16 red, 40 blue"),
     labelled("mcq", "A", ["J. Cole", "B. Dylan"]), labelled("mcq", "A", ["是", "不是"]),
     labelled("open", "一只红色的狗"), labelled("open", "-0.5"), labelled("list", "红, 蓝"),
-    labelled("open", "5 %"), labelled("open", "the")])
+    labelled("open", "5 %"), labelled("open", "the"), labelled("mcq", "A", ["C", "B", "A"]),
+    labelled("mcq", "a", ["a", "b"])])
 def test_labels_of_every_kind_are_read(tmp_path, task):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task), encoding="utf-8-sig")

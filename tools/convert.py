@@ -132,7 +132,8 @@ def options_of(row, cell, answer):
             raise ValueError("an answer that names two options")
         if not named and places != [*range(places[0], places[0] + len(places))]:
             raise ValueError("options whose letters or numbers leave one out")
-        answer = string.ascii_uppercase[named.pop()] if named else answer
+        # In brackets, so that it is no text of another option.
+        answer = f"({string.ascii_uppercase[named.pop()]})" if named else answer
         options = [text for _, _, text in options]
     elif not isinstance(options, list) and not benchmarks.split_options(str(options))[1]:
         mark = next((mark for mark in "\n|;" if mark in str(options)), "\n")
@@ -533,8 +534,8 @@ def letter_of(answer, options, first=None):
             raise ValueError(SHIFTED)
         return dict(enumerate(string.ascii_uppercase[:len(options)], first)).get(int(count[1]), "")
     label = re.match(r"\(?[A-Z][).:]\s", str(answer))
-    letter = benchmarks.answer_letter(answer, options)
-    return letter or (label and rewards.extract_letter(answer, options)) or ""
+    by_letter, by_text = data.answer_letters(answer, options)
+    return by_text or by_letter or (label and rewards.extract_letter(answer, options)) or ""
 
 
 def to_task(row):
@@ -578,6 +579,7 @@ def to_task(row):
             hint = COUNT.fullmatch(str(answer)) and "; do numbers count? --answers-from 0 or 1"
             raise ValueError(f"the answer is none of the options{hint or ''}")
         task.update(question=question, options=options, answer=letter)
+        task["(letters)"] = data.answer_letters(answer, options)  # see convert
     windows = parse_loosely(row.get("evidence"))  # other data sets have texts there
     windows = windows if isinstance(windows, list) else [[row.get("start"), row.get("end")]]
     more = {"evidence": [window_of(times, "no window in seconds: evidence, or start and end")
@@ -646,6 +648,15 @@ def convert(paths, out, frames, max_frames=64, names=None, first=None):
         source = row.get("id") or row.get("data_source") or name.partition("/")[0]
         rows += [{"id": f"{name}/{n}" if n else name, "source": source, **one}
                  for n, one in enumerate(attempt(name, make_rows, row) or ())]
+    letters = {}  # file -> how its answers name options
+    for row in rows:
+        letters.setdefault(row["id"].partition("/")[0], []).append(row.pop("(letters)", ("", "")))
+    unclear = [flag for file in letters.values() for flag in data.unclear_labels(file)]
+    why = "the answer is the letter of one option and the text of another, others only letters"
+    for row, flag in zip(rows, unclear):
+        if flag:
+            rejected.setdefault(why, []).append(row["id"])
+    rows = [row for row, flag in zip(rows, unclear) if not flag]
     if SHIFTED in rejected:
         raise launch.UserError(f"{SHIFTED}; as in {rejected[SHIFTED][0]}")
     for reason, ids in sorted(rejected.items(), key=lambda item: -len(item[1])):

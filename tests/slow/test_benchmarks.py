@@ -140,7 +140,8 @@ def test_mlvu_as_first_released(tmp_path):
     needle = {"video": "needle_1.mp4", "duration": 100, "question_type": "findNeedle"}
     put(tmp_path, "json/2_needle.json", [
         {**needle, "question": "What falls?", "candidates": ["A cup", "A hat"], "answer": "A hat"},
-        {**needle, "question": "Who?", "candidates": ["A boy", "A girl"], "answer": "A gril"}])
+        {**needle, "question": "Who?", "candidates": ["A boy", "A girl"], "answer": "A gril"},
+        {**needle, "question": "Which letter?", "candidates": ["e", "c", "a"], "answer": "c"}])
     put(tmp_path, "json/6_anomaly_reco.json", [
         {"video": "a.mp4", "duration": 9, "question": "What?",
          "candidates": ["Fire", "Arson", "Arson"], "answer": "Arson",
@@ -152,10 +153,11 @@ def test_mlvu_as_first_released(tmp_path):
     tasks, notes = read("mlvu", tmp_path)
     first = tasks["needle-needle_1.mp4"]
     assert tasks["needle-needle_1.mp4#2"]["answer"] == ""
+    assert tasks["needle-needle_1.mp4#3"]["answer"] == "B"
     assert first["video"] == "video/2_needle/needle_1.mp4" and first["answer"] == "B"
     assert first["tags"] == {"task": "needle"}
-    assert tasks["anomaly_reco-a.mp4"]["answer"] == "B" and len(tasks) == 3
-    assert notes["empty rows left out"] == 1 and notes["items"] == 3
+    assert tasks["anomaly_reco-a.mp4"]["answer"] == "B" and len(tasks) == 4
+    assert notes["empty rows left out"] == 1 and notes["items"] == 4
     assert notes["no usable answer"] == 1 and notes["no video"] == 1
 
 
