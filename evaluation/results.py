@@ -112,8 +112,12 @@ def record_of(episode, digest, k, mode, args, taken=None) -> dict:
     # Only training needs these fields, and they are most of an episode's bytes.
     dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "policy_step"}
     record = {name: value for name, value in episode.to_dict().items() if name not in dropped}
-    # "sub" holds the ids of a sub-agent, left out too.
+    # "sub" holds the ids of a sub-agent, left out too. The times of its frames are kept.
     calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
+    for call, kept in zip(episode.calls, calls):
+        if "sub" in call:
+            seconds = call["sub"]["vision"][0]["seconds"]
+            kept["sub_seconds"] = [round(float(second), 3) for second in seconds]
     times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
     # A hash of the opening messages shows which wording a record was asked with.
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video

@@ -186,6 +186,18 @@ def shown_turns(row, calls, format_credit):
     return turns
 
 
+def seen_seconds(call):
+    """A recorded call -> the times, in seconds, of the frames that answered it; [] if the record
+    does not hold them."""
+    if "seconds_seen" in call:  # frames that the main agent saw itself
+        seconds = call["seconds_seen"]
+    elif "sub" in call:  # frames that a sub-agent saw, in a rollout
+        seconds = call["sub"]["vision"][0]["seconds"]
+    else:  # the same of an evaluation
+        seconds = call.get("sub_seconds") or []
+    return [round(float(second), 3) for second in seconds if number(second) is not None]
+
+
 def shown_call(call):
     """A recorded call -> the part of it that the page shows."""
     return {
@@ -194,7 +206,8 @@ def shown_call(call):
         "start": number(call.get("start")), "end": number(call.get("end")),  # s of the video
         "status": str(call.get("status")), "summary": str(call.get("summary") or "")[:2000],
         "seconds": number(call.get("seconds"), 2),  # that it took
-        "frames": number(call.get("frames_seen")), "thumbs": [],  # add_thumbnails fills them in
+        "frames": number(call.get("frames_seen")), "times": seen_seconds(call),
+        "thumbs": [],  # add_thumbnails fills them in
     }
 
 
@@ -205,7 +218,7 @@ def shown_episode(row, source, source_index):
     calls = [shown_call(call) for call in row.get("calls") or []]
     looked = (row.get("vision") or [{"seconds": []}])[0]  # the overview was looked at first
     times = row.get("frame_times") or looked["seconds"]  # of an evaluation, of a rollout
-    times = [round(float(second), 2) for second in times if number(second) is not None]
+    times = [round(float(second), 3) for second in times if number(second) is not None]
     last = max([*times, *(call["end"] or 0.0 for call in calls), 1.0])
     step = int(row["policy_step"]) + 1 if "policy_step" in row else None  # from 0
     budget = str(row.get("budget", row["K"]))  # "gated" has one K for each item
@@ -252,18 +265,19 @@ def episodes_of(sources, limit, troubles):
 
 # ---- thumbnails --------------------------------------------------------------------------------
 
+def evenly(times, limit):
+    """At most `limit` of the times, evenly spread."""
+    return [times[int(share * len(times))] for share in bin_centres(min(limit, len(times)))]
+
+
 def wanted_frames(episode, limit=8):
-    """-> [(second, list it goes into)]: `limit` of the overview, half as many of every window that
-    was read."""
-    times = episode["times"]
-    shares = bin_centres(min(limit, len(times)))
-    wants = [(times[int(share * len(times))], episode["thumbs"]) for share in shares]
+    """-> [(second, list it goes into)]: `limit` frames of the overview, half as many of every
+    window that was read. All are frames that an agent saw."""
+    wants = [(second, episode["thumbs"]) for second in evenly(episode["times"], limit)]
     for call in episode["calls"]:
-        start, end = call["start"], call["end"]
-        if call["status"] == "ok" and start is not None and end is not None:
-            # No more than it saw.
-            for share in bin_centres(min(max(1, limit // 2), int(call["frames"] or 4))):
-                wants.append((start + share * (end - start), call["thumbs"]))
+        if call["status"] == "ok":
+            wants += [(second, call["thumbs"])
+                      for second in evenly(call["times"], max(1, limit // 2))]
     return wants
 
 
@@ -280,8 +294,8 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     """
     Fill the thumbs of episodes and calls with [second, place] -> list of JPEGs in base64.
 
-    place: in that list; None if the video could not be read, "full" if `budget`, the characters
-    of all JPEGs, was spent. pixels: of a frame at most.
+    second: of the frame that is shown. place: in that list; None if the video could not be read,
+    "full" if `budget`, the characters of all JPEGs, was spent. pixels: of a frame at most.
     """
     from tqdm import tqdm
 
@@ -295,26 +309,27 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     pictures = []  # in base64
     stored = {}  # key of a frame -> its place in pictures: a frame is stored once
     for (folder, name), wants in tqdm(by_video.items(), desc="thumbnails", disable=None):
-        decoded = {}  # second -> (key of its frame, JPEG)
-        missing = sorted({round(second, 2) for second, _ in wants})
+        decoded = {}  # second -> (time of its frame, key of its frame, JPEG)
+        missing = sorted({second for second, _ in wants})
         try:
             if missing and budget > 0:  # a page that is full opens no more videos
                 path = video.resolve(name, folder)  # raises if the name leads out of the folder
                 frames = video.frames_at(path, missing, 1024, pixels, cache)
                 for second in missing:
-                    # The frame on display then; 0.02 s forgive the rounding of seconds.
-                    at = max(0, bisect.bisect(frames.seconds, second + 0.02) - 1)
-                    decoded[second] = frames.frame_keys[at], jpeg(frames.images[at])
+                    # The frame on display then. A record holds milliseconds: 609.4333 is 609.433.
+                    at = max(0, bisect.bisect(frames.seconds, second + 0.001) - 1)
+                    decoded[second] = (float(frames.seconds[at]), frames.frame_keys[at],
+                                       jpeg(frames.images[at]))
         except (video.VideoError, ValueError) as error:  # ValueError: no second lies within it
             troubles[str(error)] += 1
         for second, thumbs in wants:
-            key, picture = decoded.get(round(second, 2), (None, ""))
+            seen_at, key, picture = decoded.get(second, (second, None, ""))
             if key and key not in stored and budget > 0:  # the last one may go beyond
                 stored[key] = len(pictures)
                 pictures.append(picture)
                 budget -= len(picture)
             place = stored.get(key, None if budget > 0 and not key else "full")
-            thumbs.append([round(second, 2), place])
+            thumbs.append([round(seen_at, 3), place])
     cache.close()
     return pictures
 
@@ -366,17 +381,23 @@ def curves_of(sources, plots):
                     mark = {"held_out": True} if path.startswith("val") else {}
                     if points:
                         series.append({"name": name, "run": run, "points": points, **mark})
-        if series:
+        # One point is no curve, and a plot of nothing else says nothing.
+        if any(len(line["points"]) > 1 for line in series):
             curves.append({"stage": stage, "title": title, "series": series})
     return curves
 
 
-def cell(value, sign=""):
-    """A value of a summary, of any type -> text; sign "+" writes a number with its sign."""
+def cell(value, sign="", name=""):
+    """A value of a summary, of any type -> text; sign "+" writes a number with its sign. name: of
+    the value in the summary."""
     if isinstance(value, dict):  # errors by kind
         value = sum(count for count in value.values() if isinstance(count, int))
     if isinstance(value, list):  # an interval
         return f"[{', '.join(cell(bound, sign) for bound in value)}]"
+    if isinstance(value, float) and name in ("p", "p_holm") and value < 0.001:
+        return "< 0.001"  # no p is zero
+    if isinstance(value, float) and name.endswith(("frames", "tokens")):
+        return f"{value:.0f}"  # a mean of whole numbers
     if isinstance(value, float):
         return f"{value:{sign}.3f}"
     return "-" if value is None else str(value)
@@ -404,7 +425,8 @@ def tables_of(sources, tables):
             sign = "+" if key == "differences" else ""  # "+0.020" is a gain
             rows, results = [], source["tables"].get(key, [])
             for row in results:
-                texts = {name: cell(value, sign * (name[0] != "p")) for name, value in row.items()}
+                texts = {name: cell(value, sign * (name[0] != "p"), name)
+                         for name, value in row.items()}
                 texts = defaultdict(lambda: "-", texts)  # for what the row lacks
                 # The templates are ours; texts of the data are only put into them.
                 rows.append([template.format_map(texts) for template in columns.values()])

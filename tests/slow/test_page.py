@@ -13,10 +13,14 @@ import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT, run_script
+from PIL import Image
 
 sys.path.insert(0, ROOT)
+import toy
+import video
 from tools import draft, view
 
 EVIL = ("</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
@@ -128,8 +132,6 @@ def test_a_run_an_evaluation_and_their_frames_are_on_the_page(page, small_run):
     drawn = [p[1] for p in reward["series"][0]["points"]]
     assert drawn == pytest.approx([json.loads(line)["total"] for line in log])
     assert len(data["episodes"]) == data["found"] == 3 * 6 + 6
-    from PIL import Image
-
     first = data["episodes"][0]
     assert len(first["times"]) == int(first["K"]) == 4 or len(first["times"]) > 4
     jpegs = [base64.b64decode(data["pictures"][i]) for _, i in first["thumbs"]]
@@ -138,6 +140,38 @@ def test_a_run_an_evaluation_and_their_frames_are_on_the_page(page, small_run):
     assert first["evidence"] and all(a < b for a, b in first["evidence"])  # seconds
     assert any(t["title"] == "eval" and len(t["rows"]) == 2 for t in data["tables"])
     assert not data["troubles"]
+
+
+def test_a_window_shows_the_frames_that_its_sub_agent_saw(made, tmp_path):
+    """A film of 30 frames a second, in which each frame has a grey of its own."""
+    greys = 20 + np.arange(600) * 37 % 200
+    toy.write_video(tmp_path / "film.mp4", np.broadcast_to(
+        greys[:, None, None, None], (600, 32, 32, 3)).astype(np.uint8), fps=30)
+    seen = video.crop(str(tmp_path / "film.mp4"), 4.01, 19.77)
+    seconds = [float(second) for second in seen.seconds]  # 4.0 4.9 5.9 ..: thirtieths
+    assert len(seconds) == 16
+    in_sub = {"sub": {"vision": [{"seconds": seconds}]}}
+    in_main = {"seconds_seen": [round(second, 3) for second in seconds]}
+    for times in (in_sub, in_main, {"sub_seconds": in_main["seconds_seen"]}):
+        row = episode()
+        row["task"]["video"] = "film.mp4"
+        window = {"start": 4.01, "end": 19.77, "frames_seen": 16}
+        row["calls"] = [{**row["calls"][0], **window, **times}]
+        data = data_of(made([row]))
+        (call,) = data["episodes"][0]["calls"]
+        places = [min(range(16), key=lambda n: abs(seconds[n] - second))
+                  for second, _ in call["thumbs"]]
+        assert len(set(places)) == 4
+        for place, (second, picture) in zip(places, call["thumbs"]):
+            assert second == pytest.approx(seconds[place], abs=0.0006)
+            jpeg = base64.b64decode(data["pictures"][picture])
+            grey = np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB")).mean()
+            assert abs(grey - seen.images[place].mean()) < 3  # neighbours differ by 37
+
+
+def test_no_p_is_zero_and_frames_are_whole():
+    assert view.cell(0.0, name="p") == "< 0.001" and view.cell(0.25, name="p_holm") == "0.250"
+    assert view.cell(12.0, name="frames") == "12" and view.cell(12.0, name="kappa") == "12.000"
 
 
 def test_who_wrote_what_and_its_credit(made):
