@@ -239,3 +239,19 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, start, name, content, 
     (tmp_path / name).write_bytes(content)
     code, _, err = start(conversion, tmp_path / name, "--out", tmp_path / "out.jsonl", *flags)
     assert code == 2 and says in err and err.count("\n") == 1
+
+
+def test_a_text_after_the_options_is_dropped_and_counted(tmp_path, capsys):
+    """LLaVA's rows tell the model how to answer below the options, in words of their own."""
+    asked = "<image>\nWhich?\nA. one\nB. two\n"
+    for n, (question, more, count) in enumerate([
+            (asked + "Answer with the letter.", {}, 0), (asked + "Be brief.", {}, 1),
+            ("<video>Which? Answer with the letter.", {"options": ["one", "two"]}, 0)]):
+        row = {"video": "a.mp4", "conversations": [{"from": "human", "value": question},
+                                                   {"from": "gpt", "value": "B"}]}
+        if more:
+            row = {"video": "a.mp4", "question": question, "answer": "B", **more}
+        (task,) = convert(tmp_path, [row], name=f"{n}.jsonl")
+        assert task["question"] == "Which?" and task["options"] == ["one", "two"]
+        assert task["answer"] == "B" and task["type"] == "mcq"
+        assert ("dropped: 1 texts after the options" in capsys.readouterr().out) == bool(count)

@@ -398,19 +398,19 @@ def pairing_fault(rest):
     return None if rest[-1]["role"] == "assistant" else "the last message is not the assistant's"
 
 
-def to_chat(row, frames, max_frames):
+def to_chat(row, frames, max_frames, dropped):
     """A published SFT row -> {"messages", "tools"}. Raises ValueError with the reason if the row
     cannot be converted."""
     head, rest = our_messages(row, frames, max_frames)
     # As rollout.py --crop-response: does the agent see the windows itself?
     crop_response = "frames" if chat.videos_in(rest) else "summary"
-    head = our_prompt(head, rest, frames, crop_response)
+    head = our_prompt(head, rest, frames, crop_response, dropped)
     rest = [{**m, "content": without_path(m["content"])} if m["role"] == "assistant" else m
             for m in rest]
     return {"messages": [*head, *rest], "tools": rollout.tool_schema(crop_response)}
 
 
-def our_prompt(head, rest, frames, crop_response):
+def our_prompt(head, rest, frames, crop_response, dropped):
     """The prompt that rollout.py builds for the video and the question of a chat -> messages.
     Raises ValueError with the reason if the chat does not fit this prompt."""
     videos = chat.videos_in(head)
@@ -419,7 +419,8 @@ def our_prompt(head, rest, frames, crop_response):
     answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"])
     if answer is None:
         raise ValueError("no <answer> in the last turn, as others have; apart, such rows are tasks")
-    prompt, question, options = question_of([m["content"] for m in head if m["role"] == "user"])
+    prompt, question, options = question_of(
+        [m["content"] for m in head if m["role"] == "user"], dropped)
     task = {"video": videos[0]["video"], "question": prompt, "type": "open"}
     # The answer shows the type: a letter, a span without other words, or else an open text.
     time = r"\d[\d.:]* ?(?:s|seconds)?"
@@ -471,7 +472,7 @@ INSTRUCTIONS = re.compile(r"(?i)(?:\A|\s+)(?:" + "|".join((
     rf"Please (?:provide|transcribe) [^\n<]{{1,90}} within the {TAGS.format('answer')}\.",
     r"Please (?:respond with only the letter of the correct answer|provide your answer by stating "
     r"the letter followed by the full option)\.",  # LLaVA-Video
-    r"Answer with the option(?:['’]s)? letter (?:from the given choices directly|only)\.?",
+    r"Answer with the (?:option(?:['’]s)? )?letter(?: from the given choices directly| only)?\.?",
     r"(?:Options|Choices):")) + r")\s*\Z")
 # Other words that tell the model how to answer. Such a row is left out, because our prompt would
 # contradict these words.
@@ -498,20 +499,37 @@ def strip_instructions(text):
     return text
 
 
-def question_of(contents):
+def after_options(text):
+    """A question with options on lines of their own -> (the text up to the last option, the text
+    after it)."""
+    lines = text.split("\n")
+    labels = [re.match(r"\s*\(?([A-Z])[.):]\s", line) for line in lines]
+    count, end = 0, len(lines)
+    for n, label in enumerate(labels):
+        if label and label[1] == string.ascii_uppercase[count]:
+            count, end = count + 1, n + 1
+    if count < 2:
+        return text, ""
+    return "\n".join(lines[:end]), "\n".join(lines[end:]).strip()
+
+
+def question_of(contents, dropped):
     """User messages (texts with <video> marks, or pieces) -> (question with options, question,
-    options), without marks and instructions, which our prompt replaces. Raises ValueError if
-    instructions are left, or text that is neither question nor option."""
+    options), without marks and instructions, which our prompt replaces. A text after the last
+    option is left out and added to `dropped`. Raises ValueError if instructions are left, or text
+    that is neither question nor option."""
     texts = ["<video>".join([p["text"] for p in content if p["type"] == "text"])
              if isinstance(content, list) else content for content in contents]
     # Two words with a video between them stay two words.
     text = re.sub(r"(?<=\S)(?:<video>)+(?=\S)", "\n", "\n".join(texts)).replace("<video>", "")
-    full_text = strip_instructions(text)
+    full_text, after = after_options(strip_instructions(text))
+    if after:
+        dropped.append(after)
     stem, options = benchmarks.split_options(full_text)
     written = [line for line in full_text.split("\n") if line.strip()]
     # An option is one line. A further line would be read as part of the option before it.
     if options and len(written) != len(options) + sum(map(bool, map(str.strip, stem.split("\n")))):
-        raise ValueError("text between or after the options")
+        raise ValueError("text between the options")
     question = strip_instructions(stem)
     full_text = question + full_text[len(stem):]
     # No option begins with an instruction: "Reply to the letter" may be one.
@@ -538,7 +556,7 @@ def letter_of(answer, options, first=None):
     return by_text or by_letter or (label and rewards.extract_letter(answer, options)) or ""
 
 
-def to_task(row):
+def to_task(row, dropped):
     """A published RL row -> a task of grpo.py's JSONL. Raises ValueError with the reason."""
     extra, reward = (parse_if_json(row.get(name)) or {} for name in ("extra_info", "reward_model"))
     answer = extra["answer"] if extra.get("answer") is not None else reward.get("ground_truth")
@@ -558,7 +576,7 @@ def to_task(row):
     if next(media["image"], None) or any(p["type"] == "image" for t in texts for p in t):
         raise ValueError("still images are not read")
     stated = extra.get("question")
-    full_text, question, options = question_of([stated] if stated else texts)
+    full_text, question, options = question_of([stated] if stated else texts, dropped)
     kind = {"oe": "open", "tvg": "grounding", **{name: name for name in rewards.task_types()}}.get(
         extra.get("question_type"))
     span = span_of(parse_loosely(answer), kind)  # "[1.5, 7]"
@@ -607,6 +625,7 @@ def convert(paths, out, frames, max_frames=64, names=None, first=None):
     overview; max_frames: of a window in a tool response; names: {our column: theirs}; first: the
     number of the first option in answers, or None."""
     numbered, rejected = [], {}  # (id, row); reason -> ids of rows
+    dropped = []  # texts after the last option of a question
 
     def attempt(name, make, *given):
         """make(*given), or None: the row `name` is left out. Published rows are data."""
@@ -638,10 +657,10 @@ def convert(paths, out, frames, max_frames=64, names=None, first=None):
 
     def make_rows(row):
         if is_chat:
-            return [to_chat(row, frames, max_frames)]
+            return [to_chat(row, frames, max_frames, dropped)]
         if not (tasks := as_tasks(row) if row.get("messages") else [row]):
             raise ValueError("no answer of an assistant, and no column of answers")
-        return list(map(to_task, tasks))
+        return [to_task(task, dropped) for task in tasks]
 
     rows = []
     for name, row in numbered:
@@ -661,6 +680,8 @@ def convert(paths, out, frames, max_frames=64, names=None, first=None):
         raise launch.UserError(f"{SHIFTED}; as in {rejected[SHIFTED][0]}")
     for reason, ids in sorted(rejected.items(), key=lambda item: -len(item[1])):
         print(f"left out: {len(ids)} rows, {reason}; the first is {ids[0]}")
+    if dropped:
+        print(f"dropped: {len(dropped)} texts after the options; the first is {dropped[0]!r}")
     if not rows:
         raise launch.UserError("no row could be used")
     launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))

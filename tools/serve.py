@@ -20,9 +20,10 @@ A request without a video is refused. Nothing is fetched from a network.
 
 Fields beside `messages`: model, stream, temperature, seed, max_tokens or max_completion_tokens
 (bounds the answer that is sent, never a thought: clients send 16), options ["..", ..], answer_type
-(open, list, grounding), frames (K of the overview), fps (as many a second; of frames as images:
-their times). Options in the text, "A. .." one a line, are options too, and a text after them
-replaces our line on how to answer. Only `n` 1 and no `tools` are taken. Other fields are not read.
+(open, list, grounding; default: --type), frames (K of the overview), fps (as many a second; of
+frames as images: their times). Options in the text, "A. .." one a line, are options too, and a text
+after them replaces our line on how to answer. Only `n` 1 and no `tools` are taken. Other fields are
+not read.
 
 Reads: a checkpoint folder, videos below --video-root. Writes nothing that outlives the server.
 
@@ -120,9 +121,9 @@ def parse_chat(messages: list[dict]) -> tuple[str | None, list, str]:
     return video_url, frames, question
 
 
-def question_task(text: str, options=None, kind=None) -> dict:
+def question_task(text: str, options=None, kind="open") -> dict:
     """The text of a question -> fields of a task. Options in the text are read. `style`, the text
-    after them, replaces our line on how to answer."""
+    after them, replaces our line on how to answer. kind: of a question without options."""
     task, lines = {"question": text, "options": options, "answer": None}, text.split("\n")
     labels = [LABEL.fullmatch(line) for line in lines]
     names = "".join(label[1] if label else " " for label in labels)
@@ -133,13 +134,14 @@ def question_task(text: str, options=None, kind=None) -> dict:
                     options=[label[2].strip() for label in labels[first:last]])
         if after := "\n".join(lines[last:]).strip():
             task["style"] = after
-    return {**task, "type": kind or ("mcq" if task["options"] else "open")}
+    return {**task, "type": "mcq" if task["options"] else kind}
 
 
 def data_of(url: str) -> bytes:
     """A data: URL in base64 -> its bytes."""
-    head, _, text = url.partition(",")
-    if not (head.startswith("data:") and head.endswith(";base64")):
+    # A type may hold commas, as data:video/webm;codecs=vp8,opus;base64,..
+    head, marker, text = url.partition(";base64,")
+    if not (head.startswith("data:") and marker):
         raise Refused(400, "videos and frames in a request are data: URLs in base64; nothing is "
                       "fetched from a network")
     try:
@@ -605,7 +607,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
             info = await asyncio.to_thread(probe_video, agents.sampler.source, root, path)
             default = min(max(round(fps * info.duration), 1), most) if fps else args.frames
             task = {"id": head["id"], "video": path,
-                    **question_task(question, body.options, body.answer_type)}
+                    **question_task(question, body.options, body.answer_type or args.type)}
             work = partial(agents.play, task=task, num_frames=body.frames or default, agent=agent,
                            root=root)
             under_way = RunningQuestion(agents, work, ended)
@@ -722,6 +724,8 @@ def parse_args():
     add("--frames", type=int, default=64, help="overview frames K; the most a request may ask for")
     add("--host", default="127.0.0.1", help="another address lets other machines in: with a key")
     add("--port", type=int, default=8000, help="of HTTP")
+    add("--type", choices=["open", "list", "grounding"], default="open",
+        help="of answers, if a question has neither options nor answer_type; the toy: list")
     add("--name", help="of the model, as clients ask for it; default: the folder's name")
     add("--api-key-env", help="environment variable with the key that clients send")
     add("--max-mb", type=float, default=256.0, help="MiB of one request")
@@ -731,7 +735,7 @@ def parse_args():
     add("--seconds", type=float, default=600.0, help="for one question, waiting included")
     rollout.add_agent_arguments(parser)
     if arguments.parse_early(parser).preset == "toy":
-        parser.set_defaults(**rollout.toy_defaults())
+        parser.set_defaults(**rollout.toy_defaults(), type="list")
     # The same answer each time. Videos outside the working folder need --video-root.
     parser.set_defaults(temperature=0, video_root=".", gpu_memory_utilization=0.9, subtitles="none")
     args = parser.parse_args()

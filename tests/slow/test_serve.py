@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from scripted import AGENT, Scripted, calls, turn_of
 
+import chat
+import rewards
 import rollout
 import video
 from tools import ask, serve, view
@@ -33,8 +35,8 @@ class Running:
     """serve.py's application on a free port of this machine, with a scripted engine."""
 
     def __init__(self, codec, root, engine=None, key=None, **flags):
-        defaults = dict(host="127.0.0.1", name="toy", frames=4, live=8, waiting=16, seconds=60.0,
-                        max_mb=4.0)
+        defaults = dict(host="127.0.0.1", name="toy", type="open", frames=4, live=8, waiting=16,
+                        seconds=60.0, max_mb=4.0)
         self.args = SimpleNamespace(**{**defaults, **flags})
         engine = self.engine = engine or Scripted(codec, answered)
         self.engine.close, source = lambda: None, rollout.VideoSource(str(root), video.FrameCache())
@@ -135,6 +137,27 @@ def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(runnin
         wanted["turns"], True)
     names = {r.items[0].spec["video"] for r in server.engine.mains() if r.items}
     assert sum(len(name) == 64 for name in names) == 1, "a film that is sent twice is kept once"
+
+
+def test_the_preset_sets_the_type_of_a_question_that_names_none(running, codec, toy, monkeypatch):
+    """The toy answers with lists: asked for an open answer, it babbles."""
+    monkeypatch.setattr(sys, "argv", f"serve.py --preset toy --ckpt {toy}/init --port 0".split())
+    args = serve.parse_args()
+    args.socket.close()
+    server = running(type=args.type)
+    for fields, kind in (({}, "list"), ({"answer_type": "grounding"}, "grounding"),
+                         ({"options": ["red", "blue"]}, "mcq")):
+        assert server.post(**fields).is_success
+        asked = chat.decode(codec, server.engine.mains()[-1].ids)
+        assert rewards.task_types()[kind].prompt_suffix in asked
+    assert serve.question_task(QUESTION)["type"] == "open"
+
+
+def test_a_type_with_commas_in_a_data_url():
+    """A browser writes both codecs of a recording with sound."""
+    content = base64.b64encode(b"any").decode()
+    for kind in ("video/webm", "video/webm;codecs=vp8", "video/webm;codecs=vp8,opus"):
+        assert serve.data_of(f"data:{kind};base64,{content}") == b"any"
 
 
 # ---- bad requests
