@@ -62,6 +62,8 @@ def read_subtitles(path: str, offset: float = 0.0, root: str | None = None) -> l
     SRT, WebVTT or JSON file -> [(start, end, text)] in seconds, in time order. offset: second of
     the file at which the video begins. root: see video.resolve. Raises ValueError naming the file.
     """
+    # The ending is that of the name given: in a Hub cache it is a link to a blob without one.
+    ending = os.path.splitext(path)[1].lower()
     path = video.resolve(path, root)
     try:
         if os.path.exists(path) and not os.path.isfile(path):
@@ -69,16 +71,16 @@ def read_subtitles(path: str, offset: float = 0.0, root: str | None = None) -> l
         raw = launch.read_file(path)
         encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
         text = raw.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
-        if path.endswith(".jsonl"):  # a word a line, as Video-MME-v2 ships it
+        if ending == ".jsonl":  # a word a line, as Video-MME-v2 ships it
             text = f"[{','.join(filter(str.strip, text.splitlines()))}]"
-        lines = json_lines(text) if path.endswith((".json", ".jsonl")) else srt_lines(text)
+        lines = json_lines(text) if ending in (".json", ".jsonl") else srt_lines(text)
         # A line without a time or a text cannot be shown.
         lines = sorted((x for x in lines if x[0] is not None and x[2]), key=lambda x: x[0])
         out, above = [], []  # above: rows of the cue before
         for number, (start, end, text) in enumerate(lines, 1):
             if end is None:  # open: until the next one begins
                 end = lines[number][0] if number < len(lines) else start
-            rows = plain_rows(text, path.endswith(".vtt"))
+            rows = plain_rows(text, ending == ".vtt")
             # Rolling captions begin a cue with the last rows of the one before, which stay shown.
             count = max(n for n in range(len(rows) + 1)
                         if n == 0 or rows[:n] == above[-n:] and start <= out[-1][1])

@@ -133,6 +133,14 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
     assert theirs[0][2] == mine[0][2]
 
 
+def test_subtitles_behind_a_link_are_read_by_the_ending_of_their_name(tmp_path):
+    """As in a cache of the Hub, where the file itself is a blob without an ending."""
+    (tmp_path / "5f2c").write_text('[{"start": 1.0, "end": 2.0, "line": "the kettle boils"}]')
+    (tmp_path / "talk.json").symlink_to("5f2c")
+    lines = subtitles.read_subtitles("talk.json", 0.0, str(tmp_path))
+    assert lines == [(1.0, 2.0, "the kettle boils")]
+
+
 def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"timestamp": [12.5, 14.0], "text": "Hello"},
                                                  {"timestamp": [15.0, None], "text": "open"},
