@@ -23,7 +23,15 @@ from dataclasses import dataclass, replace
 import chat
 import launch
 from engine import Completion, Request
-from plumbing.endpoint import PROBE, Client, Reply, base_url, error_line, is_retryable
+from plumbing.endpoint import (
+    PROBE,
+    Client,
+    Reply,
+    base_url,
+    error_line,
+    is_retryable,
+    message_text,
+)
 from plumbing.judge import open_judge, read_verdicts
 
 NO_TEXT = "the answer was cut off before its first word: give more --max-new-tokens"
@@ -324,7 +332,7 @@ class OpenAIEngine(Client):
         self.served.add(str(answer.get("model")))
         message = choice["message"]
         # Some endpoints repeat the begun turn.
-        text = (message.get("content") or "").removeprefix(request.prefill)
+        text = message_text(message).removeprefix(request.prefill)
         # A server with a reasoning parser takes the thought out of the content.
         thought = message.get("reasoning_content") or message.get("reasoning") or ""
         # Gateways name the end of an answer in many ways, and a limit in three.

@@ -93,7 +93,7 @@ def opening(task, num_frames, agent, subtitles, duration, texts):
         split = "videomme"
     text = fill_template(texts[split], task, duration, subtitles)
     if "path" in texts and "video path" not in text.lower():
-        text += fill_template(texts["path"], task)
+        text += fill_template(texts["path"], task, duration)
     frames = {"type": "video", "video": task["video"], "frames": num_frames, "stamp": "none"}
     return [{"role": "system", "content": system},
             {"role": "user", "content": [frames, {"type": "text", "text": text}]}]

@@ -58,6 +58,36 @@ VIDEOZOOMER = (
     "once in a turn, with the times in seconds and at most 16 frames in all. Think between <think> "
     "and </think> first. When you know the answer, write <answer> \\boxed{answer} </answer>.")
 
+SAGE = (
+    "You find out what a question about a video needs. Look at the video, then either answer or "
+    "recommend one of the tools for the next step, with its arguments. Reply with one JSON object "
+    "between <json> and </json>:\n"
+    '{"video_context": what the video shows, "query_intent": what is asked, "final_answer": the '
+    'answer, or null as long as it is not known, "recommended_tools": {"needed": true or false, '
+    '"why_no_tool": if none is needed, "tool_calls": [{"rationale": why, "name": the tool, '
+    '"arguments": {..}}]}}\nThe tools:\n<<<tools>>>')
+# name -> (arguments, description). The names and arguments are the publisher's.
+SAGE_TOOLS = {
+    "extract_parts_from_timestamp": (
+        "video_path timestamp_start timestamp_end extract_type",
+        "Frames of a window of at most 5 minutes. Times are HH:MM:SS."),
+    "identify_timestamps_visually": (
+        "video_path event timestamp_start timestamp_end",
+        "Looks for an event in a window of at most 10 minutes. Times are HH:MM:SS."),
+    "perform_reasoning": ("query media_paths", "Answers a question about frames."),
+    "verbal_transcript": ("video_path timestamp_start timestamp_end", "The speech of a window."),
+    "unified_web_search": ("query search_type num_results", "Searches the web."),
+    "parse_web_data": ("website_url max_content_length", "Reads a page of the web.")}
+SAGE_DEPARTURES = (
+    "two of its six tools run: extract_parts_from_timestamp and identify_timestamps_visually show "
+    "the frames of their window",
+    "search, pages of the web and speech answer \"not available\"",
+    "perform_reasoning has no model of its own: the frames stay in the chat, and the model reasons "
+    "over them itself",
+    "64 frames and one growing chat, as the paper's driver asks; its own has 128 frames, then "
+    "steps of text alone, 10 at most",
+    "answers are read by our rules, theirs by a judge model")
+
 # ------------------------------------------------------------------------------------------------
 # The systems
 
@@ -177,7 +207,23 @@ def all_systems():
                               reader={"overview_grid": "start"},
                               crop_frames_in_context=lambda args: (args.max_turns, 16),
                               departures=(worded, replies, raw, sides, "no frame of a call is "
-                                          "shown twice, theirs repeats some"))}
+                                          "shown twice, theirs repeats some")),
+        # SAGE-7B. The paper's driver has a place for its prompt and ships without the text.
+        "sage": System("sage/prompts/sage/context_vlm.txt, filled at <<<tools>>>", [SAGE],
+                       sage_protocol, paper.settings(False), **{
+                           **paper_fields, "final": sage_final,
+                           "crop_frames_in_context": lambda args: (args.max_turns, args.sub_frames),
+                           "departures": SAGE_DEPARTURES})}
+
+
+def rows_of_table_1():
+    """Row of the paper's Table 1 -> the protocol that asks this system natively."""
+    return {
+        "GPT-4o": "direct", "Gemini 1.5 Pro": "direct", "Qwen2.5-VL-7B": "direct",
+        "Video-R1-7B": "video-r1", "VideoChat-R1-7B": "videochat-r1", "VideoRFT-7B": "videorft",
+        "Time-R1-7B": "time-r1", "ReWatch-R1-7B": "rewatch-r1", "Video-Thinker-7B": "reasoning",
+        "Qwen3-VL-8B": "qwen3-vl", "Conan-7B": "conan", "LongVT-RFT-7B": "longvt",
+        "SAGE-7B": "sage", "VideoZoomer-7B": "videozoomer", "ParaVT-8B": "paravt"}
 
 
 def paced_overview(fps, max_frames):
@@ -692,3 +738,90 @@ def ends_and_between(items, n):
         return items[: max(n, 0)]
     step = (len(items) - 1) / (n - 1)
     return [items[round(i * step)] for i in range(n)]
+
+
+# ------------------------------------------------------------------------------------------------
+# SAGE: a JSON object in every turn, one tool at a time
+
+
+def sage_protocol(texts, args):
+    """SAGE's prompt in the paper's driver: its frames, its user turns, its forced answer."""
+    names = {name: {"type": "function", "function": {
+        "name": name, "description": told,
+        "parameters": {"type": "object", "properties": {a: {"type": "string"}
+                                                        for a in arguments.split()}}}}
+             for name, (arguments, told) in SAGE_TOOLS.items()}
+    lines = "\n".join(["<tools>", *map(json.dumps, names.values()), "</tools>"])
+    parts = dict(zip(paper.AGENT, paper.our_texts("", names)))
+    parts["system"] = parts["grounding"] = texts[0].replace("<<<tools>>>", lines)
+    parts["path"] = "\nVideo Path: {video} of duration {duration}."
+    return replace(paper.protocol(list(parts.values()), args), parse=sage_calls, answer=sage_reply)
+
+
+def sage_object(text):
+    """The last JSON object of a turn: in <json> tags, in a fence or bare. {} if there is none."""
+    found = re.findall(r"<json>(.*?)(?:</json>|$)", text, re.DOTALL)
+    found = found or re.findall(r"```json(.*?)(?:```|$)", text, re.DOTALL) or [text]
+    body = found[-1][max(0, found[-1].find("{")) :].strip()
+    # A trailing comma is the most frequent slip.
+    for tried in (body, re.sub(r",\s*([}\]])", r"\1", body)):
+        try:
+            read, _ = json.JSONDecoder(strict=False).raw_decode(tried)
+            return read if isinstance(read, dict) else {}
+        except (ValueError, RecursionError):
+            continue
+    return {}
+
+
+def sage_calls(text, think_open=False):
+    """The first tool that a turn recommends -> [one call]; [] if it answers."""
+    reply = sage_object(text)
+    answerable, recommended = reply.get("answerable"), reply.get("recommended_tools")
+    answered = isinstance(answerable, dict) and answerable.get("verdict")
+    if not isinstance(recommended, dict) or not recommended.get("needed"):
+        return []
+    wanted = recommended.get("tool_calls")
+    if not isinstance(wanted, list) or not wanted or answered and reply.get("final_answer"):
+        return []
+    call = wanted[0] if isinstance(wanted[0], dict) else {}
+    name, arguments = call.get("name"), call.get("arguments")
+    if name not in list(SAGE_TOOLS):  # a list: the name may be of any type
+        return [rewards.ToolCall("unknown tool", error="there is no tool of this name")]
+    start = end = error = None
+    if name in ("extract_parts_from_timestamp", "identify_timestamps_visually"):
+        try:
+            start = rewards.to_seconds(arguments["timestamp_start"])
+            end = rewards.to_seconds(arguments["timestamp_end"])
+        except (TypeError, KeyError, ValueError):
+            pass
+        if start is None or end is None or not start < end:
+            error = "timestamp_start and timestamp_end must be HH:MM:SS, the first before the last"
+    elif name == "perform_reasoning":
+        error = "the frames of each window stay above: reason over them here"
+    else:
+        error = "not available"
+    return [rewards.ToolCall(name, start, end, None, error)]
+
+
+async def sage_reply(records, calls, episode, sampler, turn):
+    """One user message: the frames of the window, or why there are none."""
+    [(spec, frames)] = await rollout.load_windows(records, calls, episode, sampler, turn)
+    reply, record, content = Reply([]), records[0], []
+    record["summary"] = record["summary"].removeprefix("error: ")
+    if frames is not None:
+        window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
+        record["summary"] = f"{len(frames.seconds)} frames {window}, shown above"
+        content.append(add_video(reply, spec, frames, "none"))
+    text = (f"{record['name']} output: {record['summary']}\nCan the query be answered now? Reply "
+            'in the same form, with "answerable": {"verdict": true or false, "reasoning": why}.')
+    reply.messages.append({"role": "user", "content": [*content, {"type": "text", "text": text}]})
+    return reply
+
+
+def sage_final(turns, think_open=False):
+    """System.final: the final_answer of the last turn, or its text if it holds no JSON."""
+    reply = sage_object(turns[-1]) if turns else {}
+    if not reply:
+        return rewards.answer_or_tail(turns, think_open)
+    answer = reply.get("final_answer")
+    return None if answer is None else str(answer)

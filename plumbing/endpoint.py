@@ -130,9 +130,17 @@ def why_broken(answer):
     fault = answer.get("error") or choice.get("error") or BROKEN.search(finish) and finish
     others = map(message.get, ("reasoning_content", "reasoning", "tool_calls"))
     # A model that says nothing says its end.
-    silent = not ((message.get("content") or "").strip() or any(others))
+    silent = not (message_text(message).strip() or any(others))
     lost = finish == "none" or isinstance(usage, dict) and usage.get("completion_tokens") == 0
     return str(fault or (silent and lost and finish) or "")[:200]
+
+
+def message_text(message):
+    """A message of an answer -> its text; of a list of parts the texts, without the thoughts."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    return content
 
 
 def is_retryable(status):

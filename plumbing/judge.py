@@ -18,7 +18,10 @@ import sys
 from concurrent.futures import Future
 
 import launch
-from plumbing.endpoint import PROBE, Client, Reply, base_url, error_line, is_retryable
+from plumbing.endpoint import Client, Reply, base_url, error_line, is_retryable, message_text
+
+# The question of the start: a judge that has no verdict on these texts has none on others.
+PROBE = "Which colour is a clear sky by day?", "blue", "It is blue."
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
@@ -26,6 +29,7 @@ def add_judge_arguments(parser, when, name="the judge's name"):
     add = parser.add_argument_group("judge of open answers").add_argument
     add("--judge-url", type=base_url, help=f"chat endpoint, asked {when}; default: none")
     add("--judge-model", help=name)
+    parser.add_setting("judge_tokens", "of a judge's reply, its thought included", 2048)
     parser.add_setting("judge_key_env", "environment variable that holds the judge's key", type=str)
 
 
@@ -37,10 +41,13 @@ def judge_messages(question, gold, answer):
 
 
 def read_verdict(text):
-    """A judge's reply -> True, False, or None if it is neither yes nor no, or both."""
+    """A judge's reply -> True, False, or None if it is neither yes nor no, or both. A thought is
+    left out; one that never ended leaves no verdict."""
+    text = text.lower().rpartition("</think>")[2]
+    lead = r"\W*(?:(?:the |my )?(?:final )?(?:answer|verdict)\W+(?:is\W+)?)?"
     # The second word of "yes and no" counts if a sentence ends with it: "Yes, no doubt" is a yes.
-    match = re.match(r"\W*(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?",
-                     (text or "").lower())
+    both = r"(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?"
+    match = re.match(lead + both, text)
     return match[1] == "yes" if match and match[2] in (None, match[1]) else None
 
 
@@ -84,8 +91,8 @@ class Judge(Client):
 
     def __init__(self, args, path=None):
         """args: the judge's flags. path: JSONL of verdicts, read and appended to; None: no file.
-        Raises UserError if no server answers, or if it refuses a plain request."""
-        self.path, self.model = path, args.judge_model
+        Raises UserError if no server answers, if it refuses, or if its answer is no verdict."""
+        self.path, self.model, self.tokens = path, args.judge_model, args.judge_tokens
         self.url = args.judge_url.rstrip("/") + "/chat/completions"
         super().__init__(args.judge_key_env)
         self.room = asyncio.Semaphore(16)  # requests at once
@@ -93,9 +100,14 @@ class Judge(Client):
         # far; whether the user knows.
         self.waiting, self.failed, self.lost, self.told = 0, 0, 0, False
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
-            reply = self.run(self.post_with_retries(PROBE)).result()
+            reply = self.run(self.post_with_retries(judge_messages(*PROBE))).result()
             if reply.error:
                 raise launch.UserError(error_line(self.url, self.model, reply, "judge-"))
+            text = reply_text(reply)
+            if read_verdict(text) is None:
+                reason = f"neither yes nor no within judge_tokens {self.tokens}: {text[-100:]!r}"
+                raise launch.UserError(f"{self.url}: --judge-model {self.model} gives no verdict "
+                                       f"({reason}); a model that thinks needs more tokens")
         self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
         for texts, verdict in read_verdicts(path, self.model).items():
             self.known[texts] = Future()
@@ -113,14 +125,14 @@ class Judge(Client):
 
     async def post_with_retries(self, messages):
         """Posts up to five times, within about 15 s -> Reply."""
-        body = json.dumps({"model": self.model, "messages": messages, "max_tokens": 16,
-                           "temperature": 0.0, "seed": 0}).encode()
+        body = json.dumps({"model": self.model, "messages": messages,
+                           "max_tokens": self.tokens, "temperature": 0.0, "seed": 0}).encode()
         for attempt in range(5):
             # A server that is away: the answers that wait are paid by rule, those of the next step
             # are asked about again.
             if self.ending or self.failed > 4:
                 return Reply(0, error="the judge is away")
-            reply = await self.post(self.url, body, 60.0)
+            reply = await self.post(self.url, body, 300.0)  # a thought takes minutes on a slow card
             again = bool(reply.error) and is_retryable(reply.status)
             self.failed = self.failed + 1 if again and reply.status != 429 else 0  # 429: it is up
             if not again or attempt == 4:
@@ -134,9 +146,9 @@ class Judge(Client):
         async with self.room:
             reply = await self.post_with_retries(judge_messages(*texts))
         self.waiting -= 1
-        text = "" if reply.error else reply.answer["choices"][0]["message"].get("content") or ""
+        text = reply_text(reply)
         verdict = read_verdict(text)
-        self.lost += text == "" and reply.status not in (400, 413, 422)  # these: of this answer
+        self.lost += bool(reply.error) and reply.status not in (400, 413, 422)  # of this answer
         if verdict is None and not self.told:
             self.told = True  # once a run: judge_failed counts all of them
             reason = reply.error or f"neither yes nor no: {str(text)[:100]!r}"
@@ -146,6 +158,10 @@ class Judge(Client):
             row = dict(zip(("question", "gold", "answer"), texts), model=self.model)
             append_row(self.path, {**row, "verdict": verdict})
         return verdict
+
+
+def reply_text(reply):
+    return "" if reply.error else message_text(reply.answer["choices"][0]["message"])
 
 
 def open_judge(args, path=None):

@@ -12,6 +12,7 @@ import rollout
 from engine import Completion
 from evaluation import protocol_loop
 from evaluation.endpoint import tool_probe
+from plumbing import judge
 from plumbing.endpoint import PROBE
 
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
@@ -129,7 +130,7 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if body["messages"] in (PROBE, tool_probe()):
+                if body["messages"] in (PROBE, tool_probe(), judge.judge_messages(*judge.PROBE)):
                     outer.probes += 1
                     reply = probe
                 else:

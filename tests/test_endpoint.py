@@ -94,6 +94,15 @@ def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
     assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
 
 
+def test_the_text_of_a_list_of_parts_is_the_answer(tasks, frames_of):
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "red?"}]}
+    message = {"content": [thought, {"type": "text", "text": ANSWER}]}
+    reply = {"choices": [{"finish_reason": "stop", "message": message}]}
+    with Server(json.dumps(reply).encode()) as server:
+        episode = ask(server, tasks, frames_of)
+    assert episode.turns == [ANSWER]
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of, no_pause):
     with Server(status, status, ANSWER) as server:

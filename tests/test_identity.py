@@ -122,7 +122,7 @@ def ended(world, start, server, finished, tmp_path, tmp_path_factory):
             code, said = start(stage, *flags_of(stage, made), *judge)
             assert code == 0, said
             if stage == "grpo":  # the random model gave no answer to judge
-                names = ("judge_url", "judge_model", "judge_key_env")
+                names = ("judge_url", "judge_model", "judge_tokens", "judge_key_env")
                 asked = SimpleNamespace(**dict(zip(names, (server.url, "m", None))))
                 judge = open_judge(asked, str(made / "grpo" / "judge.jsonl"))
                 assert judge.ask("Which?", "crimson", "red")[0].result() is False

@@ -40,7 +40,8 @@ def table(replies):
 
 
 def flags(server, **more):
-    given = {"judge_url": server.url, "judge_model": "j", "judge_key_env": None}
+    given = {"judge_url": server.url, "judge_model": "j", "judge_key_env": None,
+             "judge_tokens": 2048}
     return argparse.Namespace(**{**given, **more})
 
 
@@ -125,7 +126,7 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
         assert len(server.asked) == times and not (tmp_path / "judge.jsonl").exists()
         assert capsys.readouterr().err.count("no verdict of the judge (") == 1
         (second,) = pay(one, said("dark red"))
-        assert one.lost == (reply != "yes and no")  # then it was away
+        assert one.lost == (reply not in ("yes and no", None))  # then it was away
     assert first["judge"] == "fallback" and first["acc"] == rewards.token_f1("dark red", "red") > 0
     assert second["judge"] is False and second["acc"] == 0.0 and not capsys.readouterr().err
 
@@ -143,6 +144,34 @@ def test_a_judge_that_is_away_is_asked_a_few_times_in_all(judge, no_pause):
     with Server(*[429] * 10, *["no"] * 8) as server:  # a rate limit: it is there
         rewards = pay(judge(server), *(said(f"{n} blue", n) for n in range(8)))
     assert [reward["judge"] for reward in rewards] == [False] * 8
+
+
+@pytest.mark.parametrize("text, verdict", [
+    ("Answer: yes", True), ("The answer is no.", False), ("**Yes**", True), ("yes and no", None),
+    ("<think>\nBlue is not red.\n</think>\nNo.", False), ("My final verdict: yes", True),
+    ("<think>\nyes, it may be; but no", None), ("Yes, no doubt", True), ("answering", None)])
+def test_a_verdict_is_read_after_the_thought(text, verdict):
+    assert client.read_verdict(text) is verdict
+
+
+@pytest.mark.parametrize("form", ["inline", "apart", "parts"])
+def test_a_judge_that_thinks_gets_the_tokens_for_it_or_is_refused_at_the_start(form, judge):
+    """As Qwen3.5 does by default, with and without --reasoning-parser."""
+    def reply(body):
+        cut = body["max_tokens"] < 64
+        message = {"inline": {"content": "<think>\nThe same" + "</think>\n\nyes" * (not cut)},
+                   "apart": {"content": None if cut else "yes", "reasoning_content": "The same"},
+                   "parts": {"content": [
+                       {"type": "thinking", "thinking": [{"type": "text", "text": "The same"}]},
+                       {"type": "text", "text": "" if cut else "yes"}]}}[form]
+        finish = "length" if cut else "stop"
+        return json.dumps({"choices": [{"finish_reason": finish, "message": message}]}).encode()
+
+    with Server(reply, probe=reply) as server:
+        (reward,) = pay(judge(server), said("scarlet"))
+        assert reward["judge"] is True
+        with pytest.raises(launch.UserError, match="gives no verdict .* needs more tokens"):
+            judge(server, judge_tokens=16)
 
 
 # ------------------------------------------------------------------------------------------------

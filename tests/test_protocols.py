@@ -15,7 +15,7 @@ from scripted import Server
 
 import eval as evaluation
 import rollout
-from evaluation import endpoint, protocol_loop, results, systems
+from evaluation import benchmarks, endpoint, protocol_loop, results, systems
 
 STORED = Path(__file__).with_name("protocols.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
@@ -32,6 +32,9 @@ def scripts():
     return {"paravt": [crops((0, 2)), "it is blue"], "paper": [crops((0, 3), (70, 72))],
             "paper-general": [crops((0, 3))], "longvt": [CROP % (0, 2) + CROP % (5, 3)],
             "conan": [clip, clip],
+            "sage": [sage("extract_parts_from_timestamp", "00:00:08", "00:00:10"),
+                     sage("verbal_transcript", "00:00:00", "00:00:10"),
+                     '<json>{"answerable": {"verdict": true}, "final_answer": "(B) blue"}</json>'],
             "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>']}
 
 
@@ -74,6 +77,12 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
     assert sent == stored.get(name), "written to tests/protocols.json: is it meant?"
 
 
+def test_every_row_of_the_papers_table_has_an_entry():
+    rows = systems.rows_of_table_1()
+    assert list(rows) == list(benchmarks.paper_table()) and len(rows) == 15
+    assert set(rows.values()) <= set(systems.all_systems())
+
+
 # ------------------------------------------------------------------------------------------------
 # Two loops
 
@@ -101,3 +110,39 @@ CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "en
 
 def crops(*windows):
     return "I look.</think>" + "\n".join(CROP % w for w in windows)
+
+
+# ------------------------------------------------------------------------------------------------
+# SAGE
+
+
+def sage(name, start=None, end=None, needed=True, **more):
+    arguments = {"video_path": "v.mp4", "timestamp_start": start, "timestamp_end": end}
+    tools = {"needed": needed, "tool_calls": [{"name": name, "arguments": arguments}]}
+    return f"<json>{json.dumps({'final_answer': None, 'recommended_tools': tools, **more})}</json>"
+
+
+@pytest.mark.parametrize("text, calls", [
+    (sage("extract_parts_from_timestamp", "00:01:10", "1:15"), [(70.0, 75.0, None)]),
+    (sage("identify_timestamps_visually", "00:00:10", "00:00:08"), [(10.0, 8.0, "HH:MM:SS")]),
+    (sage("extract_parts_from_timestamp", None, "00:00:08"), [(None, 8.0, "HH:MM:SS")]),
+    (sage("unified_web_search"), [(None, None, "not available")]),
+    (sage("perform_reasoning"), [(None, None, "stay above")]),
+    (sage("rm -rf"), [(None, None, "no tool of this name")]),
+    (sage(["x"]), [(None, None, "no tool of this name")]),
+    (sage("unified_web_search", needed=False), []),
+    (sage("unified_web_search", answerable={"verdict": True}, final_answer="B"), []),
+    ('```json\n{"recommended_tools": {"needed": 1, "tool_calls": [{"name": "parse_web_data"},]}}',
+     [(None, None, "not available")]), ("<json>{", []), ("<json>[1]</json>", []), ("B", [])])
+def test_sages_first_tool_is_read(text, calls):
+    found = systems.sage_calls(text)
+    assert [(call.start, call.end) for call in found] == [call[:2] for call in calls]
+    for call, (*_, error) in zip(found, calls):
+        assert error is None and call.error is None or error in call.error
+
+
+@pytest.mark.parametrize("turn, answer", [
+    ('<json>{"final_answer": "(B) blue"}</json>', "(B) blue"), ("B", "B"),
+    ('<json>{"final_answer": null}</json>', None)])
+def test_sages_answer_is_its_final_answer(turn, answer):
+    assert systems.sage_final([turn]) == answer

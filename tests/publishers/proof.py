@@ -11,7 +11,6 @@ executed calls and their answers. A difference that DECLARED covers is a departu
 import argparse
 import base64
 import functools
-import hashlib
 import io
 import json
 import os
@@ -29,16 +28,13 @@ from evaluation.protocol_loop import QUESTION, fill_template
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 EVALUATION = os.path.join(os.path.dirname(os.path.dirname(HERE)), "evaluation")
-# protocol -> (folder of the clone, snapshot that was read, digest of all of its requests): the
-# digest sees an edit that a declared difference passes over.
-KNOWN = {"paper": ("ParaVT", "cf55249", None), "paper-general": ("ParaVT", "cf55249", None),
-         "paper-direct": ("ParaVT", "cf55249", None),
-         "paper-reasoning": ("ParaVT", "cf55249", None),
-         "qwen3-vl": ("Qwen3-VL", "9658872", None), "conan": ("Conan", "b4805ae", None),
-         "longvt": ("LongVT", "08d755b9", None), "videozoomer": ("VideoZoomer", "5638153", None),
-         "video-r1": ("Video-R1", "of 2026-11-25", None),
-         "videorft": ("VideoRFT", "of 2026-11-25", None), "time-r1": ("Time-R1", "7f2b594", None),
-         "videochat-r1": ("VideoChat-R1", "of 2026-11-25", None)}
+# protocol -> (folder of the clone, snapshot that was read)
+KNOWN = {"paper": ("ParaVT", "cf55249"), "paper-general": ("ParaVT", "cf55249"),
+         "paper-direct": ("ParaVT", "cf55249"), "paper-reasoning": ("ParaVT", "cf55249"),
+         "qwen3-vl": ("Qwen3-VL", "9658872"), "conan": ("Conan", "b4805ae"),
+         "longvt": ("LongVT", "08d755b9"), "videozoomer": ("VideoZoomer", "5638153"),
+         "video-r1": ("Video-R1", "of 2026-11-25"), "videorft": ("VideoRFT", "of 2026-11-25"),
+         "time-r1": ("Time-R1", "7f2b594"), "videochat-r1": ("VideoChat-R1", "of 2026-11-25")}
 # Places of the publishers' texts, as --prompt-file takes them; of the others they are cut out of a
 # request.
 R1 = tuple(f"src/eval_bench.py:{name}" for name in
@@ -369,12 +365,6 @@ def compared(args, some, sent, bodies, episode):
         both[0] += server_lines(sent["server"])
         both[1] += server_lines(SERVER.format(context=args.max_model_len).split())
     return both
-
-
-def digest_of(sent):
-    """Everything that a publisher's code has sent -> its digest."""
-    lines = [lines_of(one.get("requests", []), one.get("pictures", ())) for one in sent]
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------
