@@ -44,7 +44,7 @@ import launch
 import rollout
 from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, run, shuffle_options
-from plumbing import arguments, data, hub, runs
+from plumbing import arguments, data, runs
 from plumbing.judge import add_judge_arguments, open_judge, rewrite_files
 from plumbing.subtitles import subtitle_files
 
@@ -225,7 +225,7 @@ def whole_checkpoint(args):
         return None, None
     from plumbing import checkpoint  # imports torch, which an endpoint does not need
 
-    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    ckpt = checkpoint.resolve(args.ckpt)
     return ckpt, runs.content_digest(ckpt)
 
 
@@ -280,7 +280,7 @@ def evaluate(args):
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
-    meta = {**vars(args), "prompt_hash": prompts, "code": hub.our_commit()}
+    meta = {**vars(args), "prompt_hash": prompts, "code": launch.our_commit()}
     for suite in suites:
         if rank == 0 and not suite.part:
             results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))

@@ -58,7 +58,7 @@ import rewards
 import rollout
 import video
 from engine import EngineLoop
-from plumbing import arguments, caches, checkpoint, data, metrics, policies, runs, tracker
+from plumbing import arguments, caches, checkpoint, data, metrics, runs, tracker
 from plumbing.judge import add_judge_arguments, open_judge
 from plumbing.subtitles import subtitle_files
 
@@ -353,9 +353,8 @@ class Run:
     engine_dtype: object  # dtype in which weights travel to the engine
     gap_tolerance: float  # nats, see check_gap
     log: metrics.Log  # on rank 0, None on the others
-    inputs: dict  # see runs.input_identities
+    state: dict  # see checkpoint.resume_point
     start: int  # steps that have been taken
-    best: dict  # {"best": held-out accuracy, -1 if none yet; "best_step"; ..}, see best_so_far
 
 
 def main():
@@ -363,14 +362,15 @@ def main():
     run = setup(args)
     if run is None:
         return
-    policy, val_tasks, best = run.policy, run.val_tasks, run.best
+    policy, val_tasks = run.policy, run.val_tasks
+    best = run.state.get("best", (-1.0, 0))  # held-out accuracy, and its step
     engine, source = run.sampler.engine, run.sampler.source
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     stop_event = launch.stop_on_signal()
     bad_steps = 0  # steps in a row without a finite gradient or a video
     if val_tasks and run.start == 0:  # the accuracy that training starts from
-        best["last_unread"] = evaluate(run.log, run.sampler, val_tasks, 0, args)[1]
+        evaluate(run.log, run.sampler, val_tasks, 0, args)
 
     for step in range(run.start, args.steps):
         last, seconds = step + 1 == args.steps, {}
@@ -404,7 +404,9 @@ def main():
             # A single step without a finite gradient, or without a video that can be read, is
             # skipped; three in a row end the run.
             bad_steps = bad_steps + 1 if stats["bad_updates"] or blind else 0
-            runs.check_run(step, bad_steps, args.out, blind, last)
+            if bad_steps == 3 or (last and blind):
+                raise launch.RunError(f"step {step + 1}: no finite gradient, or no video, for "
+                                      f"{bad_steps} steps")
             check_gap(step, stats["gap"], run.gap_tolerance)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
@@ -423,25 +425,21 @@ def main():
         # `best` links to the checkpoint with the highest held-out accuracy so far. Every rank has
         # the same number, so all of them save or none.
         if eval_due:
-            acc, unread = evaluate(run.log, run.sampler, val_tasks, step + 1, args)
-            metrics.update_best(best, math.nan if blind else acc, step + 1, unread)
+            acc, _ = evaluate(run.log, run.sampler, val_tasks, step + 1, args)
+            if not blind and acc > best[0]:
+                best = acc, step + 1
         # Ranks may get SIGTERM at different times, and must not leave the loop at different steps.
         stopping = launch.any_rank(stop_event.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad_steps
         # Bad steps moved no weight: a run that only stops in one takes them again.
-        due = due or last or best["best_step"] == step + 1
+        due = due or last or best[1] == step + 1
         done = step + 1 - (0 if due else bad_steps)
-        # A run that could not read its last held-out rows is not done.
-        unseen = bool(last and val_tasks and math.isnan(acc))
         if due or stopping and done > run.start:
-            checkpoint.save_run(policy, policy.codec, run.optimizer, args.out, done,
-                                {**best, "unseen": unseen, "args": vars(args),
-                                 "inputs": run.inputs})
+            checkpoint.save_run(policy, run.optimizer, args.out, done, {**run.state, "best": best})
             launch.reset_watchdog(args.patience)
         if step % 10 == 9:
             caches.give_back_memory()
-        runs.check_run(step, int(unseen), args.out, unseen, last)
         if stopping:
             break
 
@@ -470,7 +468,7 @@ def setup(args):
     """Flags -> Run; None if there is nothing to do. Everything that can be refused is refused here,
     before a model is built. Collective."""
     # A hub snapshot, a run folder or a checkpoint folder: from here on a folder with weights.
-    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    ckpt = checkpoint.resolve(args.ckpt)
     faults = [] if args.check else None  # --check collects them all; a run stops at the first
     tasks = data.read_tasks(args.data, faults)
     val_tasks = data.read_tasks(args.val, faults) if args.val else []
@@ -487,7 +485,7 @@ def setup(args):
             arguments.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
         return None
     launch.make_out(os.path.join(args.out, "rollouts"))
-    runs.claim_run(args.out, [args.data, args.val])
+    launch.lock(args.out)
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     _, world, device = launch.start_process_group(args.patience, args.cpu)
@@ -495,14 +493,12 @@ def setup(args):
     if args.prompts % world:
         raise launch.UserError(f"--prompts {args.prompts} is not a multiple of the {world} ranks")
     # The same command again goes on from the newest whole checkpoint in --out.
-    texts = subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
+    subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
     rows = {"--data": (args.data, tasks), "--val": (args.val, val_tasks)}
-    inputs = runs.input_identities({"--ckpt": ckpt}, rows, texts)
-    newest, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
-    start = state.get("step", 0)
+    newest, state = checkpoint.resume_point(args, {"data": tasks, "val": val_tasks})
+    start = state["step"]
     if start >= args.steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {args.steps}")
-        runs.check_run(start - 1, int(state.get("unseen", 0)), args.out, True, True)
         return launch.end_process_group()
     for path, content in filter(all, rows.values()):
         source.cache.check_present(args, path, content)
@@ -510,7 +506,7 @@ def setup(args):
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     # The largest prompt must fit, which shows before weights are loaded.
     rollout.check_context(codec, tasks + val_tasks, agent, source, args.frames)
-    policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, newest)
+    policy, reference, optimizer = load_models(args, ckpt, codec, source, device, newest)
     # On a GPU the engine shares the device with the trainer, so it starts asleep.
     engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
     engine_dtype = model.engine_dtype(codec, device)
@@ -518,10 +514,32 @@ def setup(args):
         engine.sync(checkpoint.full_weights(policy, engine_dtype))
     size = f"{args.prompts} prompts x {args.num_generations} rollouts"
     log = metrics.open_log(args, start, f"{size} a step, K {args.frames} | format credit "
-                           f"{args.format_credit} | {checkpoint.weights_line(policy)}")
+                           f"{args.format_credit}")
     sampler = rollout.RolloutWorker(engine, codec, source, agent, reward_config(args), judge)
     return Run(tasks, val_tasks, policy, reference, optimizer, sampler, engine_dtype,
-               gap_tolerance(engine_dtype), log, inputs, start, metrics.best_so_far(state, -1.0))
+               gap_tolerance(engine_dtype), log, state, start)
+
+
+def load_models(args, ckpt, codec, source, device, folder):
+    """-> (policy, reference or None, optimizer). folder: the checkpoint from which the run goes on,
+    or None. Collective."""
+    # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
+    policy = checkpoint.load_policy(ckpt, codec, device, args.gradient_checkpointing,
+                                    args.lora_rank, replicas=args.dp_replicate)
+    # The vision tower is frozen. Features of a frame are computed once and read by all forwards.
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
+    # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
+    reference = None
+    if args.beta > 0 and args.lora_rank:
+        reference = checkpoint.AdapterReference(policy)
+    elif args.beta > 0:
+        reference = checkpoint.load_policy(ckpt, codec, device, frozen=True,
+                                           replicas=args.dp_replicate)
+        reference.features = policy.features  # both read the features of one tower
+    if folder:
+        checkpoint.load_train_state(policy, optimizer, folder)
+    return policy, reference, optimizer
 
 
 def gap_tolerance(dtype=None):
@@ -598,7 +616,12 @@ def add_training_arguments(parser):
     add("--lr", type=float, default=None, help="AdamW, constant; default 2e-6, of adapters 2e-5")
     # Above one context: else a group with a long prompt is split, and each part computes it again.
     add("--pack-tokens", type=int, default=49152, help="tokens per pack (one forward)")
-    checkpoint.add_arguments(parser, add)
+    add("--lora-rank", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
+    parser.add_setting("max_grad_norm", "norm at which gradients are clipped; 0 = never", 1.0)
+    parser.add_setting("gradient_checkpointing", "compute decoder layers again in backward", True)
+    parser.add_setting("dp_replicate", "groups of ranks that each hold the whole model in shards "
+                       "(HSDP): one per node; 0 = every rank holds the whole (toy)", 1)
+    add("--resume", action="store_true", help="go on although settings or rows have changed")
     parser.add_setting("minibatches", "optimizer steps per batch; above 1: one more forward", 1)
     parser.add_setting("clip_eps", "of the surrogate; without effect at minibatches=1", 0.2)
     tracker.add_track_arguments(parser, parser.add_argument_group("tracker").add_argument)

@@ -11,12 +11,14 @@ Reads JSONL files; writes small text files, each whole or not at all.
 import contextlib
 import errno
 import faulthandler
+import functools
 import hashlib
 import io
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -460,6 +462,17 @@ def fsync(path):
         os.close(handle)
 
 
+def publish_folder(temp, path):
+    """Gives a finished folder its name, once all of it is on the disk. An older folder of that name
+    goes."""
+    for folder, _, names in os.walk(temp):
+        for name in [*names, "."]:
+            fsync(os.path.join(folder, name))
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(temp, path)
+    fsync(os.path.dirname(os.path.abspath(path)))
+
+
 def write_atomic(path, content):
     """Writes a text or bytes: the final name appears once the file is whole on the disk."""
     temp = f"{path}.tmp{os.getpid()}"
@@ -478,6 +491,18 @@ def write_atomic(path, content):
 
 # ------------------------------------------------------------------------------------------------
 # Numbers of a run
+
+
+@functools.cache
+def our_commit():
+    """The commit of this code at the start, "-dirty" after an edit, "" if unknown. Read once: a
+    later `git pull` would name code that does not run."""
+    root = os.path.dirname(os.path.abspath(__file__))
+    command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, text=True, capture_output=True).stdout.strip()
+    except OSError:  # no git
+        return ""
 
 
 def join_key(*parts) -> str:

@@ -860,7 +860,7 @@ def main():
     from plumbing import checkpoint  # imports torch, which takes seconds: --help answers at once
 
     read = {"--data": (args.data, tasks := data.read_tasks(args.data))}
-    tasks, ckpt = tasks[: args.limit or None], checkpoint.resolve_checkpoint(args.ckpt)
+    tasks, ckpt = tasks[: args.limit or None], checkpoint.resolve(args.ckpt)
     agent, source = agent_settings(args, args.data)
     inputs = runs.input_identities({"--ckpt": ckpt}, read, subtitle_files(args, (args.data, tasks)))
     wanted = len(tasks) * args.num_generations

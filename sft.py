@@ -41,7 +41,7 @@ import chat
 import launch
 import model
 import video
-from plumbing import arguments, checkpoint, data, metrics, muon, runs, tracker
+from plumbing import arguments, checkpoint, data, metrics, muon, tracker
 
 
 def build_parser():
@@ -68,7 +68,12 @@ def build_parser():
     add("--min-lr", type=float, default=0.1, help="final learning rate as a fraction of the peak")
     add("--warmup", type=float, default=0.03, help="fraction of the steps")
     add("--beta2", type=float, default=0.999, help="AdamW; beta1 is 0.9")
-    checkpoint.add_arguments(parser, add)
+    add("--lora-rank", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
+    parser.add_setting("max_grad_norm", "norm at which gradients are clipped; 0 = never", 1.0)
+    parser.add_setting("gradient_checkpointing", "compute decoder layers again in backward", True)
+    parser.add_setting("dp_replicate", "groups of ranks that each hold the whole model in shards "
+                       "(HSDP): one per node; 0 = every rank holds the whole (toy)", 1)
+    add("--resume", action="store_true", help="go on although settings or rows have changed")
     add = parser.add_argument_group("looking and saving").add_argument
     add("--eval-every", type=int, default=200, help="steps between held-out losses; 0 = at the end")
     add("--save-every", type=int, default=500, help="steps between checkpoints; 0 = at the end")
@@ -330,12 +335,12 @@ def held_out_loss(policy, chats, args, rank, world):
 def main():
     # 0. Everything that can be refused is refused before the model is built.
     args = parse_args()
-    cache, ckpt = video.frame_cache(args), checkpoint.resolve_checkpoint(args.ckpt)
+    cache, ckpt = video.frame_cache(args), checkpoint.resolve(args.ckpt)
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     if args.check:
         return check_chats(args, codec, cache)
     launch.make_out(args.out)
-    runs.claim_run(args.out, [args.data, args.val])
+    launch.lock(args.out)
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
@@ -346,21 +351,19 @@ def main():
     for chats in filter(None, (train, val_chats)):
         specs = chat.videos_in(m for row in chats.rows for m in row["messages"])
         cache.check_present(args, chats.path, specs)
-    rows = {"--data": (args.data, train.rows), "--val": (args.val, val_chats and val_chats.rows)}
-    inputs = runs.input_identities({"--ckpt": ckpt}, rows)
+    rows = {"data": train.rows, "val": val_chats and val_chats.rows}
     # folder: the newest whole checkpoint of --out, if this run goes on from one.
-    folder, state = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
-    start, best = state.get("step", 0), metrics.best_so_far(state, math.inf)
+    folder, state = checkpoint.resume_point(args, rows)
+    start, best = state["step"], state.get("best", (math.inf, 0))
     # Broken chats count here, since no rank has opened all videos. Their places stay empty.
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     # Every rank reads the same state.json, so all of them end here or none.
     if start >= steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {steps}")
-        runs.check_run(start - 1, int(state.get("unseen", 0)), args.out, True, True)
         return launch.end_process_group()
 
-    policy = checkpoint.load_sharded(ckpt, codec, device, args.gradient_checkpointing,
-                                     args.dp_replicate, lora=args.lora_rank)
+    policy = checkpoint.load_policy(ckpt, codec, device, args.gradient_checkpointing,
+                                    args.lora_rank, replicas=args.dp_replicate)
     # The tower is frozen: a frame set goes through once, then the features are kept.
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, train.frames)
     optimizers = build_optimizers(policy, args, device)
@@ -372,7 +375,7 @@ def main():
     # --steps and --batch-size decide, so the passes over the data may be no whole number.
     log = metrics.open_log(args, start, f"{len(train.rows)} chats x "
                            f"{steps * args.batch_size / len(train.rows):.2f} epochs = {steps} "
-                           f"steps of {args.batch_size} chats | {checkpoint.weights_line(policy)}")
+                           f"steps of {args.batch_size} chats")
 
     # A thread decodes, tokenises and packs the next batch while this one trains. One thread: the
     # batches come in order, and no two threads change the same Chats.
@@ -404,7 +407,9 @@ def main():
                 o.step()
             o.zero_grad(set_to_none=True)  # frees the memory until the next backward
         last = step + 1 == steps
-        runs.check_run(step, bad, args.out, blind, last)
+        if bad == 3 or (last and blind):
+            raise launch.RunError(f"step {step + 1}: no finite gradient, or no video, for "
+                                  f"{bad} steps")
 
         # 2. Numbers, to the terminal and to log.jsonl.
         # gather_rows is collective, so all ranks call it. Rank 0 alone writes.
@@ -426,28 +431,24 @@ def main():
         # val_chats is None without --val: then no `best`, and checkpoints by --save-every alone.
         if val_chats and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             value = held_out_loss(policy, val_chats, args, rank, world)
-            unread = sorted(launch.gather_rows(sorted(val_chats.broken)))
             if rank == 0:
                 log.write({"step": step + 1, "val_loss": None if math.isnan(value) else value},
                           f"step {step + 1:04d} | held-out loss {value:.4f} nats/token")
             # Every rank has the same numbers, so all of them save or none.
-            metrics.update_best(best, math.nan if blind else value, step + 1, unread, sign=-1)
+            if not blind and value < best[0]:
+                best = value, step + 1
             launch.reset_watchdog(args.patience)
         # SIGTERM on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(stop_event.is_set())
         # Not after a bad step: two such saves would push out the checkpoints from before the fault.
         due = args.save_every and (step + 1) % args.save_every == 0 and not bad
         # Bad steps moved no weight: a run that only stops in one takes them again.
-        due = due or last or best["best_step"] == step + 1
+        due = due or last or best[1] == step + 1
         done = step + 1 - (0 if due else bad)
-        # A run that could not read its last held-out rows is not done.
-        unseen = bool(last and val_chats and math.isnan(value))
         if due or stopping and done > start:
             # resume_point reads all of it again and compares the settings.
-            checkpoint.save_run(policy, codec, optimizers, args.out, done,
-                                {**best, "unseen": unseen, "args": vars(args), "inputs": inputs})
+            checkpoint.save_run(policy, optimizers, args.out, done, {**state, "best": best})
             launch.reset_watchdog(args.patience)
-        runs.check_run(step, int(unseen), args.out, unseen, last)
         if stopping:
             break
 

@@ -42,6 +42,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
@@ -53,7 +54,7 @@ import numpy as np
 import launch
 import rewards
 import video
-from plumbing import arguments, checkpoint, runs
+from plumbing import arguments
 
 
 def colours():
@@ -356,8 +357,10 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
                   spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=hidden,
                   num_position_embeddings=16, deepstack_visual_indexes=[0])
     config_class = transformers.Qwen3VLConfig
+    model_class = transformers.Qwen3VLForConditionalGeneration
     if base == "qwen3_5":
         config_class = transformers.Qwen3_5Config
+        model_class = transformers.Qwen3_5ForConditionalGeneration
         del vision["deepstack_visual_indexes"], text["rope_scaling"], text["rope_theta"]
         # A quarter of a head is rotated: 16 of 64 dimensions, 8 pairs. Every second layer is
         # gated-delta, in published checkpoints three of four: with one layer of attention the toy
@@ -375,7 +378,7 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
                           vision_end_token_id=one("<|vision_end|>"), tie_word_embeddings=True,
                           eos_token_id=one("<|im_end|>"), pad_token_id=one("<|endoftext|>"))
     torch.manual_seed(seed)
-    policy = checkpoint.model_class(config)(config)
+    policy = model_class(config)
     # Rows of length 1. With transformers' 0.02 the first layers drown the embeddings, and the toy
     # needs twice the steps.
     torch.nn.init.normal_(policy.get_input_embeddings().weight, std=hidden ** -0.5)
@@ -388,15 +391,17 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
     processor = transformers.Qwen3VLProcessor(
         image_processor=images, tokenizer=tokenizer, video_processor=videos,
         chat_template=chat_template(base))
-    with runs.atomic_folder(folder) as temp:
-        policy.save_pretrained(temp)
-        processor.save_pretrained(temp)
-        # transformers 5 rebuilds the stock pre-tokenizer when a Qwen2Tokenizer is loaded. Under
-        # that name every id after the first number would change without an error.
-        path = os.path.join(temp, "tokenizer_config.json")
-        with open(path) as f:
-            config = json.load(f) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    temp = f"{folder}.tmp"
+    shutil.rmtree(temp, ignore_errors=True)  # of a kill
+    policy.save_pretrained(temp)
+    processor.save_pretrained(temp)
+    # transformers 5 rebuilds the stock pre-tokenizer when a Qwen2Tokenizer is loaded. Under
+    # that name every id after the first number would change without an error.
+    path = os.path.join(temp, "tokenizer_config.json")
+    with open(path) as f:
+        config = json.load(f) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    launch.publish_folder(temp, folder)
     return sum(p.numel() for p in policy.parameters())
 
 

@@ -319,9 +319,9 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             compare_decoders(args, os.path.join(folder, "video.mp4"))
     if "trainer" in args.only and installed("trl", "trl", "update, step"):
-        args.ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+        args.ckpt = checkpoint.resolve(args.ckpt)
         codec = chat.load_codec(args.ckpt)
-        compare_trainers(args, checkpoint.load_sharded(args.ckpt, codec, device), codec)
+        compare_trainers(args, checkpoint.load_policy(args.ckpt, codec, device), codec)
 
 
 if __name__ == "__main__":

@@ -1,341 +1,115 @@
 """
-plumbing/checkpoint.py (tests/test_checkpoint.py): checkpoint folders: open and check them, load
-them in shards, train adapters on them, save them.
+plumbing/checkpoint.py (tests/test_checkpoint.py): checkpoint folders: load in shards, LoRA, save,
+go on.
 
-  a checkpoint   the small files of its base, byte for byte but for the dtype; and whole weights in
-                 safetensors, or adapters in the layout of peft on whole weights; in a run
-                 also train_state/, see runs.py
+  out/step_000050/  weights and small files as from_pretrained and vLLM read them, README.md;
+                    train_state/: fp32 shards of weights and moments; state.json, written last
+  out/last, best    links to the newest one and to the one that its state.json names
 
-A checkpoint that cannot be used is refused in one line before any long work. Nothing in a
-checkpoint is ever run.
+  y = x W' + 2 (x A') B'      W [out, in] frozen, A [r, in] and B [out, r] trained; alpha = 2 r
 
-Departs from transformers' save_pretrained: it rewrites configuration and tokenizer in its own
-dialect, which older versions cannot read.
+LoRA, arXiv 2106.09685, on the matrices of the decoder layers. Not by the library peft, which
+renames the modules: then neither the shards of a checkpoint nor the weights of the engine are
+found. The files have peft's layout, so that other tools read them.
 
-Reads and writes checkpoint folders; sft.py, grpo.py, rollout.py, eval.py and toy.py call it.
+Crash-only: a folder gets its name when all of it is on the disk. What a kill leaves behind has
+another name, and the next save deletes it.
+
+Departs from transformers' save_pretrained, which rewrites configuration and tokenizer in its own
+dialect: the small files of a checkpoint are copied byte for byte.
+
+Reads and writes checkpoint folders; reads the Hub, or its cache alone with HF_HUB_OFFLINE=1.
 """
-import argparse
 import contextlib
-import functools
+import hashlib
 import json
-import math
 import os
 import re
+import shutil
 
 import model  # isort: skip  (before torch: model.py tells a terminal that torch is loading)
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import chat
 import launch
-from plumbing import hub, runs
+
+# What two parts of one run may differ in: how far, how fast, where, and who is told. The rows of
+# --data and --val are compared, not their paths.
+FREE = ("steps", "epochs", "out", "resume", "check", "data", "val", "missing_videos", "eval_every",
+        "save_every", "show_every", "show", "track", "project", "cpu", "patience", "dp_replicate",
+        "frame_cache_dir", "frame_cache_dir_gb", "frame_cache_gb", "max_num_seqs",
+        "gpu_memory_utilization", "judge_url", "judge_key_env", "decode_timeout")
 
 # ------------------------------------------------------------------------------------------------
-# Opening a checkpoint
+# Folders
 
 
-def resolve_checkpoint(path):
-    """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
-    `last` -> the folder that `from_pretrained` opens. Checks its files and those of its base, and
-    runs no code in them. Raises UserError that names the fault and the remedy."""
-    folder = chat.check_config(path)
-    # Without tokenizer_config.json transformers guesses the tokenizer's class, and another class
-    # gives other ids. transformers 5 saves the image processor inside processor_config.json.
-    for names in (("tokenizer.json",), ("tokenizer_config.json",),
-                  ("preprocessor_config.json", "processor_config.json")):
-        if not any(launch.is_file(os.path.join(folder, name)) for name in names):
-            raise launch.UserError(f"checkpoint {folder}: {names[0]} is missing; copy it from the "
-                                   "checkpoint that this one was made from")
-    chat.read_object(os.path.join(folder, "tokenizer.json"))  # some readers take a cut-off file
-    base = base_of(folder, check=True)
-    # Once on each machine: torchrun then ends the other ranks.
-    for part in {folder, base} if os.environ.get("LOCAL_RANK", "0") == "0" else ():
-        if changed := runs.changed_files(part, runs.saved_sums(part)):
-            raise launch.UserError(f"checkpoint {part}: {changed[0]} has other bytes than were "
-                                   "saved; copy it again, or, if that is meant, delete state.json")
-    stored = stored_shapes(base)  # once: a large checkpoint has a dozen files of headers
-    hf = meta_model(base)
-    names = dict(hf.named_parameters())
-    check_weights(base, names, stored)
-    check_copies(base, hf, stored)
-    # Any other weight would be left out silently.
-    known = chat.bases()[hf.config.model_type].unused  # but these, which no loader takes
-    strange = set(stored) - set(hf.state_dict())
-    if unused := sorted(name for name in strange if not name.startswith(known)):
-        raise launch.UserError(f"checkpoint {base}: {unused[0]} is stored, but config.json "
-                               "describes a model without it; copy config.json again")
-    inner = {name for name in names if ".language_model.layers." in name}  # as in add_adapters
-    if strange := sorted(set(read_adapters(folder)) - inner):
-        raise launch.UserError(f"checkpoint {folder}: its adapters are for {strange[0]}; this code "
-                               "has them in the layers of the language model of its base alone")
+def resolve(path):
+    """A checkpoint folder, a run folder (its newest checkpoint) or OWNER/NAME on the Hub -> the
+    folder that from_pretrained opens. Raises UserError."""
+    folder = path
+    if not os.path.isdir(path):
+        folder = download(path)
+    elif os.path.isdir(os.path.join(path, "last")):  # sft.py and grpo.py link it
+        folder = os.path.join(path, "last")
+    names = os.listdir(folder)
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        raise launch.UserError(f"--ckpt {path}: {folder} needs a config.json and .safetensors "
+                               "files; no .bin, no GGUF, no adapters without their base's files")
     return os.path.realpath(folder)
 
 
-def check_copies(ckpt: str, hf, stored: dict) -> None:
-    """Raises UserError if a weight of the model, as a tied head, is stored under two names with
-    other values: programs differ in which of the two they read."""
-    names = {}  # of each weight
-    for name, weight in hf.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    for name, *copies in names.values():
-        for copy in filter(stored.get, copies):
-            one, two = (w.float() for key, w in merged_weights(ckpt) if key in (name, copy))
-            if not torch.equal(one, two):
-                raise launch.UserError(f"checkpoint {ckpt}: config.json ties {copy} to {name}, but "
-                                       "other values are stored; set tie_word_embeddings to false "
-                                       f"if the model was trained so, or delete {copy}")
+def download(name, revision=None):
+    """OWNER/NAME on the Hub -> folder in the Hub's cache, whose path names the commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        # Weights and small files. Folders inside hold formats that are not read here.
+        return snapshot_download(name, revision=revision, ignore_patterns=["*/*"],
+                                 allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt"])
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise launch.UserError(f"--ckpt {name}: no such folder ({os.path.abspath(name)}), and "
+                               f"nothing from the Hub ({reason})") from None
 
 
-def meta_model(ckpt):
-    """Checkpoint folder -> transformers' model on the meta device: names and shapes, no memory."""
-    config = chat.load_config(ckpt)
-    with chat.as_user_error(ckpt, "config.json"), torch.device("meta"):
-        hf = model_class(config)(config)
-    hf.tie_weights()
-    return hf
+def base_of(ckpt):
+    """Checkpoint folder -> the folder of the whole weights: itself, or the base of its adapters.
+    Raises UserError if the base is not there."""
+    config = adapter_config(ckpt)
+    if config is None:
+        return ckpt
+    base = config["base_model_name_or_path"]
+    if not os.path.isdir(base):
+        base = download(base, config.get("revision"))
+    return base
 
 
-def model_class(config):
-    """transformers' configuration -> transformers' class of the whole model."""
-    import transformers
-
-    return getattr(transformers, chat.bases()[config.model_type].model_class)
-
-
-def stored_shapes(folder):
-    """Every safetensors header of a checkpoint -> {weight: (shape, file)}. Raises UserError for a
-    missing shard, a truncated file, a weight that is stored twice, quantized weights, and values
-    that no training leaves: now, not after the models are built."""
-    from safetensors import SafetensorError, safe_open
-
-    names = sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if launch.is_file(index):
-        content = chat.read_object(index)
-        with chat.as_user_error(folder, "model.safetensors.index.json"):
-            # Loaders differ in whether they read a file that the index does not name.
-            odd = sorted({*map(str, content["weight_map"].values())} ^ {*names})
-        if odd:
-            raise launch.UserError(f"checkpoint {folder}: {odd[0]} is missing, or not in its index")
-    if not names:
-        raise launch.UserError(f"checkpoint {folder}: no .safetensors file; only safetensors are "
-                               "loaded, no .bin, no GGUF: take or save it in that format")
-    stored = {}
-    for name in names:
-        try:
-            with safe_open(os.path.join(folder, name), "pt") as f:
-                for key in f.keys():
-                    if key in stored:  # loaders differ in which of the two they take
-                        raise launch.UserError(f"checkpoint {folder}: {key} is in {stored[key][1]} "
-                                               f"and in {name}; delete the file that is too much")
-                    weight = f.get_slice(key)
-                    check_values(weight, f"checkpoint {folder}: {key} in {name}")
-                    stored[key] = list(weight.get_shape()), name
-        except (SafetensorError, OSError) as e:
-            raise launch.UserError(f"{folder}/{name} cannot be read ({e}); copy it again") from None
-    return stored
-
-
-def check_values(weight, label):
-    """Raises UserError for a quantized weight, one that is no number, and a matrix of zeros, as a
-    download that was cut off leaves it. Reads small weights whole and some rows of large ones."""
-    if weight.get_dtype() not in ("BF16", "F16", "F32"):
-        raise launch.UserError(f"{label} is stored as {weight.get_dtype()}, and quantized weights "
-                               "cannot be trained; give a checkpoint in BF16, F16 or F32")
-    shape = weight.get_shape()
-    stride = 1 if math.prod(shape) < 2**20 else 1 + shape[0] // 8
-    sample = torch.cat([weight[i:i + 1].flatten() for i in range(0, shape[0], stride)])
-    if not sample.isfinite().all() or (len(shape) > 1 and not sample.any()):
-        raise launch.UserError(f"{label} holds a value that is no number, or zeros alone; copy the "
-                               "file again, or take an older checkpoint")
-
-
-def check_weights(ckpt: str, weights: dict, stored: dict) -> None:
-    """Raises UserError unless a checkpoint holds each of these weights in its shape. stored: see
-    stored_shapes."""
-    if missing := sorted(set(weights) - set(stored)):
-        raise launch.UserError(f"checkpoint {ckpt}: {len(missing)} weights are missing, for "
-                               f"example {missing[0]}; download it again")
-    for name, weight in weights.items():
-        if stored[name][0] != list(weight.shape):
-            raise launch.UserError(f"checkpoint {ckpt}: {name} has shape {stored[name][0]}, the "
-                                   f"configuration says {list(weight.shape)}; the two are not of "
-                                   "one checkpoint, copy it again")
-
-
-# ------------------------------------------------------------------------------------------------
-# Into a policy, in shards
-
-
-def load_sharded(ckpt, codec, device, gradient_checkpointing=False, replicas=1, frozen=False,
-                 lora=0):
-    """Checkpoint folder -> sharded Policy. Collective; no rank holds more than its shard.
-
-    The model is built on the meta device, then every rank reads its own rows from the safetensors
-    files. Trained weights are fp32 whatever the files hold. replicas: see shard. frozen: a
-    reference without gradients, in its compute dtype; it has no tower and receives features.
-    lora: rank of the adapters, all else is frozen; 0: all weights are trained. For a checkpoint of
-    adapters pass their own rank, see adapter_rank.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    hf = meta_model(ckpt)
-    if codec.base.recurrent:
-        try:
-            model.delta_kernel(device)
-        except ImportError as e:
-            raise launch.UserError(f"no kernels for gated-delta layers ({e}): pip install "
-                                   "flash-linear-attention==0.6.0") from None
-    # Published configurations say bf16. A step of 2e-6 would round to nothing in bf16.
-    hf.float()
-    if frozen or lora:
-        hf.requires_grad_(False)
-        hf.to(model.compute_dtype(device))
-        for name, p in hf.named_parameters():
-            if name.endswith(codec.base.keep_fp32):
-                p.data = p.data.float()
-    if lora:
-        add_adapters(hf, lora)
-    policy = shard(model.wrap_policy(hf, codec, device, gradient_checkpointing), device, replicas)
-    if frozen:
-        hf.model.visual = None
-        if hasattr(policy, "set_reshard_after_forward"):
-            # FSDP keeps the root whole after a forward, for a backward that never comes here.
-            policy.set_reshard_after_forward(True, recurse=False)
-    policy.to_empty(device=device)
-    hf.tie_weights()  # to_empty unties weights that are not in shards
-    # Rotary tables are computed, not stored, so they are made anew on the device.
-    for owner, name in ((hf.model.language_model, "rotary_emb"),
-                        (hf.model.visual, "rotary_pos_emb")):
-        if old := getattr(owner, name, None):
-            setattr(owner, name, type(old)(old.config).to(device))
-    weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
-    policy.base = base_of(ckpt)
-    policy.digest = runs.content_digest(policy.base) if lora else None  # adapters are saved with it
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(policy.base))
-    if lora:
-        start_adapters(hf, read_adapters(ckpt))
-    if frozen:
-        hf.requires_grad_(False)  # adapters too
-    return policy
-
-
-def shard(policy, device, replicas=1):
-    """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen
-    tower stays replicated.
-
-    On a GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that
-    each hold the whole model in shards (HSDP). With one group per node, weights are gathered inside
-    a node and only gradients cross between nodes. 0: as many groups as ranks.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    world = launch.rank_and_world()[1]
-    replicas = replicas or world
-    if world % replicas:
-        raise launch.UserError(f"dp_replicate={replicas}: {world} ranks cannot be divided so")
-    if replicas == world and model.compute_dtype(device) == torch.float32:
-        # Every rank holds the whole model in fp32, and reduce_and_clip averages the gradients.
-        # FSDP's hooks would cost a third of a toy step, and Muon on its tensors more than that.
-        return policy
-    dims = ({"replicate": replicas} if replicas > 1 else {}) | {"shard": world // replicas}
-    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    precision = MixedPrecisionPolicy()
-    if device.type == "cuda":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    tower = set(policy.hf.model.visual.parameters())
-    for layer in policy.hf.model.language_model.layers:
-        if hasattr(layer, "linear_attn"):
-            # Two more groups in a gated-delta layer: its matrices, and the rest, which computes in
-            # fp32. A group has one dtype, and A_log must not be rounded.
-            mixer = layer.linear_attn
-            matrices = [m for m in mixer.children() if isinstance(m, torch.nn.Linear)]
-            fully_shard(matrices, mesh=mesh, mp_policy=precision)
-            fully_shard(mixer, mesh=mesh)
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)
-    return policy
-
-
-# ------------------------------------------------------------------------------------------------
-# Adapters (--lora-rank)
-#
-#   y = x W' + 2 (x A') B'      W [out, in] frozen, A [r, in], B [out, r] trained; alpha = 2 r
-#
-# LoRA, arXiv 2106.09685, on the matrices of the decoder layers. Not by the library peft, because it
-# renames the modules: then neither the shards of a checkpoint nor the weights of the engine are
-# found. The files have the layout of peft, so that other tools read them. Adapters stand on whole
-# weights, never on other adapters: a stage that is given adapters goes on training them.
-
-
-class LoraLinear(torch.nn.Linear):
-    def forward(self, x):
-        y = F.linear(x, self.weight, self.bias)
-        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
-
-
-def add_adapters(hf, rank: int) -> None:
-    """Adds adapters in fp32 to a frozen model on the meta device."""
-    for module in hf.model.language_model.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.__class__ = LoraLinear
-            for name, shape in (("lora_A", (rank, module.in_features)),
-                                ("lora_B", (module.out_features, rank))):
-                weight = torch.empty(shape, dtype=torch.float32, device="meta")
-                module.register_parameter(name, torch.nn.Parameter(weight))
-
-
-def start_adapters(hf, saved: dict) -> None:
-    """Gives the adapters their first values. saved: {weight name: (A, B)} of a checkpoint. If saved
-    is {}, A is small and random (the same for every --seed) and B is zero. The adapted model then
-    equals the base."""
-    import hashlib
-
-    for name, p in hf.named_parameters():
-        stem, _, letter = name.partition("lora_")
-        if not letter:
-            continue
-        if saved:
-            value = saved[stem + "weight"][letter == "B"]
-        elif letter == "B":
-            value = torch.zeros(p.shape)
-        else:  # seeded by its name, so that any number of ranks draws the same
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-            bound = p.shape[1] ** -0.5
-            value = torch.empty(p.shape).uniform_(-bound, bound,
-                                                  generator=torch.Generator().manual_seed(seed))
-        p.detach().copy_(shard_like(p, value.to(p.device)))
-
-
-def shard_like(weight, full: torch.Tensor):
-    """This rank's part of a whole tensor, split in the way that `weight` is split."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if not hasattr(weight, "device_mesh"):
-        return full
-    return distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
-
-
-def adapter_config(ckpt: str) -> dict | None:
-    """The settings of a folder of adapters; None for a folder of whole weights, and for none.
-    Raises UserError if sft.py or grpo.py did not save the adapters."""
+def adapter_config(ckpt):
+    """The settings of a folder of adapters, None for whole weights. Raises UserError for adapters
+    that another tool has scaled in another way."""
     path = os.path.join(ckpt, "adapter_config.json")
-    if not launch.is_file(path):
+    if not os.path.exists(path):
         return None
-    config = chat.read_object(path)
-    if "base_digest" not in config or config.get("lora_alpha") != 2 * config.get("r", 0):
-        raise launch.UserError(f"checkpoint {ckpt}: its adapters, or their lora_alpha, were not "
-                               "saved by sft.py or grpo.py; merge them with the tool that made "
-                               "them")
+    with open(path, encoding="utf-8") as file:
+        config = json.load(file)
+    if config["lora_alpha"] != 2 * config["r"] or config.get("use_rslora"):
+        raise launch.UserError(f"checkpoint {ckpt}: lora_alpha of its adapters is not 2 r; merge "
+                               "them with the tool that made them")
     return config
 
 
-def adapter_rank(ckpt: str, rank: int) -> int:
-    """--ckpt, --lora-rank -> the rank of the adapters that a stage trains; 0: whole weights.
-    Raises UserError if the checkpoint holds adapters of another rank."""
-    folder = hub.config_folder(ckpt)
-    config = adapter_config(folder) if folder else None  # None: resolve_checkpoint refuses it
+def adapter_rank(ckpt, rank):
+    """--ckpt, --lora-rank -> the rank of the adapters that a stage trains; 0: all weights are
+    trained. Raises UserError if the checkpoint holds adapters of another rank."""
+    config = adapter_config(resolve(ckpt))
     if config is None:
         return rank
     if rank not in (0, config["r"]):
@@ -345,120 +119,265 @@ def adapter_rank(ckpt: str, rank: int) -> int:
     return config["r"]
 
 
-def base_of(ckpt: str, check: bool = False) -> str:
-    """Checkpoint folder -> the folder of its whole weights: the folder itself, or the base of its
-    adapters. check: read some of every MiB of the base and compare with the base that the adapters
-    were trained on. Raises UserError if the base is missing or another one."""
-    config = adapter_config(ckpt)
-    if config is None:
-        return ckpt
-    base = hub.fetch_ckpt(str(config.get("base_model_name_or_path")), config.get("revision"))
-    if not launch.is_file(base, folders=True):
-        raise launch.UserError(f"checkpoint {ckpt}: its base {base} is missing; write where the "
-                               "base lies now into base_model_name_or_path of adapter_config.json")
-    if check and config["base_digest"] != runs.content_digest(base):
-        raise launch.UserError(f"checkpoint {ckpt}: {base} is not the checkpoint that these "
-                               "adapters were trained on (its content differs)")
-    return base
+def small_files(folder):
+    """-> {name: bytes} of the files that training does not change: configuration, tokenizer,
+    processor, chat template."""
+    files = {}
+    for name in sorted(os.listdir(folder)):
+        # These describe the weights beside them.
+        own = name.endswith(".index.json") or name in ("adapter_config.json", "state.json")
+        if name.endswith((".json", ".jinja", ".txt", ".model")) and not own:
+            with open(os.path.join(folder, name), "rb") as file:
+                files[name] = file.read()
+    return files
 
 
-def read_adapters(ckpt: str) -> dict:
-    """Folder of adapters -> {weight name: (A, B)} fp32 in host memory; {} for whole weights. Raises
-    UserError if the file is damaged or does not hold pairs of this rank."""
-    from safetensors import SafetensorError
+def content_digest(ckpt):
+    """Digest of a checkpoint folder, wherever it lies. Small files count whole, weights with 4 KiB
+    of every MiB, because 16 GB would take minutes to read."""
+    digest = hashlib.sha256(str(small_files(ckpt)).encode())
+    for name in sorted(name for name in os.listdir(ckpt) if name.endswith(".safetensors")):
+        with open(os.path.join(ckpt, name), "rb") as file:
+            for start in range(0, os.path.getsize(file.name), 2**20):
+                file.seek(start)
+                digest.update(file.read(2**12))
+    if base_of(ckpt) != ckpt:
+        digest.update(content_digest(base_of(ckpt)).encode())
+    return digest.hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------
+# LoRA
+
+
+class LoraLinear(torch.nn.Linear):
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
+
+
+def add_adapters(hf, rank):
+    """Adds adapters in fp32 to a frozen model on the meta device."""
+    for module in hf.model.language_model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = LoraLinear
+            a = torch.empty(rank, module.in_features, dtype=torch.float32, device="meta")
+            b = torch.empty(module.out_features, rank, dtype=torch.float32, device="meta")
+            module.lora_A = torch.nn.Parameter(a)
+            module.lora_B = torch.nn.Parameter(b)
+
+
+def start_adapters(hf, saved):
+    """Gives the adapters their first values. saved: see read_adapters; if {}, A is small and random
+    and B is zero, so that the adapted model equals the base."""
+    from torch.distributed.tensor import distribute_tensor
+
+    draw = torch.Generator().manual_seed(0)  # every rank draws the same
+    for name, p in hf.named_parameters():
+        stem, _, letter = name.rpartition(".lora_")
+        if not stem:
+            continue
+        if saved:
+            value = saved[f"{stem}.weight"][letter == "B"]
+        elif letter == "A":
+            bound = p.shape[1] ** -0.5
+            value = torch.empty(p.shape).uniform_(-bound, bound, generator=draw)
+        else:
+            value = torch.zeros(p.shape)
+        value = value.to(p.device)
+        if hasattr(p, "device_mesh"):  # this rank's part
+            value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+        p.detach().copy_(value)
+
+
+def read_adapters(ckpt):
+    """Folder of adapters -> {weight name: (A, B)} fp32 in host memory; {} for whole weights."""
     from safetensors.torch import load_file
 
-    config = adapter_config(ckpt)
-    if config is None:
+    if adapter_config(ckpt) is None:
         return {}
-    path = os.path.join(ckpt, "adapter_model.safetensors")
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as e:
-        raise launch.UserError(f"{path} cannot be read ({e}); copy it again") from None
+    tensors = load_file(os.path.join(ckpt, "adapter_model.safetensors"))
     adapters = {}
-    for key in sorted({key.replace(".lora_B.", ".lora_A.") for key in tensors}):
-        a, b = tensors.get(key), tensors.get(key.replace(".lora_A.", ".lora_B."))
-        name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
-        # a is b: a weight that is no part of an adapter, as modules_to_save of peft
-        if (a is None or b is None or a is b or not config["r"] == len(a) == b.shape[1]
-                or not (a.isfinite().all() and b.isfinite().all())):
-            raise launch.UserError(f"{path}: {name} has no A and B of rank {config['r']} and of "
-                                   "numbers; copy the folder again")
-        adapters[name] = a.float(), b.float()
+    for key, a in tensors.items():
+        if ".lora_A." in key:
+            name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            adapters[name] = a.float(), tensors[key.replace(".lora_A.", ".lora_B.")].float()
     return adapters
 
 
-def merged_weights(ckpt: str):
+class AdapterReference:
+    """The KL reference of a run with adapters: the policy with the adapters it started from. The
+    frozen weights are shared. The copy of the adapters is small beside them: 0.7 GB for the 8B at
+    rank 64, and as much again during a call."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.start = [p.detach().clone() for p in model.trained_parameters(policy)]
+
+    def __call__(self, *args):
+        current = [p.detach().clone() for p in model.trained_parameters(self.policy)]
+        self.put(self.start)
+        try:
+            return self.policy(*args)
+        finally:
+            self.put(current)
+
+    @torch.no_grad()
+    def put(self, values):
+        for p, value in zip(model.trained_parameters(self.policy), values):
+            p.copy_(value)
+
+
+# ------------------------------------------------------------------------------------------------
+# Load
+
+
+def load_policy(ckpt, codec, device, recompute=False, lora_rank=0, frozen=False, replicas=1):
+    """Checkpoint folder -> sharded Policy. Collective; no rank holds more than its shard.
+
+    The model is built on the meta device, then every rank reads its own rows from the safetensors
+    files. Trained weights are fp32 whatever the files hold. recompute: compute decoder layers again
+    in backward. lora_rank: of adapters, the rest is frozen; 0: all weights are trained. frozen: a
+    reference in its compute dtype, without a tower: it is given features. replicas: see shard.
+    """
+    import transformers
+
+    base = base_of(ckpt)
+    config = chat.load_config(base)
+    with chat.as_user_error(base, "config.json"), torch.device("meta"):
+        hf = getattr(transformers, config.architectures[0])(config)
+    hf.tie_weights()
+    # Published configurations say bf16. A step of 2e-6 would round to nothing in bf16.
+    hf.float()
+    if frozen or lora_rank:
+        hf.requires_grad_(False)
+        hf.to(model.compute_dtype(device))
+        for name, p in hf.named_parameters():
+            if name.endswith(codec.base.keep_fp32):
+                p.data = p.data.float()
+    if lora_rank:
+        add_adapters(hf, lora_rank)
+    policy = shard(model.wrap_policy(hf, codec, device, recompute), device, replicas)
+    if frozen:
+        hf.model.visual = None
+        if hasattr(policy, "set_reshard_after_forward"):
+            # FSDP keeps the root whole after a forward, for a backward that never comes here.
+            policy.set_reshard_after_forward(True, recurse=False)
+    policy.to_empty(device=device)
+    hf.tie_weights()  # to_empty unties weights that are not in shards
+    # Rotary tables are computed, not stored, so they are made anew on the device.
+    text = hf.model.language_model
+    text.rotary_emb = type(text.rotary_emb)(text.config).to(device)
+    if hf.model.visual is not None:
+        rotary = hf.model.visual.rotary_pos_emb
+        hf.model.visual.rotary_pos_emb = type(rotary)(rotary.config).to(device)
+    weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
+    with in_one_line(launch.UserError, f"checkpoint {base}: its weights cannot be loaded"):
+        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(base))
+    if lora_rank:
+        start_adapters(hf, read_adapters(ckpt))
+    if frozen:
+        hf.requires_grad_(False)  # adapters too
+    # Kept from the start: the folder may change while the run goes on.
+    policy.base = base
+    policy.files = small_files(ckpt)
+    return policy
+
+
+@contextlib.contextmanager
+def in_one_line(error_class, text):
+    """An error of torch's checkpoints, whose text has the tracebacks of ranks, becomes one line."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        reasons = [launch.why(failure[0]) for failure in error.failures.values()]
+        raise error_class(f"{text} ({' '.join(reasons[0].split())[:300]})") from None
+
+
+def shard(policy, device, replicas=1):
+    """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen
+    tower stays whole on every rank.
+
+    On a GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that
+    each hold the whole model in shards (HSDP). With one group per node, weights are gathered inside
+    a node and only gradients cross between nodes. 0: as many groups as ranks.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world = torch.distributed.get_world_size()
+    replicas = replicas or world
+    if world % replicas:
+        raise launch.UserError(f"--dp-replicate {replicas}: {world} ranks cannot be divided so")
+    if replicas == world and device.type == "cpu":
+        # Every rank holds the whole model in fp32, and reduce_and_clip averages the gradients.
+        # FSDP's hooks would cost a third of a toy step.
+        return policy
+    mesh = init_device_mesh(device.type, (replicas, world // replicas),
+                            mesh_dim_names=("replicate", "shard"))
+    if replicas == 1:
+        mesh = mesh["shard"]
+    precision = MixedPrecisionPolicy()
+    if device.type == "cuda":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    tower = set(policy.hf.model.visual.parameters())
+    for layer in policy.hf.model.language_model.layers:
+        if hasattr(layer, "linear_attn"):
+            # Two more groups in a gated-delta layer: its matrices, and the rest, which computes in
+            # fp32. A group has one dtype, and A_log must not be rounded.
+            mixer = layer.linear_attn
+            matrices = [part for part in mixer.children() if isinstance(part, torch.nn.Linear)]
+            fully_shard(matrices, mesh=mesh, mp_policy=precision)
+            fully_shard(mixer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)
+    return policy
+
+
+def merged_weights(ckpt):
     """Iterator of (name, tensor) of a checkpoint in host memory, with its adapters added."""
     from safetensors import safe_open
 
     base, adapters = base_of(ckpt), read_adapters(ckpt)
-    for name in sorted(n for n in os.listdir(base) if n.endswith(".safetensors")):
-        with safe_open(os.path.join(base, name), "pt") as f:
-            for key in f.keys():
-                tensor = f.get_tensor(key)
-                if key in adapters:
-                    a, b = adapters[key]
+    for file_name in sorted(name for name in os.listdir(base) if name.endswith(".safetensors")):
+        with safe_open(os.path.join(base, file_name), "pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                if name in adapters:
+                    a, b = adapters[name]
                     tensor = (tensor.float() + 2 * (b @ a)).to(tensor.dtype)
-                yield key, tensor
-
-
-def check_adapters(policy, path: str) -> None:
-    """Raises UserError unless the run saved at `path` trained the weights that `policy` trains: all
-    of them, or adapters of this rank on this base."""
-    a = next((p for name, p in policy.named_parameters() if name.endswith(".lora_A")), None)
-    config = adapter_config(path) or {}
-    rank, config_rank = len(a) if a is not None else 0, config.get("r", 0)
-    if rank != config_rank:
-        raise launch.UserError(f"{path} was trained with --lora-rank {config_rank}, not {rank}")
-    if rank and config["base_digest"] != policy.digest:
-        raise launch.UserError(f"{path} holds adapters on another base than {policy.base}")
-
-
-def save_adapters(policy, files: dict, folder: str, weights: dict) -> None:
-    """Writes the two files of peft, adapter_config.json and adapter_model.safetensors, and beside
-    them the small files of the base."""
-    from safetensors.torch import save
-
-    named = {"base_model.model." + re.sub(r"\.lora_([AB])$", r".lora_\1.weight", name): tensor
-             for name, tensor in weights.items()}
-    content = save(named, {"format": "pt"})
-    launch.write_atomic(os.path.join(folder, "adapter_model.safetensors"), content)
-    rank = next(tensor.shape[0] for name, tensor in weights.items() if name.endswith(".lora_A"))
-    targets = sorted({name.split(".")[-2] for name in weights})
-    config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
-              "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
-              "inference_mode": True, **hub.name_of(policy.base), "base_digest": policy.digest}
-    launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
-    save_files(files, folder)
+                yield name, tensor
 
 
 # ------------------------------------------------------------------------------------------------
 # Whole weights out of shards
 
 
-def full_weights(policy, dtype=None):
-    """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), with adapters added.
-    vLLM's `reload_weights` takes it. Collective: every rank has to run it to its end. A tied
-    lm_head is left out, as in the checkpoint file."""
-    tied, state = policy.hf.config.tie_word_embeddings, policy.hf.state_dict()
-    for name, tensor in state.items():
-        if (tied and name == "lm_head.weight") or ".lora_" in name:
-            continue
-        # Cast before the gather: bf16 is half the traffic.
-        keep_dtype = dtype is None or name.endswith(policy.codec.base.keep_fp32)
-        full = whole_tensor(tensor.detach().to(tensor.dtype if keep_dtype else dtype))
-        if (stem := name.removesuffix("weight")) + "lora_A" in state:  # adapters: added in fp32
-            a, b = (whole_tensor(state[f"{stem}lora_{letter}"].detach()) for letter in "AB")
-            full = (full.float() + 2 * (b @ a)).to(full.dtype)
-        yield name, full
-
-
 def whole_tensor(tensor):
-    """A sharded tensor -> the whole tensor on every rank. Collective. Other tensors stay as they
-    are."""
+    """A sharded tensor -> the whole one on every rank. Collective. Others stay as they are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def full_weights(policy, dtype=None):
+    """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), with adapters added:
+    for vLLM and for files. Collective: every rank has to run it to its end. A tied lm_head is left
+    out, as in the checkpoint file."""
+    state = policy.hf.state_dict()
+    for name, tensor in state.items():
+        tied = name == "lm_head.weight" and policy.hf.config.tie_word_embeddings
+        if tied or ".lora_" in name:
+            continue
+        target = dtype or tensor.dtype
+        if name.endswith(policy.codec.base.keep_fp32):
+            target = tensor.dtype
+        # Cast before the gather: bf16 is half the traffic.
+        full = whole_tensor(tensor.detach().to(target))
+        stem = name.removesuffix("weight")
+        if f"{stem}lora_A" in state:  # added in fp32
+            a = whole_tensor(state[f"{stem}lora_A"].detach())
+            b = whole_tensor(state[f"{stem}lora_B"].detach())
+            full = (full.float() + 2 * (b @ a)).to(target)
+        yield name, full
 
 
 def trained_state(policy):
@@ -470,151 +389,184 @@ def trained_state(policy):
 
 
 # ------------------------------------------------------------------------------------------------
-# Saving and going on
+# Save
 
 
-def save_run(policy, codec, optimizer, out, step, state):
-    """Saves a run as out/step_NNNNNN, then see `update_links`. Collective; training waits, because
-    a save takes seconds every some dozen steps. state: loop state for state.json; "best_step": the
-    step that `best` links to. Raises RunError if the run cannot be written."""
-    path = os.path.join(out, f"step_{step:06d}")
-    state = {"step": step, "code": hub.our_commit(), **state}
-    save_checkpoint(policy, codec, path, state, optimizer)
-    if launch.rank_and_world()[0] == 0:
-        runs.update_links(path, state)
-
-
-def save_checkpoint(policy, codec, path, state, optimizer=None):
-    """Writes, atomically, a folder that `from_pretrained` and vLLM load. With an optimizer (or a
-    list of them) also `train_state/`: fp32 shards of weights and moments in torch's distributed
-    format, which another number of ranks can load.
-
-    Collective. Raises RunError on every rank if one of them cannot write; then the final name does
-    not appear.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    (rank, world), state_dict = launch.rank_and_world(), trained_state(policy)
-    if any(name.endswith(".lora_A") for name in state_dict):
-        write = functools.partial(save_adapters, policy)
-        gathered = ((name.removeprefix("hf."), whole_tensor(p)) for name, p in state_dict.items())
+def save_run(policy, optimizer, out, step, state):
+    """Saves a run as out/step_NNNNNN. Collective; training waits, because a save takes seconds
+    every some hundred steps. optimizer: one or a list. state: of resume_point; "best": (value,
+    step). Raises OSError if the disk is full; then the newest checkpoint is the one before."""
+    temp = os.path.join(out, ".step.tmp")
+    trained = trained_state(policy)
+    adapters = {name.removeprefix("hf."): p for name, p in trained.items() if ".lora_" in name}
+    if adapters:
+        gathered = ((name, whole_tensor(p)) for name, p in adapters.items())
     else:
-        write = save_whole
         gathered = full_weights(policy, model.compute_dtype(next(policy.parameters()).device))
     # Gathering is a collective, so every rank runs it to its end. Rank 0 keeps the tensors.
+    rank, world = launch.rank_and_world()
     weights = {name: tensor.cpu() for name, tensor in gathered if rank == 0}
-    opened = contextlib.ExitStack()  # on rank 0: the folder under its temporary name
-
-    out = os.path.dirname(os.path.abspath(path))
-
-    def write_model():
-        # The log reaches the disk before a checkpoint that is newer than its last line. A run has
-        # one: else the disk with --out has gone, and below is another disk's folder.
-        for name in ("log.jsonl", "rollouts"):
-            with contextlib.suppress(*[FileNotFoundError] * (not optimizer or name == "rollouts")):
-                launch.fsync(os.path.join(out, name))
-        folder = opened.enter_context(runs.atomic_folder(path))
-        write(codec.files, folder, weights)
-        hub.write_card(folder, out, state)
-        return folder
-
-    try:
-        with opened:
-            folder = on_rank_0(write_model)
-            if optimizer is not None:
-                moments = get_optimizer_state_dict(policy, optimizer)
-                # With one rank, save without collectives: gloo would start its own thread pool,
-                # the cores would be oversubscribed, and every later step would take half longer.
-                dcp.save({"model": state_dict, "optimizer": moments},
-                         checkpoint_id=os.path.join(folder, "train_state"), no_dist=world == 1)
-            sums = runs.checksums(folder, on_rank_0(lambda: runs.files_in(folder)))
-            on_rank_0(lambda: runs.mark_complete(folder, state, sums))
-            on_rank_0(opened.close)  # gives the folder its name
-    except (OSError, dcp.CheckpointException) as error:  # on every rank, whichever could not write
-        reason = launch.why(next(iter(getattr(error, "failures", {0: [error]}).values()))[0])
-        newest = runs.newest_checkpoint(out) if os.path.isdir(out) else None
-        raise launch.RunError(f"checkpoint {path} could not be written ({reason}); the newest "
-                              f"whole one is {newest}: mend that, and go on from it") from None
+    state = {**state, "step": step, "code": launch.our_commit()}
+    if rank == 0:
+        shutil.rmtree(temp, ignore_errors=True)
+        os.makedirs(temp)
+        save_files(temp, policy.files, weights)
+        if adapters:
+            save_adapter_config(temp, policy.base, adapters)
+        write_card(temp, out, state)
+    launch.any_rank(False)  # a barrier: the folder is there
+    moments = get_optimizer_state_dict(policy, optimizer)
+    # With one rank, save without collectives: gloo would start its own thread pool, the cores would
+    # be oversubscribed, and every later step would take half longer.
+    with in_one_line(launch.RunError, f"{temp} could not be written"):
+        dcp.save({"model": trained, "optimizer": moments}, no_dist=world == 1,
+                 checkpoint_id=os.path.join(temp, "train_state"))
+    if rank == 0:
+        launch.write_atomic(os.path.join(temp, "state.json"), json.dumps(state, indent=1))
+        launch.publish_folder(temp, os.path.join(out, f"step_{step:06d}"))
+        tidy(out, state)
+    launch.any_rank(False)  # a barrier: no rank goes on before the folder has its name
 
 
-def on_rank_0(work):
-    """work() on rank 0 alone -> its result, on every rank. Collective: if work cannot write, every
-    rank raises OSError, so no rank waits in the next collective."""
-    from safetensors import SafetensorError
-
-    result, reason = None, None
-    if launch.rank_and_world()[0] == 0:
-        try:
-            result = work()
-        except (OSError, SafetensorError) as error:
-            reason = launch.why(error)
-    result, reason = launch.broadcast([result, reason])
-    if reason:
-        raise OSError(reason)
-    return result
-
-
-def save_whole(files, folder, weights):
-    """Writes a checkpoint of whole weights: safetensors (above 1 GB several files and an index) and
-    the small files of its base."""
+def save_files(folder, files, weights):
+    """Writes small files and weights: safetensors, above 4 GB several files and an index; adapters
+    under the names of peft."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save
 
-    # save_file would need less memory, but a network disk reports a lost write at close(), and
-    # save_file passes over that.
-    shards = split_torch_state_dict_into_shards(weights, max_shard_size="1GB")
+    for name, content in files.items():
+        launch.write_atomic(os.path.join(folder, name), content)
+    file_name = "model{suffix}.safetensors"
+    if any(".lora_" in name for name in weights):
+        file_name = "adapter_model{suffix}.safetensors"
+        weights = {f"base_model.model.{name}.weight": tensor for name, tensor in weights.items()}
+    shards = split_torch_state_dict_into_shards(weights, filename_pattern=file_name,
+                                                max_shard_size="4GB")
     for name, keys in shards.filename_to_tensors.items():
+        # save_file would need less memory, but a network disk reports a lost write at close(), and
+        # save_file passes over that.
         part = {key: weights[key].contiguous() for key in keys}
         launch.write_atomic(os.path.join(folder, name), save(part, {"format": "pt"}))
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        launch.write_atomic(os.path.join(folder, "model.safetensors.index.json"),
-                            json.dumps(index, indent=2))
-    # Of the matrices: a few vectors may be exact (chat.ModelFamily).
-    dtypes = {tensor.dtype for tensor in weights.values() if tensor.ndim > 1}
-    save_files(files, folder, dtypes.pop() if len(dtypes) == 1 else None)
+        path = os.path.join(folder, "model.safetensors.index.json")
+        launch.write_atomic(path, json.dumps(index, indent=1))
 
 
-def save_files(files, folder, dtype=None):
-    """Writes the small files byte for byte, because transformers 5 would write them in a dialect
-    that transformers 4 cannot read. dtype: of the weights beside them; config.json then names it
-    wherever it names a dtype or torch_dtype."""
-    for name, content in files.items():
-        if name == "config.json" and dtype:
-            spelled = str(dtype).removeprefix("torch.").encode()
-            content = re.sub(rb'("(?:torch_)?dtype"\s*:\s*")[^"]*', rb"\g<1>" + spelled, content)
-        with open(os.path.join(folder, name), "wb") as f:
-            f.write(content)
+def save_adapter_config(folder, base, adapters):
+    """Writes adapter_config.json, as peft reads it. A base in the Hub's cache is named by its name
+    and commit, so that others can load the adapters."""
+    rank = min(next(iter(adapters.values())).shape)
+    config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
+              "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+              "target_modules": sorted({name.split(".")[-2] for name in adapters}),
+              "base_model_name_or_path": base}
+    on_hub = re.search(r"models--([\w.-]+)/snapshots/([0-9a-f]{40})$", base)
+    if on_hub:
+        config["base_model_name_or_path"] = on_hub[1].replace("--", "/", 1)
+        config["revision"] = on_hub[2]
+    launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
 
 
-def load_train_state(policy, optimizer, path):
-    """Restores weights and optimizer (or a list of them) from `path`/train_state, which any number
-    of ranks saved. Collective. resume_point restores the loop state."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as states
-
-    check_adapters(policy, path)
-    shards = {"model": trained_state(policy),
-              "optimizer": states.get_optimizer_state_dict(policy, optimizer)}
-    dcp.load(shards, checkpoint_id=os.path.join(path, "train_state"),  # weights: in place
-             no_dist=launch.rank_and_world()[1] == 1)  # as in save_checkpoint
-    states.set_optimizer_state_dict(policy, optimizer, shards["optimizer"])
-
-
-def add_arguments(parser, add):
-    """Flags of a stage that trains a checkpoint. add: add_argument of a group of the parser."""
-    add("--lora-rank", type=int, default=0, help="rank of adapters, the rest is frozen; 0 = off")
-    parser.add_setting("max_grad_norm", "norm at which gradients are clipped; 0 = never", 1.0)
-    parser.add_setting("gradient_checkpointing", "compute decoder layers again in backward", True)
-    parser.add_setting("dp_replicate", "groups of ranks that each hold the whole model in shards "
-                       "(HSDP): one per node; 0 = every rank holds the whole (toy)", 1)
-    add("--resume", action=argparse.BooleanOptionalAction, default=None,
-        help="go on from --out; default: if it is of the same settings; no: begin anew")
+def write_card(folder, out, state):
+    """Writes README.md of a checkpoint: the commit of this code, the settings, the last numbers of
+    the log. It claims nothing."""
+    settings = {}
+    for name, value in state["settings"].items():
+        settings[name] = value
+        # Of a local path the base name alone, because cards are published.
+        if isinstance(value, str) and os.path.exists(value):
+            settings[name] = os.path.basename(value.rstrip("/"))
+    made = {"step": state["step"], "commit": state["code"], "settings": settings}
+    text = ("---\nlibrary_name: transformers\n---\n\nTrained with ParaVT in flat scripts:\n"
+            f"```json\n{json.dumps(made, indent=1)}\n```\n")
+    log = os.path.join(out, "log.jsonl")
+    if os.path.exists(log):
+        with open(log, encoding="utf-8") as file:
+            last = file.readlines()[-1:]
+        text += f"The last line of its log:\n```json\n{''.join(last)}```\n"
+    launch.write_atomic(os.path.join(folder, "README.md"), text)
 
 
-def weights_line(policy):
-    """For the terminal: how many weights are trained."""
-    weights = model.trained_parameters(policy)
-    n = sum(p.numel() for p in weights)
-    return f"{n / 1e6:.2f} M trained parameters in fp32 ({weights[0].device.type})"
+# ------------------------------------------------------------------------------------------------
+# Go on
+
+
+def step_folders(out):
+    """Checkpoints of a run, the newest first. Each has its name since all of it is on the disk."""
+    # Not step_000010_keep, a copy that a user made.
+    names = [name for name in os.listdir(out) if re.fullmatch(r"step_\d{6,}", name)]
+    names.sort(key=lambda name: int(name[5:]), reverse=True)
+    folders = [os.path.join(out, name) for name in names]
+    return [folder for folder in folders if os.path.exists(os.path.join(folder, "state.json"))]
+
+
+def tidy(out, state):
+    """Sets the links `last` and `best`, and keeps the two newest checkpoints and the best one.
+    After each save and at each start, since a kill may come before it."""
+    folders = step_folders(out)
+    _, best_step = state.get("best") or (None, 0)
+    best = os.path.join(out, f"step_{best_step or 0:06d}")  # 0: no folder has this name
+    for name, target in (("last", folders[0]), ("best", best)):
+        if target in folders:
+            temp = os.path.join(out, f".{name}.tmp")
+            if os.path.lexists(temp):
+                os.remove(temp)
+            os.symlink(os.path.basename(target), temp)
+            os.replace(temp, os.path.join(out, name))
+    launch.fsync(out)  # before older checkpoints go
+    temp = os.path.join(out, ".step.tmp")
+    for folder in folders[2:]:
+        if folder != best:
+            # Rename first: a kill then leaves no folder that looks whole.
+            shutil.rmtree(temp, ignore_errors=True)
+            os.rename(folder, temp)
+    shutil.rmtree(temp, ignore_errors=True)
+
+
+def digest(rows):
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def resume_point(args, inputs):
+    """Where a run goes on -> (folder, its state), or (None, a state to begin with). Collective.
+
+    args: all flags. inputs: {flag: rows that it names}. state: {"step", "settings", "best"?, ..},
+    which save_run takes. Raises UserError if --out holds a run of other settings or rows, unless
+    --resume: then the differences are printed, and the run goes on with the new ones.
+    """
+    now = {**vars(args), "ckpt": resolve(args.ckpt)}  # `last` may link to another folder later
+    for name, rows in inputs.items():
+        now[f"rows of --{name}"] = digest(rows)
+    now = json.loads(json.dumps(now))
+    folder, state = None, {"step": 0, "settings": now}
+    if launch.rank_and_world()[0] == 0 and step_folders(args.out):
+        folder = step_folders(args.out)[0]
+        with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
+            state = json.load(file)
+        tidy(args.out, state)
+    # Every rank compares its own flags and rows with those of rank 0.
+    folder, state = launch.broadcast((folder, state))
+    then = state["settings"]
+    differ = [name for name in now if name not in FREE and now[name] != then.get(name)]
+    for name in differ:
+        text = f"{name} {then.get(name)} (now {now[name]})"
+        if not args.resume:
+            raise launch.UserError(f"--out {args.out} holds a run with another {text}; choose "
+                                   "another --out, or --resume to go on with the new settings")
+        launch.print0(f"{folder}: {text}")
+    if "rows of --val" in differ:  # values on other rows cannot be compared
+        state.pop("best", None)
+    if folder:
+        launch.print0(f"going on after step {state['step']} of {folder}")
+    return folder, {**state, "settings": now}
+
+
+def load_train_state(policy, optimizer, folder):
+    """Restores weights and moments, which any number of ranks saved, in place. Collective."""
+    state = {"model": trained_state(policy),
+             "optimizer": get_optimizer_state_dict(policy, optimizer)}
+    with in_one_line(launch.RunError, f"{folder}/train_state cannot be read"):
+        dcp.load(state, checkpoint_id=os.path.join(folder, "train_state"),
+                 no_dist=launch.rank_and_world()[1] == 1)  # as in save_run
+    set_optimizer_state_dict(policy, optimizer, state["optimizer"])

@@ -90,19 +90,20 @@ def lively(policy):
 def saved(toy, codec, tmp_path_factory):
     """A changed policy and the checkpoint it was saved to."""
     import torch
-    from reference import load_policy
 
+    import model
     from plumbing import checkpoint
 
-    launch.start_process_group()
-    policy = load_policy(str(toy / "init"), codec)
+    _, _, device = launch.start_process_group()
+    policy = checkpoint.load_policy(str(toy / "init"), codec, device)
     torch.manual_seed(5)
     with torch.no_grad():
         for n, p in policy.hf.model.language_model.named_parameters():
             p.mul_(1 if p.ndim < 2 else 10 if "embed" in n else 3).add_(0.01 * torch.randn_like(p))
-    folder = tmp_path_factory.mktemp("saved") / "step_000001"
-    checkpoint.save_checkpoint(policy, codec, str(folder), {"step": 1})
-    return policy.eval(), folder
+    out = tmp_path_factory.mktemp("saved")
+    optimizer = model.adamw(model.trained_parameters(policy), 0.1, 0.9, device)
+    checkpoint.save_run(policy, optimizer, str(out), 1, {"settings": {}})
+    return policy.eval(), out / "step_000001"
 
 
 @pytest.fixture

@@ -1,36 +1,33 @@
 """
 Tests of plumbing/checkpoint.py: python -m pytest tests/test_checkpoint.py -q
 
-What is saved is loaded again by plain transformers; what several ranks load is what from_pretrained
-loads. Then folders as they lie about: torn downloads, other formats, other architectures, damaged
-files, code of their own. Each is one line on stderr with exit code 2, by every script, or it works;
-and a run that is refused leaves no folder.
+What is saved is loaded again by plain transformers. Names on the Hub by huggingface_hub itself,
+from a cache as it leaves one. A run goes on from its newest whole checkpoint, and only with the
+settings and rows that it had. Kills of whole runs: slow/test_survival.py.
 """
 import argparse
-import functools
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from album import logprobs, response
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import launch
 from model import TokenSpan, Tree
-from plumbing import checkpoint, hub, runs
+from plumbing import checkpoint
 
 CPU = torch.device("cpu")
 
 
 # ------------------------------------------------------------------------------------------------
-# Saving
+# Saving and loading
 
 
-def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec, source):
+def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec, toy):
     """Weights, tied head, processor and tokenizer survive; other stages open the folder with
     from_pretrained alone."""
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
@@ -50,47 +47,53 @@ def test_a_saved_checkpoint_is_the_same_model_in_plain_transformers(saved, codec
     again = AutoProcessor.from_pretrained(str(folder))
     assert again.tokenizer(text)["input_ids"] == codec.tokenizer(text)["input_ids"]
     assert again.chat_template == codec.processor.chat_template
+    for name, content in checkpoint.small_files(str(toy / "init")).items():
+        assert (folder / name).read_bytes() == content
     assert json.loads((folder / "state.json").read_text())["step"] == 1
-    assert runs.is_complete(str(folder))
-    assert sorted(os.listdir(folder.parent)) == ["step_000001"]  # no temporary folder is left
+    names = sorted(name for name in os.listdir(folder.parent) if name != "log.jsonl")
+    assert names == ["last", "step_000001"]  # no temporary folder is left
+
+
+def test_weights_are_trained_in_fp32_whatever_dtype_the_configuration_names(
+        toy, codec, process_group, tmp_path):
+    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
+    config = (folder / "config.json").read_text().replace("float32", "bfloat16")
+    (folder / "config.json").write_text(config)
+    policy = checkpoint.load_policy(str(folder), codec, CPU)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32} and "bfloat16" in config
+
+
+def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
+    with pytest.raises(launch.UserError, match="dp-replicate 3: 1 ranks"):
+        checkpoint.load_policy(str(toy / "init"), codec, CPU, replicas=3)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda path: path.write_bytes(path.read_bytes()[:5000]),  # a download that was cut off
+    lambda path: save_file({"a": torch.ones(2)}, path)])
+def test_weights_that_do_not_fit_are_one_line(toy, codec, process_group, tmp_path, damage):
+    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
+    damage(folder / "model.safetensors")
+    with pytest.raises(launch.UserError, match=str(folder)):
+        checkpoint.load_policy(str(folder), codec, CPU)
 
 
 def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
     """An adapter that was merged into one matrix leaves all others as they were."""
-    tensors = {f"layer{i}": torch.full((64, 256), float(i)) for i in range(5)}
+    tensors = {f"layer{i}": torch.full((1024, 512), float(i)) for i in range(5)}
     (tmp_path / "config.json").write_text("{}")
-    found = set()
+    digests = set()
     for name in [None, *tensors]:
-        changed = {k: v + 1 if k == name else v for k, v in tensors.items()}
+        changed = {k: v + (k == name) for k, v in tensors.items()}
         save_file(changed, tmp_path / "model.safetensors")
-        found.add(runs.content_digest(str(tmp_path)))
-    assert len(found) == 6
+        digests.add(checkpoint.content_digest(str(tmp_path)))
+    assert len(digests) == 6
     (tmp_path / "config.json").write_text("{ }")
-    assert runs.content_digest(str(tmp_path)) not in found
+    assert checkpoint.content_digest(str(tmp_path)) not in digests
 
 
 # ------------------------------------------------------------------------------------------------
-# Loading in shards, several replicas
-
-
-def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
-    with pytest.raises(launch.UserError, match="dp_replicate=3: 1 ranks"):
-        checkpoint.load_sharded(str(toy / "init"), codec, CPU, replicas=3)
-
-
-def test_a_run_folder_stands_for_its_last_checkpoint(toy, tmp_path):
-    whole = shutil.copytree(toy / "init", tmp_path / "run" / "step_000003")
-    # as transformers 4 names it
-    (whole / "processor_config.json").rename(whole / "preprocessor_config.json")
-    runs.replace_link(str(tmp_path / "run" / "last"), str(whole))
-    assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
-    assert checkpoint.resolve_checkpoint(str(tmp_path / "run")) == str(whole)
-    (whole / "preprocessor_config.json").rename(whole / "processor_config.json")  # transformers 5
-    assert checkpoint.resolve_checkpoint(str(whole)) == str(whole)
-
-
-# ------------------------------------------------------------------------------------------------
-# Names on the Hub
+# Names
 
 
 COMMIT = "1" * 40
@@ -103,39 +106,20 @@ def cache(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.fetch_ckpt, "folders", {})
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "hub"
 
 
-def test_a_name_on_the_hub_is_a_checkpoint(toy, cache, capsys, monkeypatch):
-    """By huggingface_hub itself, from a cache as it leaves one. A folder of that name wins."""
+def test_a_name_on_the_hub_is_a_checkpoint(toy, cache):
+    """A folder of that name wins."""
     (cache / "models--me--toy" / "refs").mkdir(parents=True)
     (cache / "models--me--toy" / "refs" / "main").write_text(COMMIT)
     folder = shutil.copytree(toy / "init", cache / "models--me--toy" / "snapshots" / COMMIT)
-    assert checkpoint.resolve_checkpoint("me/toy") == str(folder)
+    assert checkpoint.resolve("me/toy") == str(folder)
     assert checkpoint.adapter_rank("me/toy", 4) == 4
-    assert f"me/toy: {folder} (an older one, if the Hub was away)\n" == capsys.readouterr().out
-    runs.write_args("args.json", argparse.Namespace(ckpt="me/toy"))
-    assert json.loads(Path("args.json").read_text())["hub"] == {"me/toy": str(folder)}
-    assert hub.name_of(str(folder)) == {"base_model_name_or_path": "me/toy", "revision": COMMIT}
-    commits = map(lambda text: argparse.Namespace(stdout=text), ["c0ffee\n"])  # read once
-    monkeypatch.setattr(hub.subprocess, "run", lambda *_, **__: next(commits))
-    monkeypatch.setattr(hub, "our_commit", functools.cache(hub.our_commit.__wrapped__))
-    for ckpt in ("me/toy", "out/sft"):  # a model card names no model of somebody else
-        args = {"ckpt": ckpt, "data": "/data/mine/a.jsonl", "out": "my/run/", "lr": 1.0}
-        hub.write_card(".", ".", {"step": 3, "args": args})
-        text = Path("README.md").read_text()
-        assert ('"step": 3' in text, "base_model: me/toy\n" in text) == (True, ckpt == "me/toy")
-        assert text.count("base_model") == (ckpt == "me/toy")
-        assert text.count("```json") == 1 and "log" not in text  # of a run without a log
-        written = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
-        assert written["settings"] == {  # of local paths the base names
-            "ckpt": ckpt.removeprefix("out/"), "data": "a.jsonl", "out": "run", "lr": 1.0}
-        assert "out/" not in text and written["commit"] == "c0ffee"
     shutil.copytree(toy / "init", "me/toy")
-    assert checkpoint.resolve_checkpoint("me/toy") == os.path.realpath("me/toy")
+    assert checkpoint.resolve("me/toy") == os.path.realpath("me/toy")
 
 
 def test_a_download_takes_what_is_loaded_and_no_more(toy, cache, monkeypatch):
@@ -144,53 +128,168 @@ def test_a_download_takes_what_is_loaded_and_no_more(toy, cache, monkeypatch):
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download",
                         lambda *names, **more: asked.append((names, more)) or str(toy / "init"))
-    for _ in range(2):
-        assert checkpoint.resolve_checkpoint("me/toy") == str(toy / "init")
+    assert checkpoint.resolve("me/toy") == str(toy / "init")
     ((names, more),) = asked
     assert names == ("me/toy",) and more["ignore_patterns"] == ["*/*"]
     assert more["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
 
-@pytest.mark.parametrize("name, says", [
-    ("me/toy", r"me/toy\), and nothing from the Hub .*OFFLINE"), ("made/toy", r"made/toy\)$"),
-    ("ParaVT-8B", "ParaVT/ParaVT-8B"), ("a/b/c", "no such folder")])
-def test_a_name_that_is_nowhere_is_one_line(cache, name, says):
-    os.mkdir("made")
-    with pytest.raises(launch.UserError, match=says):
-        checkpoint.resolve_checkpoint(name)
+@pytest.mark.parametrize("name", ["me/toy", "ParaVT-8B", "a/b/c"])
+def test_a_name_that_is_nowhere_is_one_line(cache, name):
+    with pytest.raises(launch.UserError, match=f"no such folder .*{name}.*nothing from the Hub"):
+        checkpoint.resolve(name)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_folder_without_configuration_or_safetensors_is_one_line(toy, tmp_path, missing):
+    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
+    (folder / missing).unlink()
+    with pytest.raises(launch.UserError, match="needs a config.json and .safetensors"):
+        checkpoint.resolve(str(folder))
+
+
+def test_a_card_names_settings_and_no_path_of_this_machine(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    settings = {"data": str(tmp_path), "ckpt": "me/toy", "lr": 1.0}
+    checkpoint.write_card(str(tmp_path), str(tmp_path),
+                          {"step": 3, "code": "c0ffee", "settings": settings})
+    text = (tmp_path / "README.md").read_text()
+    assert f'"data": "{tmp_path.name}"' in text and str(tmp_path.parent) not in text
+    assert "c0ffee" in text and '{"step": 2}' in text and '{"step": 1}' not in text
 
 
 # ------------------------------------------------------------------------------------------------
-# Folders as they lie about
+# The folder of a run
 
 
-@pytest.mark.parametrize("shape, rows", [((2**11, 2**9), slice(1000, None)), ((9, 9), 5)])
-def test_no_number_far_down_in_a_matrix_is_refused(tmp_path, shape, rows):
-    """Of a small one any row, of a large one a tenth of the rows."""
-    weights, weights[rows] = torch.ones(shape), float("nan")
-    save_file({"w": weights}, tmp_path / "model.safetensors")
-    pytest.raises(launch.UserError, checkpoint.stored_shapes, str(tmp_path)).match("no number")
+def saved_at(out, step, **state):
+    """A checkpoint as save_run leaves it, of files of a few bytes."""
+    folder = out / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    save_file({"a": torch.ones(1)}, folder / "model.safetensors")
+    (folder / "state.json").write_text(json.dumps({"step": step, **state}))
+    return folder
 
 
-def test_weights_are_trained_in_fp32_whatever_dtype_the_configuration_names(
-        toy, codec, process_group, tmp_path):
-    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
-    config = (folder / "config.json").read_text().replace("float32", "bfloat16")
-    (folder / "config.json").write_text(config)
-    policy = checkpoint.load_sharded(str(folder), codec, CPU)
-    assert {p.dtype for p in policy.parameters()} == {torch.float32} and "bfloat16" in config
+def names_in(out):
+    return sorted(name for name in os.listdir(out) if not name.startswith("log"))
 
 
-def test_a_saved_configuration_names_the_dtype_of_its_weights(tmp_path):
-    files = {"config.json": b'{"dtype": "bfloat16"}'}
-    checkpoint.save_whole(files, str(tmp_path), {"w": torch.ones(2, 2)})
-    assert json.loads((tmp_path / "config.json").read_text()) == {"dtype": "float32"}
+def test_two_and_the_best_are_kept_and_links_follow(tmp_path):
+    for step in range(1, 7):
+        saved_at(tmp_path, step)
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000001_keep")  # a user's copy
+    (tmp_path / ".step.tmp").mkdir()  # of a kill
+    checkpoint.tidy(str(tmp_path), {"best": (0.5, 2)})
+    assert names_in(tmp_path) == ["best", "last", "step_000001_keep", "step_000002", "step_000005",
+                                  "step_000006"]
+    assert os.readlink(tmp_path / "last") == "step_000006"
+    assert os.readlink(tmp_path / "best") == "step_000002"
+    assert checkpoint.resolve(str(tmp_path)) == str(tmp_path / "step_000006")
 
 
-def test_code_of_a_checkpoint_is_never_run(toy, tmp_path):
-    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["auto_map"] = {"AutoModel": "evil.Model"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(launch.UserError, match="asks for code of its own"):
-        checkpoint.resolve_checkpoint(str(folder))
+@pytest.mark.parametrize("operation", range(9))
+def test_a_kill_between_two_operations_loses_no_checkpoint(tmp_path, monkeypatch, operation):
+    """Then the next start finds the newest one, and sets the links right."""
+    for step in (1, 2, 3):
+        saved_at(tmp_path, step, best=(0.1, 3))
+
+    class Killed(Exception):
+        pass
+
+    count = 0
+    for name in ("symlink", "replace", "rename", "remove"):
+        real = getattr(os, name)
+
+        def counted(*args, real=real):
+            nonlocal count
+            count += 1
+            if count > operation:
+                raise Killed
+            return real(*args)
+
+        monkeypatch.setattr(os, name, counted)
+    try:
+        checkpoint.tidy(str(tmp_path), {"best": (0.1, 3)})
+    except Killed:
+        pass
+    monkeypatch.undo()
+    assert checkpoint.step_folders(str(tmp_path))[0] == str(tmp_path / "step_000003")
+    checkpoint.tidy(str(tmp_path), {"best": (0.1, 3)})
+    assert names_in(tmp_path) == ["best", "last", "step_000002", "step_000003"]
+
+
+def arguments(toy, out, **flags):
+    return argparse.Namespace(**{"lr": 1.0, "steps": 4, "resume": False, "out": str(out),
+                                 "ckpt": str(toy / "init"), "dp_replicate": 1, **flags})
+
+
+def test_a_run_goes_on_only_with_its_settings_and_rows(toy, tmp_path, capsys):
+    def start(rows=("a",), **flags):
+        return checkpoint.resume_point(arguments(toy, tmp_path, **flags), {"data": rows})
+
+    folder, state = start()
+    assert folder is None and state["step"] == 0
+    whole = saved_at(tmp_path, 2, settings=state["settings"])
+    for flags in ({}, {"steps": 9}, {"dp_replicate": 0}):  # how far and where are free
+        folder, state = start(**flags)
+        assert folder == str(whole) and state["step"] == 2
+    assert os.readlink(tmp_path / "last") == "step_000002"  # a kill may have come before the link
+    with pytest.raises(launch.UserError, match=r"another lr 1.0 \(now 2.0\).*--resume"):
+        start(lr=2.0)
+    with pytest.raises(launch.UserError, match="another rows of --data"):
+        start(rows=["b"])
+    capsys.readouterr()
+    assert start(lr=2.0, resume=True)[1]["settings"]["lr"] == 2.0
+    assert f"{whole}: lr 1.0 (now 2.0)" in capsys.readouterr().out
+
+
+def test_a_folder_without_its_state_is_passed_over(toy, tmp_path):
+    first = saved_at(tmp_path, 1, settings=vars(arguments(toy, tmp_path)))
+    (saved_at(tmp_path, 2) / "state.json").unlink()
+    assert checkpoint.step_folders(str(tmp_path)) == [str(first)]
+
+
+def test_values_on_other_held_out_rows_are_not_compared(toy, tmp_path):
+    args = arguments(toy, tmp_path, resume=True)
+    _, state = checkpoint.resume_point(args, {"val": ["a"]})
+    saved_at(tmp_path, 2, settings=state["settings"], best=(0.1, 2))
+    assert checkpoint.resume_point(args, {"val": ["a"]})[1]["best"] == [0.1, 2]
+    assert "best" not in checkpoint.resume_point(args, {"val": ["b"]})[1]
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    import subprocess
+    import sys
+
+    launch.lock(str(tmp_path))
+    code = f"import launch; launch.lock({str(tmp_path)!r})"
+    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                           cwd=Path(__file__).parent.parent)
+    launch.unlock()
+    assert "another run writes there" in again.stderr
+    again = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
+    assert again.returncode == 0
+
+
+def test_a_published_folder_appears_whole(tmp_path):
+    for text in ("old", "new"):
+        (tmp_path / "temp").mkdir()
+        (tmp_path / "temp" / text).write_text("x")
+        launch.publish_folder(str(tmp_path / "temp"), str(tmp_path / "ckpt"))
+    assert os.listdir(tmp_path) == ["ckpt"] and os.listdir(tmp_path / "ckpt") == ["new"]
+
+
+def test_large_weights_become_several_files_with_an_index(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    real = huggingface_hub.split_torch_state_dict_into_shards
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards",
+                        lambda weights, **more: real(weights, **{**more, "max_shard_size": 100}))
+    weights = {name: torch.full((20,), float(i)) for i, name in enumerate("abc")}
+    checkpoint.save_files(str(tmp_path), {}, weights)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) == 3
+    for name, file in index.items():
+        assert torch.equal(load_file(tmp_path / file)[name], weights[name])

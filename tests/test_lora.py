@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import launch
 import model
-from plumbing import checkpoint, policies
+from plumbing import checkpoint
 from tools import merge
 
 CPU, RANK = torch.device("cpu"), 3
@@ -22,7 +22,7 @@ CPU, RANK = torch.device("cpu"), 3
 
 @pytest.fixture
 def adapted(toy, codec, process_group):
-    return checkpoint.load_sharded(str(toy / "init"), codec, CPU, lora=RANK)
+    return checkpoint.load_policy(str(toy / "init"), codec, CPU, lora_rank=RANK)
 
 
 def moved(policy, scale=0.3):
@@ -31,7 +31,7 @@ def moved(policy, scale=0.3):
     with torch.no_grad():
         for name, p in policy.named_parameters():
             if name.endswith(".lora_B"):
-                p.copy_(checkpoint.shard_like(p, torch.randn(p.shape, generator=draw) * scale))
+                p.copy_(torch.randn(p.shape, generator=draw) * scale)
     return policy
 
 
@@ -66,12 +66,12 @@ def test_fresh_adapters_change_nothing_and_alone_are_trained(adapted, toy, codec
 
 
 def test_the_reference_is_the_policy_as_it_started_and_leaves_it_as_it_is(adapted, toy, codec):
-    pack, reference = pack_of(codec), policies.AdapterReference(adapted)
+    pack, reference = pack_of(codec), checkpoint.AdapterReference(adapted)
     with torch.no_grad():
         base, own = adapted(pack)[0], moved(adapted)(pack)[0]
         assert (own - base).abs().max() > 1e-3 and torch.equal(reference(pack)[0], base)
         assert torch.equal(adapted(pack)[0], own)
-        later = policies.AdapterReference(adapted)  # of a stage that was given adapters
+        later = checkpoint.AdapterReference(adapted)  # of a stage that was given adapters
         moved(adapted, 0.9)
         assert torch.equal(later(pack)[0], own)
 
@@ -81,9 +81,9 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
                                                                      recompute):
     """L(W + 2 B A): dL/dB = 2 dL/dW A', dL/dA = 2 B' dL/dW. A forward of the reference stands
     before."""
-    policy = checkpoint.load_sharded(str(toy / "init"), codec, CPU, recompute, lora=RANK)
+    policy = checkpoint.load_policy(str(toy / "init"), codec, CPU, recompute, RANK)
     assert policy.hf.is_gradient_checkpointing == recompute
-    reference = policies.AdapterReference(policy)
+    reference = checkpoint.AdapterReference(policy)
     moved(policy)
     dense, pack = merged_dense(policy, str(toy / "init"), codec), pack_of(codec)
     with torch.no_grad():
@@ -110,9 +110,9 @@ def test_gradients_are_those_of_the_dense_model_of_the_same_matrices(toy, codec,
 
 @pytest.fixture
 def saved(adapted, codec, tmp_path):
-    folder = tmp_path / "saved"
-    checkpoint.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
-    return folder
+    optimizer = model.adamw(model.trained_parameters(adapted), 0.1, 0.9, CPU)
+    checkpoint.save_run(moved(adapted), optimizer, str(tmp_path), 1, {"settings": {}})
+    return tmp_path / "step_000001"
 
 
 def test_peft_reads_it_as_the_same_model(saved, toy, codec, adapted):

@@ -244,7 +244,7 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
     args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=2048)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
-    policy = checkpoint.load_sharded(str(toy / "init"), codec, device, replicas=replicas)
+    policy = checkpoint.load_policy(str(toy / "init"), codec, device, replicas=replicas)
     vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}

@@ -138,7 +138,7 @@ def place(device):
 
 
 def load_policy(ckpt, codec, source, device, **options):
-    policy = checkpoint.load_sharded(ckpt, codec, device, **options)
+    policy = checkpoint.load_policy(ckpt, codec, device, **options)
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     return policy
 
@@ -415,7 +415,7 @@ def check_steps(table, device, args):
     """SFT steps and a GRPO update through FSDP2, as sft.py and grpo.py take them."""
     ckpt, codec, trees, source = make_trees(args)
     check_adapters(table, device, ckpt, codec, trees, source)
-    policy = load_policy(ckpt, codec, source, device, gradient_checkpointing=True)
+    policy = load_policy(ckpt, codec, source, device, recompute=True)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
     losses = overfit(policy, optimizer, model.pack_trees(codec, unshared(trees)), 3)
     table.add(f"{place(device)} SFT: loss after two steps / before", losses[-1] / losses[0], 0.999,
@@ -454,7 +454,7 @@ def overfit(policy, optimizer, pack, steps):
 
 def check_adapters(table, device, ckpt, codec, trees, source):
     """Steps of adapters."""
-    policy = load_policy(ckpt, codec, source, device, gradient_checkpointing=True, lora=8)
+    policy = load_policy(ckpt, codec, source, device, recompute=True, lora_rank=8)
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
 
     # One step more than of whole weights, because B is zero and moves first.

@@ -12,12 +12,12 @@ Writes --out, whole or not at all.
   python tools/merge.py grpo_out --out whole
 """
 import os
+import shutil
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import chat
 import launch
-from plumbing import arguments, checkpoint, runs
+from plumbing import arguments, checkpoint
 
 
 def main():
@@ -25,14 +25,18 @@ def main():
     parser.add_argument("ckpt", help="checkpoint of adapters, or a run folder")
     parser.add_argument("--out", required=True, help="folder to write")
     args = parser.parse_args()
-    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    ckpt = checkpoint.resolve(args.ckpt)
     if checkpoint.adapter_config(ckpt) is None:
         raise launch.UserError(f"{args.ckpt} holds whole weights already")
-    if launch.is_file(args.out, folders=True):
+    if os.path.exists(args.out):
         raise launch.UserError(f"--out {args.out} exists")
     launch.make_out(os.path.dirname(os.path.abspath(args.out)))
-    with runs.atomic_folder(args.out) as folder:
-        checkpoint.save_whole(chat.small_files(ckpt), folder, dict(checkpoint.merged_weights(ckpt)))
+    temp = f"{args.out.rstrip('/')}.tmp"  # of a kill; the next start begins anew
+    shutil.rmtree(temp, ignore_errors=True)
+    os.mkdir(temp)
+    weights = dict(checkpoint.merged_weights(ckpt))
+    checkpoint.save_files(temp, checkpoint.small_files(ckpt), weights)
+    launch.publish_folder(temp, args.out)
     print(f"{args.out}: {checkpoint.base_of(ckpt)} with the adapters of {args.ckpt}")
 
 

@@ -27,7 +27,7 @@ import model
 import rewards
 import rollout
 import video
-from plumbing import arguments, checkpoint, metrics, policies, runs
+from plumbing import arguments, checkpoint, metrics
 from plumbing.judge import open_judge
 from tools import pick
 
@@ -85,17 +85,16 @@ def main():
     parser.add_argument("--rollouts", nargs="+", required=True, help="rollout JSONL files")
     grpo.add_training_arguments(parser)
     args = grpo.parse_training_arguments(parser)
-    pay, ckpt = grpo.reward_config(args), checkpoint.resolve_checkpoint(args.ckpt)
+    pay, ckpt = grpo.reward_config(args), checkpoint.resolve(args.ckpt)
     episodes = read_rollouts(args.rollouts, pay)
     _, source = rollout.agent_settings(args, args.rollouts[0])
     launch.make_out(args.out)
-    runs.claim_run(args.out, args.rollouts)
+    launch.lock(args.out)
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)
-    rows = {"--rollouts": (" ".join(args.rollouts), [e.to_dict() for e in episodes])}
-    inputs = runs.input_identities({"--ckpt": ckpt}, rows)
-    folder, _ = runs.resume_point(args.out, args, args.resume, inputs, checkpoint.base_of(ckpt))
+    rows = [e.to_dict() for e in episodes]
+    folder, state = checkpoint.resume_point(args, {"rollouts": rows})
     if folder:
         launch.print0(f"nothing to do: {args.out} has the update")
         return launch.end_process_group()
@@ -103,9 +102,8 @@ def main():
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint")
     codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
     set_credit_places(episodes, codec)
-    policy, reference, optimizer = policies.load_models(args, ckpt, codec, source, device, None)
-    log = metrics.open_log(args, 0, f"one update from the rollouts of {len(args.rollouts)} files | "
-                           f"{checkpoint.weights_line(policy)}")
+    policy, reference, optimizer = grpo.load_models(args, ckpt, codec, source, device, None)
+    log = metrics.open_log(args, 0, f"one update from the rollouts of {len(args.rollouts)} files")
 
     # A rank takes whole groups, because sigma needs all rollouts of a group.
     clock, groups = time.monotonic(), grpo.group_by_prompt(episodes)[rank::world]
@@ -140,7 +138,7 @@ def main():
         "skipped": skipped, "groups": len(groups), "packed": sum(map(len, trees)),
         "judge": judge is not None, "decode_s": 0.0, "rollout_s": rollout_s,
         "train_s": time.monotonic() - clock, "sync_s": 0.0})
-    checkpoint.save_run(policy, codec, optimizer, args.out, 1, dict(args=vars(args), inputs=inputs))
+    checkpoint.save_run(policy, optimizer, args.out, 1, state)
     if rank == 0:
         log.close(1, 1)
     if judge:

@@ -764,7 +764,7 @@ def main():
     from plumbing import checkpoint
 
     args = parse_args()
-    ckpt = checkpoint.resolve_checkpoint(args.ckpt)
+    ckpt = checkpoint.resolve(args.ckpt)
     agent, source = rollout.agent_settings(args, None)
     source = replace(source, root=os.path.realpath(source.root))
     key = os.environ[args.api_key_env].strip().encode() if args.api_key_env else None
