@@ -24,8 +24,10 @@ GRPO's advantage of the summed reward.
 Departs from upstream: the KL is in the loss, not mixed into rewards. Advantages are normalised
 once. A batch takes one optimizer step, so old = logp and needs no forward of its own. Each step
 measures the log-prob gap between engine and trainer on the sampled tokens of groups with a signal,
-and stops the run if the gap is too large, because stale weights show nowhere else. f_tau in the log
-is R_fmt by the paper's terms, a common ruler; `fmt` is the term that this run pays for.
+and stops the run if the gap is too large: then they see other frames, positions or temperatures.
+Weights that are a few updates old do not show in the gap (2e-4 nats after four at a rate of 2e-6),
+so engine.py compares the engine's tensors with those that were sent. f_tau in the log is R_fmt by
+the paper's terms, a common ruler; `fmt` is the term that this run pays for.
 
 Reads:  --ckpt, --data (task JSONL), --val.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links),
@@ -543,8 +545,9 @@ def load_models(args, ckpt, codec, source, device, folder):
 
 
 def gap_tolerance(dtype=None):
-    """The largest mean gap in nats that rounding explains, far below the gap of stale weights.
-    dtype: of the engine's weights; None: recorded rollouts, of an engine of any precision."""
+    """The largest mean gap in nats that rounding explains; weights that are a few updates old give
+    less, see engine.py. dtype: of the engine's weights; None: recorded rollouts, of an engine of
+    any precision."""
     return 1e-3 if dtype and dtype.itemsize == 4 else 0.1
 
 
@@ -553,7 +556,7 @@ def check_gap(step, gap, tolerance):
     if gap is not None and not gap <= tolerance:  # NaN fails this comparison too
         raise launch.RunError(f"step {step}: mean |log-prob gap| between engine and trainer is "
                               f"{gap:.3f} nats, tolerance {tolerance}: the engine samples from "
-                              "other weights or other inputs, or at another --temperature")
+                              "another policy, from other frames, or at another --temperature")
 
 
 def reward_config(args):
