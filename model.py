@@ -12,7 +12,7 @@ attends to c and to the earlier tokens of o^i, and has the position of a sequenc
 So log-probs and gradients are those of G separate sequences, while c (thousands of vision tokens)
 is computed once. Several trees fill one pack; a tree does not see another.
 
-Departs from the paper: the vision tower is frozen in every stage, so features are computed once per
+As in the paper the vision tower is frozen in every stage, so features are computed once per
 distinct frame set and kept.
 
 Letters in shapes: L tokens of a pack, N trained tokens, V vision tokens, D deepstack levels, H

@@ -13,7 +13,7 @@ turn, and the answer; every sub-agent chat is a sample too. Chats are packed to 
 without seeing each other. One count N for the whole batch is taken before backward, so 1 rank or 8,
 one pack or ten, give the same gradient.
 
-Departs from the paper: the vision tower is frozen, so its features are computed once per frame set.
+As in the paper the vision tower is frozen, so its features are computed once per frame set.
 
 Reads:  --ckpt, --data (SFT JSONL: {"id", "messages", "tools"?}), videos relative to the JSONL.
         tools/convert.py writes such files from published training data.
