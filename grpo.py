@@ -366,7 +366,7 @@ def main():
         return
     policy, val_tasks = run.policy, run.val_tasks
     best = run.state.get("best", (-1.0, 0))  # held-out accuracy, and its step
-    engine, source = run.sampler.engine, run.sampler.source
+    engine = run.sampler.engine
     # Decodes frames of the next step, during the rollouts on half of the decoders.
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2), thread_name_prefix="ahead")
     stop_event = launch.stop_on_signal()
@@ -389,11 +389,8 @@ def main():
         # 2. Update. The trees hold every sampled token once and every prompt once per group. The
         # engine sleeps meanwhile, so the trainer has its memory.
         with timed_phase("train_s", seconds, args):
-            # Not after an outage, also of one rank, also of windows alone: the rest would teach the
-            # policy to make no calls. Asked at once, before the disk may be back.
             errors = [e.error for e in episodes if e.status == "video_error"]
-            blind = launch.any_rank(source.cache.disk_away(errors))
-            blind = blind or not launch.any_rank(len(errors) < len(episodes))
+            blind = not launch.any_rank(len(errors) < len(episodes))
             asleep_gb = engine.sleep()
             # The frames that the rollouts saw: an update needs no file, which may have gone.
             frames = {f.key: f for group in groups for e in group for f in e.context.frames}
@@ -587,9 +584,8 @@ def evaluate(log, sampler, val_tasks, step, args):
                 acc=e.status == "ok" and e.reward.get("acc"), judge=e.reward.get("judge"),
                 type=e.task["type"], ran=e.status not in runs.MACHINE_FAULTS, error=str(e.error)))
     acc, unread = metrics.log_held_out(log, step, rows)
-    away = source.cache.disk_away([row["error"] for row in rows if not row["ran"]])
     # An answer that token F1 scored cannot be compared with one that a judge read.
-    away = away or sampler.judge is not None and sampler.judge.lost > lost
+    away = sampler.judge is not None and sampler.judge.lost > lost
     return math.nan if launch.any_rank(away) else acc, unread
 
 

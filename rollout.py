@@ -412,7 +412,7 @@ async def load_windows(records, calls, episode, sampler, turn, spec_of=None) -> 
     agent, windows = sampler.agent, [(None, None)] * len(calls)
     runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
     specs = [(spec_of or window_spec)(calls[i], episode.task, agent) for i in runnable]
-    loaded = await asyncio.gather(*[load_window(s, episode.fingerprint, sampler) for s in specs])
+    loaded = await asyncio.gather(*[load_window(s, sampler) for s in specs])
     for i, (result, spec, frames) in zip(runnable, loaded):
         records[i].update(result)
         if frames is not None:
@@ -422,11 +422,11 @@ async def load_windows(records, calls, episode, sampler, turn, spec_of=None) -> 
     return windows
 
 
-async def load_window(spec, fingerprint, sampler):
+async def load_window(spec, sampler):
     """-> (what the record of a call says of its window, spec clamped to the video, Frames or None).
-    spec: as video.load reads it. fingerprint: of the file at the overview."""
+    spec: as video.load reads it."""
     try:
-        spec, frames = await sampler.pump.load(sampler.source.load_window, spec, fingerprint)
+        spec, frames = await sampler.pump.load(sampler.source.load_window, spec)
     except (video.VideoError, ValueError) as error:
         return load_error(error), spec, None
     return {"start": spec["start"], "end": spec["end"]}, spec, frames
@@ -470,7 +470,7 @@ async def sub_agent(spec, episode, sampler, turn, number) -> dict:
     spec: the window, as video.load reads it. number: of the call among those of its turn that run.
     """
     agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    result, spec, frames = await load_window(spec, episode.fingerprint, sampler)
+    result, spec, frames = await load_window(spec, sampler)
     if frames is None:
         return result
     messages = sub_messages(task, spec, agent.sub_question)
@@ -672,8 +672,6 @@ def add_agent_arguments(parser, tools_flag: bool = True) -> None:
                        "overview is shown, all, or none; default of eval.py --bench: as it asks",
                        "aligned", choices=["aligned", "full", "none"])
     video.add_arguments(parser)
-    parser.add_setting("snap", "keyframe: overviews take the key frame nearest to each time; fast "
-                       "in files of hours", "off", choices=["off", "keyframe"])
     arguments.add_computing(parser)
     add = parser.add_argument_group("engine").add_argument
     add("--gpu-memory-utilization", type=float, default=0.5, help="vLLM's part while awake")
@@ -703,7 +701,7 @@ def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, VideoSourc
     spoken = partial(task_subtitles, which=args.subtitles) if args.subtitles != "none" else None
     return agent, VideoSource(
         root, video.frame_cache(args), min_pixels, args.max_pixels, subtitles=spoken,
-        snap=args.snap == "keyframe", check_labels=bool(data_path))
+        check_labels=bool(data_path))
 
 
 def check_positions(codec, agent) -> None:

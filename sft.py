@@ -228,7 +228,7 @@ def read_packs(chats, rows, codec, pack_tokens, retry=False):
     lost = [chats.broken[i] for i in rows if i in chats.broken]
     if lost and not retry:
         return read_packs(chats, rows, codec, pack_tokens, True)
-    return packs, frames, chats.cache.disk_away(lost)
+    return packs, frames, False
 
 
 def make_packs(chats, indices, codec, pack_tokens, retry=False):

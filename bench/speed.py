@@ -256,10 +256,9 @@ def by_decord(path, frames):
     return [reader.get_batch(np.rint(f.seconds * rate).astype(int)).asnumpy() for f in frames]
 
 
-def by_video_py(cache, specs):
-    """Our frames of every spec -> [Frames]. cache: its decoders are processes that live on."""
-    fresh = video.FrameCache()  # knows no frame of the video
-    fresh.decoders = cache.decoders
+def by_video_py(specs):
+    """Our frames of every spec -> [Frames]."""
+    fresh = video.FrameCache(workers=video.decode_threads())  # knows no frame of the video
     with ThreadPoolExecutor(video.decode_threads()) as pool:  # as rollout.py asks for them
         return [*pool.map(partial(video.load, cache=fresh), specs)]
 
@@ -274,9 +273,8 @@ def compare_decoders(args, path):
     if not (qwen or decord):
         return
     make_video(path, args.seconds, args.height)
-    cache = video.FrameCache(timeout=60.0, workers=video.decode_threads())
     for row, specs in {"overview": [{"video": path, "frames": 64}], "crops": crops}.items():
-        frames, sides = by_video_py(cache, specs), {"ours": partial(by_video_py, cache, specs)}
+        frames, sides = by_video_py(specs), {"ours": partial(by_video_py, specs)}
         if qwen:
             sides["fetch_video"] = partial(by_fetch_video, path, specs)
             ours = [(len(f.images), 3, *f.images.shape[1:3]) for f in frames]
@@ -286,7 +284,6 @@ def compare_decoders(args, path):
         if decord:
             sides["decord"] = partial(by_decord, path, frames)
         print_ratios(row, alternate(sides, args.rounds))
-    cache.close()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     ignored += "limit frames tools show samples subtitles video question options "
     # Speed, addresses, and the treatment of finished records.
     ignored += ("live workers retries request_timeout api_key_env base_url give_up server_wait "
-                "max_num_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb decode_timeout "
+                "max_num_seqs frame_cache_gb frame_cache_dir frame_cache_dir_gb "
                 "gpu_memory_utilization patience quiet cpu judge_url judge_model judge_tokens "
                 "judge_key_env allow_errors missing_videos")
     covered = {k: v for k, v in sorted(vars(args).items()) if k not in ignored.split()}

@@ -688,7 +688,7 @@ async def conan_reply(records, calls, episode, sampler, turn, texts):
     if not wanted:  # all frames have been seen
         return Reply([{"role": "user", "content": text}])
     spec = {**path, "times": wanted}
-    frames = await sampler.pump.load(sampler.source.load_unchanged, spec, episode.fingerprint)
+    frames = await sampler.pump.load(sampler.source.load, spec)
     episode.notes["shown_times"].update(wanted)
     reply = Reply([])
     content = [add_video(reply, spec, frames, "clock"), {"type": "text", "text": text}]

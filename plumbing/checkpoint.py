@@ -44,7 +44,7 @@ import launch
 FREE = ("steps", "epochs", "out", "resume", "check", "data", "val", "missing_videos", "eval_every",
         "save_every", "show_every", "show", "track", "project", "cpu", "patience", "dp_replicate",
         "frame_cache_dir", "frame_cache_dir_gb", "frame_cache_gb", "max_num_seqs",
-        "gpu_memory_utilization", "judge_url", "judge_key_env", "decode_timeout")
+        "gpu_memory_utilization", "judge_url", "judge_key_env")
 
 # ------------------------------------------------------------------------------------------------
 # Folders

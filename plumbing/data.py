@@ -255,7 +255,7 @@ def piece_fault(piece) -> str | None:
         return None
     if kind == "video" and isinstance(piece.get("video"), str):
         # K frames of the whole video, or a window in seconds. video.load checks the numbers.
-        fields = "frames snap" if "frames" in piece else "start end fps max_frames num_frames"
+        fields = "frames" if "frames" in piece else "start end fps max_frames num_frames"
         if unread := unread_fields(piece, ("type", "video", *fields.split())):
             return f"a video with {unread[0]!r}, which is not read beside {fields.split()[0]!r}"
         complete = "frames" in piece or ("start" in piece and "end" in piece)

@@ -105,7 +105,7 @@ def settings_diff(args, inputs, run):
     # Inputs are compared by content: files may move. The last three are no flags.
     ignored = ("steps epochs resume check out save_every eval_every show_every show max_num_seqs "
                "frame_cache_gb frame_cache_dir frame_cache_dir_gb gpu_memory_utilization patience "
-               "dp_replicate decode_timeout track project judge_url judge_tokens judge_key_env "
+               "dp_replicate track project judge_url judge_tokens judge_key_env "
                "ckpt data val missing_videos rollouts code hub inputs").split()
     new, old, was = json.loads(json.dumps(vars(args))), run.get("args", {}), run.get("inputs", {})
     flags = [f"{k} {old[k]} (now {new.get(k, 'gone: use the code of that run')})"

@@ -50,16 +50,6 @@ def opened(monkeypatch):
 
 
 @pytest.fixture
-def decoders(monkeypatch):
-    """The decoders in processes of their own, started from now on."""
-    import video
-
-    started, real = [], video.ChildDecoder
-    monkeypatch.setattr(video, "ChildDecoder", lambda *a: started.append(real(*a)) or started[-1])
-    return started
-
-
-@pytest.fixture
 def process_group():
     """A process group of one, which FSDP and the lockstep helpers need. Made if there is none,
     because closing a vLLM engine ends it."""

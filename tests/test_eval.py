@@ -58,7 +58,7 @@ def world(toy, tmp_path, monkeypatch, start):
 
         monkeypatch.setattr(rollout, "make_engine", make_engine)
         given = {"--ckpt": toy / "init", "--data": data, "--out": out, "--frames": 4}
-        flags = [*flags, *(["--allow-errors"] if allow else []), "--set", "missing_videos=1"]
+        flags = [*flags, *(["--allow-errors"] if allow else []), "--missing-videos", 1]
         kept = [x for k, v in given.items() if k not in flags and k not in drop for x in (k, v)]
         code, printed, err = start(evaluation, "--preset", "toy", *kept, *flags)
         result = SimpleNamespace(code=code, out=printed, err=err, folder=out,

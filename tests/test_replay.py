@@ -91,7 +91,7 @@ def test_rollouts_of_which_no_video_can_be_read_are_no_update(run_grpo, any_gap,
     with pytest.raises(launch.UserError, match="3 of 3 videos are not below"):
         run_grpo(*flags)
     with pytest.raises(launch.RunError, match="^--rollouts: no video can be read; is the disk"):
-        run_grpo(*flags, "--set", "missing_videos=1")
+        run_grpo(*flags, "--missing-videos", 1)
     assert not (tmp_path / "run" / "last").exists()
     os.rename(tmp_path / "away", tmp_path / "world" / "videos")
     os.truncate(tmp_path / "world" / films[0], 99_999)  # another film of the same length

@@ -167,7 +167,7 @@ def main():
         raise launch.UserError(f"{drafts} is of {', '.join(changed)}; choose another --out")
     engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, workers=args.workers)
     engine.check_servers()
-    cache = video.FrameCache(2**28, 60.0, args.workers)
+    cache = video.FrameCache(2**28, args.workers)
     source = video.VideoSource(root, cache, 1024, args.max_pixels)
     done, failed = {row["id"] for row in rows}, []
     # A kill between the two appends below leaves a task without its draft.

@@ -71,7 +71,7 @@ def read_fault(group: list[rollout.Episode], source: video.VideoSource,
     computed, and kept for the update."""
     try:
         path = video.resolve(group[0].task["video"], source.root)
-        size = source.cache.identity(path)[0]  # a copy has another mtime
+        size = video.identity(path)[0]  # a copy has another mtime
         if any(e.fingerprint and e.fingerprint[0] != size for e in group):
             return f"{path}: has {size} bytes, so it is another file than was recorded"
         for item in group[0].context.items:

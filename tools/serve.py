@@ -327,7 +327,6 @@ class Agents:
         """Ends all episodes, then the engine."""
         self.end()
         self.thread.join()
-        self.sampler.source.cache.close()
         self.sampler.engine.close()
 
     async def limited(self, work, tell):

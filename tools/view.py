@@ -305,7 +305,7 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
     for episode in episodes:
         folder = root or sources[episode["source"]]["root"]
         by_video[folder, episode["video"]] += wanted_frames(episode)
-    cache = video.FrameCache(2**28, timeout=60.0)  # bytes; seconds that a decoder may hang
+    cache = video.FrameCache(2**28)  # bytes
     pictures = []  # in base64
     stored = {}  # key of a frame -> its place in pictures: a frame is stored once
     for (folder, name), wants in tqdm(by_video.items(), desc="thumbnails", disable=None):
@@ -330,7 +330,6 @@ def add_thumbnails(episodes, sources, root, pixels, budget, troubles):
                 budget -= len(picture)
             place = stored.get(key, None if budget > 0 and not key else "full")
             thumbs.append([round(seen_at, 3), place])
-    cache.close()
     return pictures
 
 

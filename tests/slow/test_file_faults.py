@@ -186,7 +186,8 @@ def stage(script, folder, out, steps, window):
         data = folder / "data"
         words = ["--ckpt", folder / "base", "--data", data, "--val", data, "--out", out,
                  "--steps", steps, *"--save-every 1 --eval-every 1 --set patience=60".split()]
-        words += {"grpo": "show_every=0 missing_videos=1 --prompts 2 --num-generations 2 --beta 0",
+        words += {"grpo": "show_every=0 --missing-videos 1 --prompts 2 --num-generations 2 "
+                          "--beta 0",
                   "sft": "max_grad_norm=0 --batch-size 1 --min-lr 1 --warmup 0"}[script].split()
         sys.argv, disk.on = [f"{script}.py", *map(str, words)], window == 0
         {"sft": sft, "grpo": grpo}[script].main()
@@ -346,7 +347,7 @@ def rollouts(folder, out, *flags, after=None, signal_number=None):
         rollout.check_context, rollout.load_overview = lambda *_: None, no_room
         rollout.make_engine = lambda *_, **__: types.SimpleNamespace(max_seqs=4, close=bool)
         sys.argv = ["rollout.py", "--ckpt", str(folder / "base"), "--data", str(folder / "data"),
-                    *"--set missing_videos=1 --num-generations 3 --out".split(), str(out), *flags]
+                    *"--missing-videos 1 --num-generations 3 --out".split(), str(out), *flags]
         disk.on = True
         rollout.main()
 
