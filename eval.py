@@ -45,8 +45,8 @@ import rollout
 from evaluation import benchmarks, costs, endpoint, results, scores, systems
 from evaluation.protocol_loop import check_prompts, run, shuffle_options
 from plumbing import arguments, data, runs
+from plumbing.data import subtitle_files
 from plumbing.judge import add_judge_arguments, open_judge, rewrite_files
-from plumbing.subtitles import subtitle_files
 
 # ------------------------------------------------------------------------------------------------
 # Arguments

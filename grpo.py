@@ -50,7 +50,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
@@ -61,8 +60,8 @@ import rollout
 import video
 from engine import EngineLoop
 from plumbing import arguments, caches, checkpoint, data, metrics, runs, tracker
+from plumbing.data import subtitle_files
 from plumbing.judge import add_judge_arguments, open_judge
-from plumbing.subtitles import subtitle_files
 
 # ------------------------------------------------------------------------------------------------
 # Advantages and trees
@@ -477,10 +476,7 @@ def setup(args):
             codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
             rollout.check_positions(codec, agent)
             for path, rows in ((args.data, tasks), (args.val, val_tasks))[: 2 if args.val else 1]:
-                faults += data.preflight(
-                    rows, replace(source, root=video.root_of(args, path)),
-                    rollout.max_num_frames(args.frames), agent.max_model_len,
-                    partial(rollout.prompt_tokens, codec, agent))
+                faults += data.check_tasks(rows, replace(source, root=video.root_of(args, path)))
             arguments.report_check(faults, " and ".join(filter(None, [args.data, args.val])))
         return None
     launch.make_out(os.path.join(args.out, "rollouts"))

@@ -51,8 +51,8 @@ import rewards
 import video
 from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
 from plumbing import arguments, data, runs
+from plumbing.data import subtitle_files, task_subtitles
 from plumbing.judge import add_judge_arguments, open_judge
-from plumbing.subtitles import subtitle_files, task_subtitles
 from video import VideoSource
 
 # ------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ async def load_overview(episode, sampler):
         episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
     episode.timing["video_s"], episode.subtitles = episode.duration, subtitles
     # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
-    if source.check_labels and (fault := data.label_fault(episode.task, episode.duration)):
+    if source.check_labels and (fault := data.late_window(episode.task, episode.duration)):
         episode.fail("label_error", fault)
         return None
     return spec, frames, subtitles

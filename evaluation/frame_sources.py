@@ -22,7 +22,7 @@ import rollout
 import video
 from evaluation import qwen_vl_sampling
 from evaluation.endpoint import jpeg_bytes
-from plumbing.subtitles import written_lines
+from plumbing.data import written_lines
 
 
 @dataclass

@@ -1,106 +1,121 @@
 """
-plumbing/data.py (tests/test_data.py): rows of tasks and of chats, checked before any long work.
+plumbing/data.py (tests/test_data.py): rows of tasks and of chats, checked before any long work, and
+subtitles.
 
   task       {"id", "video", "question", "options", "answer", "type", "subtitles", ..}, one a line
   chat       {"id", "messages": [{"role", "content"}, ..], "tools"?}, one a line
   fault      a label that earns less than 1 when the model writes that very label; an id twice; two
              turns in a row; a field of another trainer's format; ..
+  subtitles  aligned: the lines that are spoken while a frame of the overview is shown; full: all.
+             Sub-agents, which see one window, get none
 
-Reads JSONL; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
+Reads JSONL and files of subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 """
+import functools
+import html
+import json
+import os
 import re
 import string
+from concurrent.futures import ThreadPoolExecutor
 
 import launch
 import rewards
 import video
-from plumbing.subtitles import check_subtitles
-
-UNREAD = "videos images audios system documents chat_template_kwargs".split()  # columns of chats
-MESSAGE_FIELDS = ("role", "content", "id", "name", "tool_call_id")  # of a chat; ids change nothing
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
 
 
-def bare_options(options: list[str]) -> list[str]:
+def bare_options(options):
     """Options without their labels ("A. ", "(A) ", "A) ", "A: ")."""
-    patterns = [rf"\s*(?:\({letter}\)|{letter}[.):])\s+" for letter in string.ascii_uppercase]
-    labels = [re.match(pattern, text) for pattern, text in zip(patterns, options)]
-    # Labels are removed only if every option has its own letter: the text "B. B. King" as the one
-    # option with a letter in front is a name.
-    if not all(labels):
-        return [text.strip() for text in options]
-    return [text[label.end():].strip() for text, label in zip(options, labels)]
+    bare = []
+    for letter, option in zip(string.ascii_uppercase, options):
+        label = re.match(rf"\s*(?:\({letter}\)|{letter}[.):])\s+", option)
+        # Only if every option has its own letter: the text "B. B. King" as the one option with a
+        # letter in front is a name.
+        if label is None:
+            return [option.strip() for option in options]
+        bare.append(option[label.end():].strip())
+    return bare
 
 
-def answer_letters(answer, options: list[str]) -> tuple[str, str]:
+def answer_letters(answer, options):
     """A published answer -> (the letter that it is, the letter of the option whose text it is), ""
     for none. The letter may be written "B", "b", "(B)" or "B."; of equal texts the first counts.
 
     The two differ if options are letters themselves: "c" of the options e, c, a is C, or the text
     of B. Only the file knows, see unclear_labels.
     """
-    answer, letters = str(answer).strip(), string.ascii_uppercase[:len(options)]
+    answer = str(answer).strip()
+    letters = string.ascii_uppercase[:len(options)]
+    by_letter, by_text = "", ""
     label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
-    by_letter = label[1].upper() if label and label[1].upper() in letters else ""
-    by_text = letters[options.index(answer)] if answer in options else ""
+    if label and label[1].upper() in letters:
+        by_letter = label[1].upper()
+    if answer in options:
+        by_text = letters[options.index(answer)]
     return by_letter, by_text
 
 
-def unclear_labels(answers: list[tuple[str, str]]) -> list[bool]:
+def unclear_labels(answers):
     """Pairs of answer_letters, of one file -> which of them cannot be read: those that are the
     letter of one option and the text of another, if other answers can only be letters. If all other
     answers are texts, the text counts."""
     only_letters = any(by_letter and not by_text for by_letter, by_text in answers)
-    return [only_letters and by_letter != by_text and bool(by_letter and by_text)
-            for by_letter, by_text in answers]
+    unclear = []
+    for by_letter, by_text in answers:
+        differ = by_letter and by_text and by_letter != by_text
+        unclear.append(bool(only_letters and differ))
+    return unclear
 
 
-def read_tasks(path: str, faults: list | None = None, unlabelled: bool = False) -> list[dict]:
+def read_tasks(path, faults=None, unlabelled=False):
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
     a list `faults` the line goes there, and the row is left out. unlabelled: an answer may be null.
     """
     ids = set()  # ids name groups, seeds and records: two tasks of one id would be mixed up
 
     def fault(row):
-        if missing := [key for key in ("video", "question", "answer", "type") if key not in row]:
-            return (f"missing {', '.join(map(repr, missing))}"
-                    + "; a chat, which sft.py trains on" * ("messages" in row))
-        if (name := str(row["id"])) in ids:
-            return f"task ids are not unique: {name} is there twice"
-        if not (problem := task_fault(row, unlabelled)):
-            ids.add(name)
+        problem = task_fault(row, unlabelled)
+        if problem is None and str(row["id"]) in ids:
+            problem = f"task ids are not unique: {row['id']} is there twice"
+        ids.add(str(row["id"]))
         return problem
 
     return launch.read_jsonl(path, ("id",), fault, faults)
 
 
-def task_fault(row: dict, unlabelled: bool = False) -> str | None:
+def task_fault(row, unlabelled=False):
     """-> None, or why a task cannot be used. unlabelled: its answer may be null."""
-    options = row.get("options") or []
-    if not (isinstance(row["id"], (str, int)) and isinstance(row["question"], str)):
-        return "id and question must be text"
-    if not (isinstance(options, list) and all(isinstance(option, str) for option in options)):
-        return "options must be a list of strings, or null"
+    if "messages" in row:
+        return "a chat, which sft.py trains on"
+    for name in ("video", "question", "answer", "type"):
+        if name not in row:
+            return f"missing {name!r}"
+    if not isinstance(row["question"], str):
+        return "question must be a text"
     if not isinstance(row.get("subtitles") or "", str):
         return "subtitles must be the path of a file, or null"
-    if not (isinstance(e := row.get("evidence") or [], list) and all(map(rewards.span_text, e))):
+    evidence = row.get("evidence") or []
+    if not isinstance(evidence, list) or not all(rewards.span_text(span) for span in evidence):
         return "evidence must be a list of windows [start, end] in seconds, or null"
-    # The type chooses the reward, so a misspelt one must not pass.
-    if row["type"] not in [*rewards.task_types()]:  # a list, since JSON may hold any value
-        return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
+    options = row.get("options") or []
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+        return "options must be a list of strings, or null"
     if len(options) > 26:  # the rest would have no letter
         return f"{len(options)} options; there are letters for 26"
-    letters = [*string.ascii_uppercase]
-    labels = re.findall(r"(?:^|\0)\s*\(?([A-Z])[.):]\s", "\0".join(options))
-    # Not initials of names, which are seldom all different and of the first letters.
-    odd = labels != letters[:len(options)] and {*labels} & {*letters[:len(options) + 2]}
-    if odd and len(odd) == len(options) > 1:
-        return "options have labels that are not A, B, .. in order"
-    if unlabelled and row["answer"] is None:
+    # The type chooses the reward, so a misspelt one must not pass.
+    if row["type"] not in list(rewards.task_types()):  # JSON may hold any value
+        return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
+    if row["answer"] is None and unlabelled:
         return None
-    # The label of a task is a letter: "A" of the options C, B, A is the first. But "c" of the
+    return label_fault(row, options)
+
+
+def label_fault(row, options):
+    """-> None, or why the answer of a task can never be paid, or is another than was meant."""
+    # "A" of the options C, B, A is the first, since the label of a task is a letter. But "c" of the
     # options e, c, a was meant as a text, as published rows have it.
     by_letter, by_text = answer_letters(row["answer"], options)
     if row["type"] == "mcq" and by_letter and by_text not in ("", by_letter):
@@ -117,147 +132,354 @@ def task_fault(row: dict, unlabelled: bool = False) -> str | None:
     return None
 
 
-def label_fault(task: dict, end: float, evidence=()) -> str | None:
-    """-> None, or why the video cannot show the answer, or one of the windows `evidence`, whose end
-    may lie beyond. end: seconds of the video."""
-    if late := [window for window in evidence if window[0] >= end]:
-        return f"evidence {late[0]} begins at no second of the video, which has {end:g} s"
-    if task["answer"] is None or rewards.task_types()[task["type"]].within(task["answer"], end):
-        return None
-    return f"the answer, {task['answer']} s, lies beyond the video, which has {end:g} s"
+def late_window(task, end):
+    """-> None, or why the video, which ends at `end` seconds, cannot show the answer or the
+    evidence."""
+    windows = list(task.get("evidence") or [])
+    if task["type"] == "grounding" and task["answer"]:
+        windows.append(task["answer"])
+    for window in windows:
+        # Half of a window may lie beyond: annotators round, and end it a little late.
+        if sum(window) / 2 > end:
+            return f"{window} s lies beyond the video, which has {end:g} s"
+    return None
+
+
+def check_tasks(tasks, source):
+    """--check of tasks: opens every video, looks for the answer in its time, reads subtitles ->
+    faults, a line each. Builds no model."""
+    from tqdm import tqdm
+
+    def look(task):
+        spec = source.overview_spec(task, 4)  # few frames, but from all over the video
+        try:
+            source.load_overview(spec, task)
+            fault = late_window(task, source.duration(spec))
+        except launch.UserError as error:
+            fault = str(error)
+        return fault and f"task {task['id']}: {fault}"
+
+    # Threads, because most of the time goes into decoders.
+    with ThreadPoolExecutor(video.decode_threads()) as pool:
+        looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
+    return [fault for fault in looked if fault]
 
 
 # ------------------------------------------------------------------------------------------------
-# Videos of tasks
+# Rows of either kind
+
+
+def missing_videos(names, root, share, path):
+    """Names of videos of a data file -> those that are not there. Raises UserError if they are more
+    than this share: a disk that is not mounted, or a folder that is not the right one."""
+    def is_missing(name):
+        return not os.path.exists(video.resolve(name, root))
+
+    names = sorted(set(names))
+    with ThreadPoolExecutor(16) as pool:  # a server of files takes a millisecond for each
+        missing = {name for name, gone in zip(names, pool.map(is_missing, names)) if gone}
+    if len(missing) > share * len(names):
+        raise launch.UserError(f"{path}: {len(missing)} of {len(names)} videos are not below "
+                               f"{root}, as {min(missing)}; is each disk mounted?")
+    return missing
+
+
+def max_positions(codec):
+    """Tokens that a context of this checkpoint may have; inf if config.json names no limit."""
+    text = json.loads(codec.files["config.json"])["text_config"]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    # Positions that are stretched (yarn) may be more than max_position_embeddings.
+    if rope.get("rope_type", "default") != "default":
+        return float("inf")
+    return text.get("max_position_embeddings", float("inf"))
 
 
 def balance_over_ranks(items, cost, rank, world):
     """This rank's part of a batch. Items are dealt out by falling cost, each to the rank with the
     least work so far."""
-    totals, parts = [0] * world, [[] for _ in range(world)]
+    totals = [0 for _ in range(world)]
+    part = []
     for item in sorted(items, key=cost, reverse=True):
         lightest = totals.index(min(totals))
         totals[lightest] += cost(item)
-        parts[lightest].append(item)
-    return parts[rank]
+        if lightest == rank:
+            part.append(item)
+    return part
 
 
-def preflight(tasks: list, source: video.VideoSource, num_frames: int, context: int,
-              prompt_tokens) -> list:
-    """Opens every video, reads subtitles, and counts the tokens of every first prompt with
-    `num_frames`; prints the counts. prompt_tokens: (task, spec, Frames, times, subtitles) ->
-    tokens. -> faults, a line each. Builds no model.
-
-    read_tasks has checked labels and evidence, but not against the video's end."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from tqdm import tqdm
-
-    def look(task):
-        """-> (fault or None, tokens of the prompt with `num_frames`)."""
-        spec = source.overview_spec(task, min(4, num_frames))  # few, but from all over the video
-        try:
-            frames = source.load(spec)
-            starts, info = source.cache.index(video.resolve(spec["video"], source.root))
-            if fault := label_fault(task, info.duration, task.get("evidence") or ()):
-                raise launch.UserError(fault)
-            check_subtitles([task] if source.subtitles else [], source.root)
-        except launch.UserError as error:
-            return f"task {task['id']}: {error}", 0
-        times = starts[video.overview_indices(starts, info.duration, num_frames)]
-        subtitles = source.subtitles(task, times, source.root) if source.subtitles else ""
-        tokens = prompt_tokens(task, spec, frames, times, subtitles)
-        fault = (f"task {task['id']}: {tokens} tokens with {num_frames} frames do not fit into "
-                 f"--max-model-len {context}; lower --frames or --max-pixels")
-        return (fault if tokens + 32 > context else None), tokens
-
-    # Threads, because most of the time goes into decoders.
-    with ThreadPoolExecutor(video.decode_threads()) as pool:
-        looked = list(tqdm(pool.map(look, tasks), total=len(tasks), desc="videos", disable=None))
-    largest, videos = max((tokens for _, tokens in looked), default=0), {t["video"] for t in tasks}
-    print(f"{len(tasks)} tasks, {len(videos)} videos; the largest prompt has {largest} tokens with "
-          f"{num_frames} frames, of --max-model-len {context}")
-    return [fault for fault, _ in looked if fault]
-
-
-def max_positions(codec) -> float:
-    """Tokens that a context of this checkpoint may have; inf if config.json names no limit."""
-    text = launch.parse_json(codec.files["config.json"])["text_config"]
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    # Positions that are stretched (yarn) may be more than max_position_embeddings.
-    stretched = rope.get("rope_type", "default") != "default"
-    return float("inf") if stretched else text.get("max_position_embeddings", float("inf"))
+def report_check(faults, path):
+    """Ends --check: prints each fault; raises UserError if there is one."""
+    for fault in faults:
+        print(launch.printable(fault))
+    if faults:
+        raise launch.UserError(f"--check: {len(faults)} faults in {path}")
+    print(f"no fault in {path}")
 
 
 # ------------------------------------------------------------------------------------------------
 # Chats
 
+# Columns of other trainers' formats. They would change nothing, silently.
+UNREAD = ("videos", "images", "audios", "system", "documents", "chat_template_kwargs")
+MESSAGE = {"role", "content", "id", "name", "tool_call_id"}  # ids change nothing
+# "trusted" marks a program's own text, which may hold special tokens. Data may not.
+TEXT = {"type", "text"}
+OVERVIEW = {"type", "video", "frames"}
+WINDOW = {"type", "video", "start", "end", "fps", "max_frames", "num_frames"}
 
-def read_chats(path: str, faults: list | None = None) -> list[dict]:
+
+def read_chats(path, faults=None):
     """SFT JSONL -> rows, checked as by read_tasks."""
     def fault(row):
+        for name in UNREAD:
+            if row.get(name):
+                return f"a column {name!r}, which is not read; tools/convert.py reads such rows"
         if "messages" not in row:
-            return "missing 'messages'" + "; a task, for grpo.py and eval.py" * ("question" in row)
-        if unread := [name for name in UNREAD if row.get(name)]:
-            return f"a column {unread[0]!r}, which is not read; tools/convert.py reads such rows"
-        if not (isinstance(t := row.get("tools") or [], list) and all(type(x) is dict for x in t)):
+            return "missing 'messages': a task is for grpo.py and eval.py"
+        tools = row.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             return "'tools' must be a list of tools, or null"
+        row["messages"] = without_nulls(row["messages"])
         return chat_fault(row["messages"])
 
     return launch.read_jsonl(path, ("id",), fault, faults)
 
 
-def unread_fields(item: dict, known: tuple) -> list:
-    """-> fields that hold something and are none of `known`. Of another trainer's format, they
-    would change nothing, silently: calls, thoughts, a mask of the loss (0, false)."""
-    empty = (None, "", [], {})  # tables fill the fields that a row lacks
-    return [name for name, value in item.items() if name not in known and value not in empty]
+def without_nulls(value):
+    """A value of JSON without the fields that hold null: tables, as Arrow's, fill so what a row
+    lacks."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return value
 
 
-def chat_fault(messages) -> str | None:
+def chat_fault(messages):
     """-> None, or the reason why a chat of these messages cannot be trained on."""
     if not isinstance(messages, list) or not messages:
         return "'messages' must be a list with at least one message"
-    with_video = []  # numbers of the messages that hold a video
-    for n, m in enumerate(messages):
-        valid = isinstance(m, dict) and m.get("role") in ("system", "user", "assistant", "tool")
-        if not valid or "content" not in m:
-            return "every message needs a 'role' (system, user, assistant, tool) and a 'content'"
-        if unread := unread_fields(m, MESSAGE_FIELDS):
-            return f"a message with {unread[0]!r}, which is not read"
-        if isinstance(m["content"], str):
-            continue
-        # No list, or an empty one, has the fault of a piece that is no dict.
-        for piece in m["content"] if isinstance(m["content"], list) and m["content"] else [None]:
-            if fault := piece_fault(piece):
-                return fault
-            with_video += [n] * (piece["type"] == "video")
-    # The pieces are good. Now their order: chat.encode_chat builds prompt, turn, glue, turn, ..
-    roles = [m["role"] for m in messages]
+    roles = []
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return "every message needs a 'role' and a 'content'"
+        if message["role"] not in ("system", "user", "assistant", "tool"):
+            return f"a role {message['role']!r}"
+        fault = unread_field(message, MESSAGE) or content_fault(message["content"])
+        if fault:
+            return fault
+        # The order: chat.encode_chat builds prompt, turn, glue, turn, ..
+        may_show = message["role"] == "tool" or (message["role"] == "user"
+                                                 and "assistant" not in roles)
+        if has_video(message) and not may_show:
+            return ("a video after the first assistant message, outside a tool message, or in a "
+                    "system message")
+        roles.append(message["role"])
     if "assistant" not in roles:
         return "no assistant message: nothing to learn"
     if roles[0] == "assistant":
         return "the first message is the assistant's: no prompt stands before that turn"
     if ("assistant", "assistant") in zip(roles, roles[1:]):
         return "two assistant messages in a row: nothing stands between them to end the first"
-    if any(n >= roles.index("assistant") and roles[n] != "tool" for n in with_video):
-        return "a video after the first assistant message, outside a tool message"
-    if any(roles[n] == "system" for n in with_video):
-        return "a video in a system message: chat templates take text there"
     return None
 
 
-def piece_fault(piece) -> str | None:
-    """-> None, or the reason why one piece of a message cannot be used."""
-    kind = piece.get("type") if isinstance(piece, dict) else None
-    # "trusted" marks a program's own text, which may hold special tokens. Data may not.
-    if kind == "text" and isinstance(piece.get("text"), str) and "trusted" not in piece:
+def has_video(message):
+    pieces = message["content"]
+    return isinstance(pieces, list) and any(piece["type"] == "video" for piece in pieces)
+
+
+def content_fault(content):
+    """-> None, or why the content of a message cannot be used."""
+    if isinstance(content, str):
         return None
-    if kind == "video" and isinstance(piece.get("video"), str):
+    if not isinstance(content, list) or not content:
+        return "content must be a text, or a list of texts and videos"
+    for piece in content:
         # K frames of the whole video, or a window in seconds. video.load checks the numbers.
-        fields = "frames" if "frames" in piece else "start end fps max_frames num_frames"
-        if unread := unread_fields(piece, ("type", "video", *fields.split())):
-            return f"a video with {unread[0]!r}, which is not read beside {fields.split()[0]!r}"
-        complete = "frames" in piece or ("start" in piece and "end" in piece)
-        return None if complete else "a video needs 'frames', or 'start' and 'end'"
-    return "content must be a text, or a list of {'type': 'text', ..} and {'type': 'video', ..}"
+        if not isinstance(piece, dict):
+            return "content must be a text, or a list of texts and videos"
+        if piece.get("type") == "text" and isinstance(piece.get("text"), str):
+            known = TEXT
+        elif piece.get("type") != "video" or not isinstance(piece.get("video"), str):
+            return "content must be of {'type': 'text', 'text'} and {'type': 'video', 'video', ..}"
+        elif "frames" in piece:
+            known = OVERVIEW
+        elif "start" in piece and "end" in piece:
+            known = WINDOW
+        else:
+            return "a video needs 'frames', or 'start' and 'end'"
+        fault = unread_field(piece, known)
+        if fault:
+            return fault
+    return None
+
+
+def unread_field(item, known):
+    """-> None, or what to say of a field that holds something and is none of `known`: calls,
+    thoughts, a mask of the loss (0, false) of another trainer's format."""
+    for name, value in item.items():
+        if name not in known and value not in (None, "", [], {}):
+            return f"a field {name!r}, which is not read here"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------
+# Subtitles. A task may name a file in "subtitles": SRT, WebVTT, or JSON as LongVideoBench and
+# Video-MME-v2 ship it, relative to the folder of the videos. "subtitle_start" is the second of the
+# file at which the video begins. Not read by ffmpeg, which takes "a < b and c > d" for a tag.
+
+
+def task_subtitles(task, seconds, root, which):
+    """Text of a task's subtitles, "" if there are none. seconds: times of the frames that are shown
+    [K]. which: "aligned" (lines spoken at those times) or "full". Raises UserError."""
+    if not task.get("subtitles"):
+        return ""
+    texts = []
+    offset = task.get("subtitle_start") or 0.0
+    for start, end, text in read_subtitles(task["subtitles"], root):
+        spoken = any(start <= second + offset <= end for second in seconds)
+        if (spoken or which == "full") and texts[-1:] != [text]:  # a repeat is shown once
+            texts.append(text)
+    return "\n".join(texts)
+
+
+def check_subtitles(tasks, root):
+    """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
+    broken, or that holds no line with a time."""
+    for name in sorted({task["subtitles"] for task in tasks if task.get("subtitles")}):
+        # A silent video may have an empty file, or one with the header WEBVTT alone.
+        path = video.resolve(name, root)
+        if not read_subtitles(name, root) and os.path.getsize(path) > 16:
+            raise launch.UserError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
+
+
+def subtitle_files(args, *read):
+    """Flags, (data file, its tasks), .. -> files of subtitles that prompts show [(folder, name)].
+    Reads them, and raises UserError for one that is missing or broken."""
+    files = []
+    for path, tasks in read:
+        if tasks and args.subtitles != "none":
+            root = video.root_of(args, path)
+            check_subtitles(tasks, root)
+            files += [(root, task["subtitles"]) for task in tasks if task.get("subtitles")]
+    return files
+
+
+def subtitle_text(path):
+    """File -> its text with plain newlines. Raises UserError."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+        encoding = "utf-8-sig"
+        if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            encoding = "utf-16"
+        return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+    except (OSError, UnicodeError) as error:
+        # Another encoding is not guessed: a wrong guess shows the model wrong words.
+        raise launch.UserError(
+            f"{path}: unreadable subtitles ({launch.why(error)}); if they are not UTF-8, convert "
+            "them, as with iconv -f GB18030 -t UTF-8, or -f CP1252; or set subtitles to null in "
+            "the tasks") from None
+
+
+@functools.cache
+def read_subtitles(name, root=None):
+    """SRT, WebVTT or JSON file -> [(start, end, text)] in seconds of the file, in time order.
+    root: see video.resolve. Raises UserError naming the file."""
+    # The ending is that of the name given: in a Hub cache it is a link to a blob without one.
+    ending = os.path.splitext(name)[1].lower()
+    path = video.resolve(name, root)
+    text = subtitle_text(path)
+    try:
+        if ending in (".json", ".jsonl"):
+            cues = json_cues(text, ending)
+        else:
+            cues = srt_cues(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise launch.UserError(f"{path}: unreadable subtitles ({error!r})") from None
+    lines, above = [], []  # above: rows of the cue before
+    cues.sort(key=lambda cue: cue[0])
+    for (start, end, said), following in zip(cues, [*cues[1:], *cues[-1:]]):
+        if end is None:  # open: until the next one begins
+            end = following[0]
+        rows = plain_rows(said, ending == ".vtt")
+        # Rolling captions begin a cue with rows of the one before, which stay shown.
+        fresh = rows
+        if lines and start <= lines[-1][1]:
+            fresh = [row for row in rows if row not in above]
+        if fresh != rows:
+            before = lines.pop()
+            lines.append((before[0], max(before[1], end), before[2]))
+        if fresh:
+            lines.append((start, end, " ".join(fresh)))
+        above = rows
+    return lines
+
+
+def plain_rows(text, is_vtt):
+    """Text of a cue -> its rows, without markup."""
+    # A tag is a name, a name with attributes, a voice, or a time. "a < b and c > d" holds none.
+    text = re.sub(r"<(?:/?[a-z][\w.-]*\s*/?|[a-z]\w*\s[^<>=]*=[^<>]*|(?:v|lang)[.\s][^<>]*"
+                  r"|\d+:[\d:.]+)>", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"\{\\[^{}]*\}", "", text).replace("\\N", "\n")  # {\an8} and \N are of ASS
+    if is_vtt:
+        text = html.unescape(text)
+    return [" ".join(row.split()) for row in text.split("\n") if row.strip()]
+
+
+def srt_cues(text):
+    """SRT or WebVTT -> [(start, end, text)] in seconds, in the order of the file."""
+    stamp = r"(?:\d+:)?\d+:\d+[,.]\d+"  # 00:01:02,345; hours and the comma vary
+    line = rf"^[ \t]*({stamp})[ \t]*-->[ \t]*({stamp}).*$"
+    parts = re.split(line, text, flags=re.MULTILINE)
+    cues = []
+    for start, end, body in zip(parts[1::3], parts[2::3], parts[3::3]):
+        body = re.sub(r"\n\d+\n\Z", "\n", body)  # the number of the next cue
+        # The text ends at an empty line. In rolling captions the first row may be blank.
+        said = re.split(r"\n[ \t]*\n", body.strip())[0]
+        cues.append((to_seconds(start), to_seconds(end), said))
+    return cues
+
+
+def to_seconds(stamp):
+    """A time of a subtitle: a number, or "[H:]M:S" with a comma or a point -> seconds."""
+    seconds = 0.0
+    for part in str(stamp).replace(",", ".").split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
+
+
+def json_cues(text, ending):
+    """As LongVideoBench ships them, {"timestamp": [start, end or null], "text"} or {"start", "end",
+    "line"}, or Video-MME-v2, words with "start_time" and "end_time", one a line -> [(start, end,
+    text)] in seconds of the file."""
+    if ending == ".jsonl":
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        rows = json.loads(text)
+    cues = []
+    for row in rows:
+        start, end = row.get("timestamp") or (row.get("start", row.get("start_time")),
+                                              row.get("end", row.get("end_time")))
+        said = row["text"] if "text" in row else row["line"]
+        if start is not None:
+            cues.append((to_seconds(start), end and to_seconds(end), said))
+    return cues
+
+
+def written_lines(path):
+    """Text of an SRT file as the paper's driver shows it: every line, repeats too."""
+    try:
+        with open(path, encoding="utf-8", errors="ignore") as file:
+            blocks = re.split(r"\n\s*\n", file.read().strip())
+    except OSError as error:
+        raise launch.UserError(f"{path}: unreadable subtitles ({launch.why(error)})") from None
+    lines = []
+    for block in blocks:
+        # Number and times are the first two lines of a block.
+        for line in block.strip().split("\n")[2:]:
+            line = re.sub("<[^>]+>", "", line).strip()
+            if line:
+                lines.append(line)
+    return "\n".join(lines)
