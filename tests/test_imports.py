@@ -61,14 +61,12 @@ HELP = ("import runpy, sys, contextlib, io; sys.argv = [{0!r}, '--help']\n"
 
 @pytest.mark.process
 @pytest.mark.parametrize("code", [
-    "import launch", "import chat", "import engine", "import rollout", "from tools import view",
-    HELP.format("rollout.py"), HELP.format("eval.py"), HELP.format("tools/view.py")],
-    ids=["launch", "chat", "engine", "rollout", "view", "rollout --help", "eval --help",
-         "view --help"])  # fmt: skip
+    "import launch", "import chat", "import engine", "import rollout",
+    HELP.format("rollout.py"), HELP.format("eval.py")],
+    ids=["launch", "chat", "engine", "rollout", "rollout --help", "eval --help"])  # fmt: skip
 def test_quick_ones_load_no_torch(code):
-    """Torch takes seconds to import, a help text is wanted now. view.py needs no numpy either."""
+    """Torch takes seconds to import, a help text is wanted now."""
     heavy = {"torch", "vllm", "transformers", "torchvision", "PIL", "av"}
-    heavy |= {"numpy"} if "view" in code else set()
     code += f"\nimport sys\nprint(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -5,6 +5,7 @@ The agent is a scripted engine behind a real server on this machine. Clients are
 they are installed, openai and lmms-eval. `make test-page` runs the tests of its page.
 """
 import base64
+import io
 import json
 import os
 import shutil
@@ -17,13 +18,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 from scripted import AGENT, Scripted, calls, turn_of
 
 import chat
 import rewards
 import rollout
 import video
-from tools import ask, serve, view
+from tools import ask, serve
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed; vLLM brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; vLLM brings it")
@@ -219,8 +221,14 @@ def held(codec):
 # ---- answers
 
 
+def as_jpeg(image):
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def jpeg(value):
-    return "data:image/jpeg;base64," + view.jpeg(np.full((64, 96, 3), value, np.uint8))
+    return "data:image/jpeg;base64," + as_jpeg(np.full((64, 96, 3), value, np.uint8))
 
 
 def image(url):

@@ -1,0 +1,120 @@
+"""
+Tests of tools/view.py: python -m pytest tests/test_view.py -q
+
+tests/slow/test_page.py opens its page in a browser.
+"""
+import base64
+import io
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, run_script
+from PIL import Image
+
+sys.path.insert(0, ROOT)
+import toy as toy_world
+import video
+from tools import view
+
+EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"'>"
+TURNS = ("I look.\n</think>\n<tool_call>\n{}\n</tool_call>", "So.\n</think>\n<answer>red</answer>")
+
+
+def episode(sample=0, turns=TURNS, **more):
+    """A record as rollout.py writes it, without ids."""
+    task = {"id": "t0", "video": "film.mp4", "question": "Which?", "options": None, "answer": "red",
+            "type": "open", "evidence": [[3, 9]]}
+    call = {"turn": 0, "start": 4.01, "end": 19.77, "status": "ok", "summary": "a red square",
+            "frames_seen": 16}
+    return {
+        "task": task, "group": "0/t0", "sample": sample, "K": 4, "policy_step": 0, "status": "ok",
+        "error": None, "vision": [{"seconds": [2.5, 7.5, 12.5, 17.5]}], "think_open": True,
+        "turns": list(turns), "pieces": [[*text, ""] for text in turns],
+        "finish": ["stop"] * len(turns), "calls": [call],
+        "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8},
+        "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 20.0}, **more}
+
+
+@pytest.fixture
+def page_of(tmp_path):
+    """page_of(records) -> the page of a rollout JSONL that holds them."""
+    def page_of(records):
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in records]
+        (tmp_path / "r.jsonl").write_text("\n".join(lines) + "\n")
+        return view.build_page([str(tmp_path / "r.jsonl")])[0]
+
+    return page_of
+
+
+def test_a_window_shows_the_frames_that_its_sub_agent_saw(page_of, tmp_path):
+    """A film of 30 frames a second, in which each frame has a grey of its own."""
+    greys = 20 + np.arange(600) * 37 % 200
+    frames = np.broadcast_to(greys[:, None, None, None], (600, 32, 32, 3))
+    toy_world.write_video(tmp_path / "film.mp4", frames.astype(np.uint8), fps=30)
+    seen = video.crop(str(tmp_path / "film.mp4"), 4.01, 19.77)
+    seconds = [float(second) for second in seen.seconds]  # 4.5 5.467 6.467 ..: thirtieths
+    rounded = [round(second, 3) for second in seconds]
+    in_sub = {"sub": {"vision": [{"seconds": seconds}]}}
+    for times in (in_sub, {"seconds_seen": rounded}, {"sub_seconds": rounded}):
+        row = episode()
+        row["calls"][0].update(times)
+        page = page_of([row])
+        window = page[page.index('class="call"'):]
+        assert "4 of 16 frames" in window
+        shown = re.findall(r'base64,([^"]+)">([\d.]+) s', window)
+        assert len(shown) == 4
+        for jpeg, second in shown:
+            assert float(second) in rounded
+            grey = np.asarray(Image.open(io.BytesIO(base64.b64decode(jpeg))).convert("L")).mean()
+            frame = seen.images[rounded.index(float(second))]
+            assert abs(grey - frame.mean()) < 3  # neighbours differ by 37
+
+
+def test_who_wrote_what_and_its_credit():
+    row = episode()
+    assert view.credits_of(row, 0, "struct")[:2] == [["I look.\n", 0.5], ["</think>", 0.75]]
+    assert view.credits_of(row, 0, "none") == [[TURNS[0], 0.5]]
+    assert view.credits_of(row, 0, "sequence") == [[TURNS[0], 0.75]]
+    row["pieces"], row["advantage"] = [], {}  # of an endpoint
+    assert view.credits_of(row, 0, "struct") == [[TURNS[0], 0.0]]
+
+
+def test_texts_are_never_markup_and_a_half_written_line_is_counted(page_of):
+    row = episode(turns=[EVIL], finish=["length"], error=EVIL)
+    row["task"].update(question=EVIL, answer=EVIL, options=[EVIL], id=EVIL)
+    row["calls"][0].update(summary=EVIL, status=EVIL)
+    page = page_of([row, '{"task": {'])
+    assert EVIL[:16] not in page and "<img src=x" not in page and "<script" not in page
+    assert "cut off" in page and "film.mp4" in page  # the video is not there: the page says so
+
+
+def test_a_run_and_an_evaluation(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    run = tmp_path / "grpo"
+    (run / "rollouts").mkdir(parents=True)
+    (run / "args.json").write_text(json.dumps({"data": str(tmp_path / "rl.jsonl")}))
+    rows = [{"step": n, "total": n / 2, "by_K": {"4": {"acc": 0.5}}, "gap": None} for n in (1, 2)]
+    (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step in range(40):
+        rows = [episode(n, group=f"{step}/t0", reward={"acc": n % 2}) for n in range(8)]
+        (run / "rollouts" / f"step_{step:06d}.rank0.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = tmp_path / "eval"
+    evaluation.mkdir()
+    (evaluation / "summary.json").write_text(json.dumps(
+        {"results": [{"bench": "lvb", "K": 4, "headline": 0.25, "interval": [0.125, 0.5]}]}))
+    done = run_script("tools/view.py", run, evaluation, "--out", tmp_path / "p.html",
+                      "--episodes", 80, "--wrong")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "p.html").read_text()
+    # Two plots have lines of two points: the reward, and accuracy by K.
+    assert page.count("<svg") == 2 and "by_K.4" in page
+    assert "[0.125, 0.5]" in page and "0 of 4 right" in page
+    assert not re.search(r"[1-9] of \d right", page)
+    num_episodes = int(re.search(r"<h2>(\d+) episodes", page)[1])
+    assert 40 <= num_episodes <= 120
+    done = run_script("tools/view.py", tmp_path / "none", "--out", tmp_path / "q.html")
+    assert done.returncode == 2 and not (tmp_path / "q.html").exists()
