@@ -240,8 +240,8 @@ def fill_marks(text, media):
 def content_pieces(message, media):
     """Content of a published message -> pieces: texts, videos, images. Raises ValueError with the
     reason if a part cannot be read."""
-    if unread := data.unread_fields(message, data.MESSAGE_FIELDS):
-        raise ValueError(f"a message with {unread[0]!r}, which is not read")
+    if fault := data.unread_field(message, data.MESSAGE):
+        raise ValueError(fault)
     content = message.get("content")
     if isinstance(content, str):  # the JSON of a list of pieces, or a plain text
         parsed = parse_loosely(content)
