@@ -79,7 +79,8 @@ def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardCo
     pay, answer = pay or RewardConfig(), final_answer(turns, think_open)
     acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
     acc = acc if verdict is None else float(verdict)
-    fmt = format_reward(turns, think_open, pay)["total"]
+    form = format_reward(turns, think_open, pay)
+    fmt = form["total"]
     # Count the calls that the episode ran. A model can write <tool_response> by itself.
     executed = [call for call in calls if call["status"] == "ok"]
     tool = tool_term(sum(call["parseable"] for call in calls), len(executed), acc)
@@ -92,7 +93,10 @@ def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardCo
         extra["windows"] = window_scores([(c["start"], c["end"]) for c in executed], evidence)
         # The IoU: recall would pay for the whole video, and a sum over windows for copies of one.
         paid_task += pay.window_weight * (extra["windows"]["iou"] or 0.0)
+    # For --format-credit anchor: R_base as it is paid, and what R_anchor adds to it.
+    paid_base = pay.format_weight * form["paid_base"]
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
+            "paid_base": paid_base, "paid_anchor": paid_fmt - paid_base,
             "total": paid_task + paid_fmt, **extra}
 
 
@@ -168,8 +172,10 @@ def format_reward(turns: list[str], think_open=True, pay: RewardConfig | None = 
     base += 0.1 * (checks["balanced"] and base > 0)  # no credit for having no tags at all
     anchor = 0.4 * checks["think_closed"] + 0.3 * checks["flow"]
     anchor -= pay.gamma * checks["never_closed"]
-    total = min(max(base + pay.anchor * anchor, 0.0), 0.5 if checks["capped"] else 1.0)
-    return {"base": base, "anchor": anchor, "total": total, **checks}
+    limit = 0.5 if checks["capped"] else 1.0
+    total = min(max(base + pay.anchor * anchor, 0.0), limit)
+    paid_base = min(base, limit)  # what the reward would be without R_anchor
+    return {"base": base, "anchor": anchor, "total": total, "paid_base": paid_base, **checks}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ class Episode:
 
 # Fields of an Episode that a record holds under their own names.
 RECORD_FIELDS = ("task", "group", "sample", "policy_step", "status", "error", "think_open", "turns",
-                 "pieces", "spans", "finish", "calls", "reward", "advantage", "timing")
+                 "pieces", "spans", "struct", "finish", "calls", "reward", "advantage", "timing")
 
 
 @dataclass

@@ -81,7 +81,7 @@ def means(rows):
     for row in rows:
         for name, value in flat_numbers(row).items():
             values.setdefault(name, []).append(value)
-    numbers = {name: statistics.fmean(column) for name, column in values.items()}
+    numbers = {name: sum(column) / len(column) for name, column in values.items()}
     return {"n": len(rows), **numbers, "call_minus_skip": call_minus_skip(rows)}
 
 

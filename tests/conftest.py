@@ -130,7 +130,7 @@ def pytest_collection_modifyitems(config, items):
         return
     long = [f"test_{name}.py" for name in (  # the second begins while the toy world is made
         "sft", "faults", "survival", "file_faults", "published", "fake_gpu", "hostile", "video",
-        "grpo_run", "engine", "toy", "replay", "grpo", "eval", "model", "identity", "rollout")]
+        "grpo_run", "engine", "toy", "grpo", "eval", "model", "identity", "rollout")]
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 

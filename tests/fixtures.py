@@ -191,26 +191,22 @@ def start(monkeypatch, capsys):
 
 @pytest.fixture
 def run_grpo(monkeypatch, toy, tmp_path):
-    """-> function that runs grpo.main(), or replay.main() if it is given --rollouts -> (weights,
-    last row of log.jsonl, run folder)."""
+    """-> function that runs grpo.main() -> (weights, last row of log.jsonl, run folder)."""
     from reference import ReferenceEngine
     from safetensors.torch import load_file
 
     import grpo
     import rollout
-    from tools import replay
 
     monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, args, *_,
                         **__: ReferenceEngine(ckpt, codec, args.max_num_seqs))
 
     def run(*flags, out="run"):
-        folder, script = tmp_path / out, replay if "--rollouts" in flags else grpo
-        words = [f"{script.__name__}.py", "--preset", "toy", "--ckpt", toy / "init", "--out",
-                 folder, "--video-root", toy, *flags]
-        if script is grpo and "show_every" not in str(flags):
-            words += ["--set", "show_every=0"]
+        folder = tmp_path / out
+        words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--out", folder,
+                 "--video-root", toy, *flags]
         monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-        script.main()
+        grpo.main()
         weights = load_file(folder / "last" / "model.safetensors")
         return weights, rows_of(folder / "log.jsonl")[-1], folder
 

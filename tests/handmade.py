@@ -1,6 +1,6 @@
 """
 handmade.py: episodes by hand, as rollout.py leaves them, and log-probs by plain transformers
-forwards: for the tests of grpo.py, tools/replay.py and plumbing/metrics.py.
+forwards: for the tests of grpo.py and plumbing/log.py.
 """
 import torch
 from scripted import calls
@@ -60,7 +60,9 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
 
 
 def reward(acc, fmt, tool, weight=1.0):
+    base = weight * 0.6 * fmt
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": acc + tool, "paid_fmt": weight * fmt,
+            "paid_base": base, "paid_anchor": weight * fmt - base,
             "total": acc + weight * fmt + tool}
 
 

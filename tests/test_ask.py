@@ -62,6 +62,6 @@ def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["task"]["video"] == "rl-0000.mp4" and row["reward"] == {}
     # An answer that nobody knows cannot be trained on.
-    done = run_script("tools/replay.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts",
+    done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts",
                       out, "--video-root", film.parent, "--out", tmp_path / "trained")
     assert done.returncode == 2 and "answer" in done.stderr, done.stderr

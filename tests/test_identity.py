@@ -24,9 +24,9 @@ import sft
 import video
 from plumbing import data
 from plumbing.judge import open_judge
-from tools import pick, replay
+from tools import pick
 
-SCRIPTS = {m.__name__.split(".")[-1]: m for m in (sft, grpo, rollout, evaluation, pick, replay)}
+SCRIPTS = {m.__name__.split(".")[-1]: m for m in (sft, grpo, rollout, evaluation, pick)}
 SAID = {"id": "said", "video": "videos/rl-0000.mp4", "question": "Which?", "answer": "crimson",
         "options": None, "type": "open", "subtitles": "said.srt"}
 SRT = "1\n00:00:00,000 --> 00:01:00,000\nRed it is\n"
@@ -62,7 +62,7 @@ def flags_of(script, world):
         "sft": (*common, "--data", world / "sft.jsonl", "--val", world / "val.jsonl",
                 "--batch-size", 2, "--steps", 1),
         "grpo": (*common, *rl, "--val", world / "held.jsonl", "--steps", 1, "--prompts", 2,
-                 "--num-generations", 2, "--max-new-tokens", 4, "--set", "show_every=0"),
+                 "--num-generations", 2, "--max-new-tokens", 4),
         "rollout": (*common[:4], *rl, "--max-new-tokens", 4, "--out", world / "rollout.jsonl"),
         "eval": (*common, *rl, "--allow-errors", "--protocol", "direct", "--prompt-file",
                  world / "prompt.txt")}[script]

@@ -238,10 +238,10 @@ def check_rollouts(table, device, args, cycles=3):
 @torch.no_grad()
 def mean_logprob_gap(policy, contexts):
     """Mean |log-prob of the engine - of the trainer| over the sampled ids, in nats."""
-    spans = [model.TokenSpan(c.ids, c.mask, {"sampler": c.logps}) for c in contexts]
+    spans = [model.TokenSpan(c.ids, c.mask, {"sampling": c.logps}) for c in contexts]
     pack = model.pack_trees(policy.codec, [*map(model.Tree, spans, (c.items for c in contexts))])
     logp, _ = policy(pack)  # [n]
-    return (logp.cpu() - pack.values["sampler"]).abs().mean().item()
+    return (logp.cpu() - pack.values["sampling"]).abs().mean().item()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -266,9 +266,11 @@ def make_trees(args):
         for i, text in enumerate(texts):
             ids = chat.encode(codec, text) + [codec.eos]
             advantage = [(-1.0) ** i] * len(ids)  # a sum of zero, as group advantages have
-            branches.append(model.TokenSpan(ids, [1] * len(ids), {"advantage": advantage}))
+            values = {"advantage": advantage, "turn": [0] * len(ids)}
+            branches.append(model.TokenSpan(ids, [1] * len(ids), values))
         zeros = [0.0] * len(prompt)
-        span = model.TokenSpan(prompt, [0] * len(prompt), {"advantage": zeros, "sampler": zeros})
+        values = {"advantage": zeros, "sampling": zeros, "turn": zeros}
+        span = model.TokenSpan(prompt, [0] * len(prompt), values)
         trees.append(model.Tree(span, [item], branches))
     return ckpt, codec, trees, source
 
@@ -430,10 +432,10 @@ def check_steps(table, device, args):
     logp = iter(logp.tolist())  # in the order of trees, branches, tokens
     branches = [branch for tree in trees for branch in tree.branches]
     for branch in branches:
-        branch.values["sampler"] = [next(logp) for _ in branch.ids]
+        branch.values["sampling"] = [next(logp) for _ in branch.ids]
     tokens = sum(len(branch.ids) for branch in branches)
     settings = grpo.build_parser().parse_args(
-        "--ckpt none --data none --temperature 1 --beta 0 --pack-tokens 32768".split())
+        "--ckpt none --temperature 1 --beta 0 --pack-tokens 32768".split())
     stats = grpo.update(policy, None, optimizer, trees, tokens, settings)
     after = flatten(model.trained_parameters(policy))
     table.add(f"{place(device)} GRPO: log-prob gap of a trainer with itself", stats["gap"],
@@ -475,7 +477,7 @@ def check_grpo(table, device, args):
                            *["--set", "cpu=true"] * args.cpu], cwd=ROOT, stdout=sys.stderr)
     table.add("grpo.py: exit code", abs(done.returncode), 0)
     rows = [row for row in launch.read_jsonl(os.path.join(out, "log.jsonl")) if "train_s" in row]
-    gaps = [row["gap"] for row in rows if row["gap"] is not None]
+    gaps = [row["gap"] for row in rows if "gap" in row]
     # No gap and no bound if all rewards of each group were equal: then no forward ran.
     table.add("grpo.py: largest log-prob gap", max(gaps, default=math.nan),
               grpo.gap_tolerance() if gaps else None, f"nats; {len(gaps)} steps with a signal")

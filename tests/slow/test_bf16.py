@@ -24,13 +24,12 @@ import model
 import rollout
 import sft
 from plumbing import checkpoint
-from tools import replay
 
 HALF = torch.bfloat16
 SFT = ("--preset", "toy", "--optimizer", "adamw", "--lr", 1e-4, "--steps", 1, "--batch-size", 8,
        "--warmup", 0)
 UPDATE = ("--preset", "toy", "--beta", 0.01, "--lr", 1e-4)
-GRPO = (*UPDATE, "--prompts", 2, "--num-generations", 2, "--frames", 8, "--set", "show_every=0",
+GRPO = (*UPDATE, "--prompts", 2, "--num-generations", 2, "--frames", 8,
         "--max-new-tokens", 24)
 
 
@@ -79,7 +78,7 @@ def both_steps(toy, record, out):
     """One cold-start step and one update from recorded rollouts, each from the random
     checkpoint."""
     run(sft, out / "sft", *SFT, "--ckpt", toy / "init", "--data", toy / "sft.jsonl")
-    run(replay, out / "grpo", *UPDATE, "--ckpt", toy / "init", "--rollouts", record,
+    run(grpo, out / "grpo", *UPDATE, "--ckpt", toy / "init", "--rollouts", record,
         "--video-root", toy)
 
 

@@ -54,7 +54,7 @@ async def pumped(engine, work):
 
 
 def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
-    args, loaded = SimpleNamespace(frames=4, seed=0), []
+    args, loaded = SimpleNamespace(frames=4, seed=0, prompts=3), []
     source = SimpleNamespace(overview_spec=lambda task, k: (task["id"], k), load=loaded.append)
     pump, gates = EngineLoop(None, 2), [threading.Event(), threading.Event()]
 

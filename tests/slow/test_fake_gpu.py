@@ -474,12 +474,13 @@ def grpo_step(policy, reference, optimizer):
     its tokens."""
     def span(ids, mask):
         return model.TokenSpan(ids, [mask] * len(ids),
-                               {"advantage": [1.0] * len(ids), "sampler": [-1.0] * len(ids)})
+                               {"advantage": [1.0] * len(ids), "sampling": [-1.0] * len(ids),
+                                "turn": [0] * len(ids)})
 
     prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)
     tree = model.Tree(prompt, [video_item("of the step")], [span([20] * 3600, 1) for _ in range(8)])
     args = grpo.build_parser().parse_args(
-        ["--ckpt", "nowhere", "--data", "none", "--pack-tokens", str(len(tree))])
+        ["--ckpt", "nowhere", "--pack-tokens", str(len(tree))])
     grpo.update(policy, reference, optimizer, [tree], 8 * 3600, args)
     return len(tree)
 

@@ -186,8 +186,7 @@ def stage(script, folder, out, steps, window):
         data = folder / "data"
         words = ["--ckpt", folder / "base", "--data", data, "--val", data, "--out", out,
                  "--steps", steps, *"--save-every 1 --eval-every 1 --set patience=60".split()]
-        words += {"grpo": "show_every=0 --missing-videos 1 --prompts 2 --num-generations 2 "
-                          "--beta 0",
+        words += {"grpo": "--missing-videos 1 --prompts 2 --num-generations 2 --beta 0",
                   "sft": "max_grad_norm=0 --batch-size 1 --min-lr 1 --warmup 0"}[script].split()
         sys.argv, disk.on = [f"{script}.py", *map(str, words)], window == 0
         {"sft": sft, "grpo": grpo}[script].main()

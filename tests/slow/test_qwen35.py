@@ -253,7 +253,7 @@ def test_grpo_with_vllm_end_to_end(world35, tmp_path, flags):
     with mock.patch.object(rollout, "make_engine", make_engine):
         try:
             run(grpo, out, "--preset", "toy", "--prompts", 2, "--num-generations", 2, "--frames", 8,
-                "--beta", 0.01, "--set", "show_every=0", "--max-new-tokens", 24,
+                "--beta", 0.01, "--max-new-tokens", 24,
                 "--ckpt", ckpt, "--data", world35 / "rl.jsonl", "--steps", 2, *flags)
         finally:
             for engine in engines:
