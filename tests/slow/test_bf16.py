@@ -147,7 +147,7 @@ def test_engine_and_trainer_agree_within_the_rounding_of_bf16(sampled):
     rows, _, dtypes = sampled
     assert dtypes == [{torch.float32}, {HALF}, {HALF}]
     for row in rows:
-        assert 1e-5 < row["gap"] < 4e-3 and row["gap_max"] < 0.02 and row["kappa"] == 0.5
+        assert 1e-5 < row["gap"] < 4e-3 and row["kappa"] == 0.5
         assert row["zero_variance"] == 0
     # the reference's bf16 shards compute what the masters do
     assert rows[0]["kl"] == 0.0 < rows[1]["kl"]
