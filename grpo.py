@@ -507,7 +507,10 @@ def evaluate(run, step, args):
         # Step 0 enters seeds and draws of K. The weights are those of `step`.
         for e in rollout.run(worker, run.val_tasks[rank::world], args.frames, 1, 0):
             launch.reset_watchdog(args.patience)  # the whole evaluation may take longer
-            rows.append(episode_row(e))
+            row = episode_row(e)
+            if e.status == "context":  # a full context is a wrong answer, not a broken video
+                row.update(status="ok", acc=0.0)
+            rows.append(row)
         numbers.append(summarise(launch.gather_rows(rows)))
     val = {**numbers[0], "acc_without_tools": numbers[1].get("acc")}
     run.log.write({"step": step, "val": val}, "val/acc val/acc_without_tools val/not_ok")
