@@ -292,6 +292,20 @@ def make_minibatches(codec, trees, args):
     return minibatches
 
 
+def score_beforehand(policy, minibatches, temperature):
+    """-> {id of a pack: its log-probs [n] before the FIRST step of this batch}; {} with one step,
+    where old = logp. With more, later steps meet a policy that has moved."""
+    import torch
+
+    old_of_pack = {}
+    for packs in minibatches:
+        for pack, _ in packs:
+            if len(minibatches) > 1:
+                with torch.no_grad():
+                    old_of_pack[id(pack)], _ = policy(pack, temperature)
+    return old_of_pack
+
+
 def update(policy, reference, optimizer, trees, num_tokens, args):
     """
     Trains on one batch in args.minibatches optimizer steps -> numbers for the log, the same on
@@ -314,14 +328,7 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
     n = max(1.0, n / args.minibatches)  # each step divides by its even part of N
     minibatches = make_minibatches(policy.codec, trees, args)
 
-    # old: the policy before the FIRST step of this batch. With one step old = logp. With more,
-    # later steps meet a policy that has moved, so all packs are scored beforehand.
-    old_of_pack = {}
-    if args.minibatches > 1:
-        for packs in minibatches:
-            for pack, _ in packs:
-                with torch.no_grad():
-                    old_of_pack[id(pack)], _ = policy(pack, args.temperature)
+    old_of_pack = score_beforehand(policy, minibatches, args.temperature)
 
     measured = []  # the numbers of each token [7, n] of each pack, on the device
     norms = []
@@ -455,14 +462,15 @@ def prefetch_overviews(decoders, tasks, step, args, source, quiet):
         decoders.submit(decode, source.overview_spec(task, num_frames))
 
 
-def sample_batch(worker, tasks, step, args, decoders):
+def sample_batch(run, step, args):
     """Rollouts of this rank, in the order of its tasks. Without a collective: ranks finish at
     different times and meet at the update."""
+    worker = run.worker
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
-    mine = rank_tasks(tasks, step, args)
+    mine = rank_tasks(run.tasks, step, args)
     pump = EngineLoop(worker.engine, worker.threads)
     if step + 1 < args.steps:
-        prefetch_overviews(decoders, tasks, step + 1, args, worker.source, pump.quiet)
+        prefetch_overviews(run.decoders, run.tasks, step + 1, args, worker.source, pump.quiet)
     try:
         episodes = list(rollout.run(worker, mine, args.frames, args.num_generations, step,
                                     pump=pump))
@@ -470,7 +478,10 @@ def sample_batch(worker, tasks, step, args, decoders):
         pump.quiet.set()  # else the threads of `decoders` would outlive an error
     # Episodes come as they finish. Sums and files must not depend on that order.
     ids = [task["id"] for task in mine]
-    return sorted(episodes, key=lambda e: (ids.index(e.task["id"]), e.sample))
+    episodes.sort(key=lambda e: (ids.index(e.task["id"]), e.sample))
+    if episodes and step % SHOW_EVERY == 0:
+        launch.print0(rollout.episode_text(episodes[0], worker.codec))
+    return episodes
 
 
 def recorded_batch(worker, paths):
@@ -607,7 +618,11 @@ def setup(args):
     return SimpleNamespace(
         tasks=tasks, val_tasks=val_tasks, policy=policy, reference=reference, optimizer=optimizer,
         worker=rollout.RolloutWorker(engine, codec, source, agent, pay, judge), state=state,
-        engine_dtype=engine_dtype, log=Log(args.out, state["step"], args.steps, args))
+        # Decodes frames of the next step, during the rollouts on half of the decoders.
+        decoders=ThreadPoolExecutor(max(2, video.decode_threads() // 2)),
+        engine_dtype=engine_dtype, gap_tolerance=gap_tolerance(engine and engine_dtype),
+        num_bad=0,  # steps in a row without a finite gradient
+        log=Log(args.out, state["step"], args.steps, args))
 
 
 @contextlib.contextmanager
@@ -620,56 +635,59 @@ def timed_phase(name, seconds, args):
     seconds[name] = time.monotonic() - began
 
 
+def train_step(run, episodes, step, args):
+    """Advantages, sub-agents' gap, update -> numbers for the log. Raises RunError. Collective."""
+    # The trees hold every sampled token once and every prompt once per group.
+    trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
+    # The frames that the rollouts saw, so that an update reads no file.
+    contexts = [e.context for e in episodes if e.context]
+    run.policy.features.frames = {f.key: f for context in contexts for f in context.frames}
+    gap_sub = sub_agent_gap(run.policy, episodes, step, args.temperature)
+    stats = update(run.policy, run.reference, run.optimizer, trees, num_tokens, args)
+    stats["gap_sub"] = gap_sub
+    check_gap(step + 1, stats, run.gap_tolerance)
+    # A single bad step moves no weight. Three of them would go on for ever.
+    run.num_bad = run.num_bad + 1 if stats["bad_updates"] else 0
+    if run.num_bad == 3:
+        raise launch.RunError(f"step {step + 1}: no finite gradient for three steps")
+    return stats
+
+
 def main():
     args = parse_args()
     run = setup(args)
     if run is None:
         return
-    policy, worker, state, engine = run.policy, run.worker, run.state, run.worker.engine
-    rank, _ = launch.rank_and_world()
-    # Decodes frames of the next step, during the rollouts on half of the decoders.
-    decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2))
+    state, engine = run.state, run.worker.engine
     stop_event = launch.stop_on_signal()
     best, best_step = state.get("best", (-1.0, 0))  # the highest accuracy on --val, and its step
-    num_bad = 0  # steps in a row whose gradient was not finite
     if run.val_tasks and state["step"] == 0:  # the accuracy that training starts from
         evaluate(run, 0, args)
 
     for step in range(state["step"], args.steps):
         last, seconds = step + 1 == args.steps, {}
         # 1. Rollouts. The engine holds the weights of this step, so its samples are on policy, but
-        # for rounding. A group lies on one rank, so advantages need no exchange between ranks.
+        # for rounding.
         with timed_phase("rollout_s", seconds, args):
-            if args.rollouts:
-                episodes = recorded_batch(worker, args.rollouts)
+            if engine:
+                episodes = sample_batch(run, step, args)
             else:
-                episodes = sample_batch(worker, run.tasks, step, args, decoders)
-            trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
-        if rank == 0 and episodes and step % SHOW_EVERY == 0:
-            print(rollout.episode_text(episodes[0], worker.codec), flush=True)
+                episodes = recorded_batch(run.worker, args.rollouts)
 
-        # 2. Update. The trees hold every sampled token once and every prompt once per group. The
+        # 2. Update. A group lies on one rank, so advantages need no exchange between ranks. The
         # engine sleeps meanwhile, so the trainer has its memory.
         with timed_phase("train_s", seconds, args):
             if engine:
                 engine.sleep()
-            # The frames that the rollouts saw, so that an update reads no file.
-            contexts = [e.context for e in episodes if e.context]
-            policy.features.frames = {f.key: f for context in contexts for f in context.frames}
-            gap_sub = sub_agent_gap(policy, episodes, step, args.temperature)
-            stats = update(policy, run.reference, run.optimizer, trees, num_tokens, args)
-            stats["gap_sub"] = gap_sub
-            check_gap(step + 1, stats, gap_tolerance(engine and run.engine_dtype))
-        num_bad = num_bad + 1 if stats["bad_updates"] else 0
-        if num_bad == 3:
-            raise launch.RunError(f"step {step + 1}: no finite gradient for three steps")
+            stats = train_step(run, episodes, step, args)
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         with timed_phase("sync_s", seconds, args):
             if engine:
-                engine.wake(checkpoint.full_weights(policy, run.engine_dtype))
+                engine.wake(checkpoint.full_weights(run.policy, run.engine_dtype))
 
         # 4. Record, log, evaluate, save. A file per rank, because ranks share no file handle.
+        rank, _ = launch.rank_and_world()
         launch.write_atomic(f"{args.out}/rollouts/step_{step:06d}.rank{rank}.jsonl",
                             "".join(json.dumps(e.to_dict()) + "\n" for e in episodes))
         rows = launch.gather_rows([episode_row(e) for e in episodes])
@@ -684,14 +702,14 @@ def main():
         if due or last or stopping or best_step == step + 1:
             launch.reset_watchdog(args.patience)
             state["best"] = best, best_step
-            checkpoint.save_run(policy, run.optimizer, args.out, step + 1, state)
+            checkpoint.save_run(run.policy, run.optimizer, args.out, step + 1, state)
         if stopping:
             break
 
     run.log.close(step + 1)
-    decoders.shutdown(cancel_futures=True)
-    if worker.judge:
-        worker.judge.close()
+    run.decoders.shutdown(cancel_futures=True)
+    if run.worker.judge:
+        run.worker.judge.close()
     launch.end_process_group(engine, int(not last))  # 1: so that no next stage begins
 
 

@@ -40,9 +40,9 @@ PLOTS = {
     "Accuracy by type": ["by_type.*.acc"],
     "Gap between engine and trainer, nats": ["gap", "gap_sub"],
     "Gradient norm": ["grad_norm"],
-    "Groups without signal": ["zero_variance"],
+    "Groups with a signal": ["signal_groups"],
     "Sampled tokens a rollout": ["length"],
-    "Seconds a step": ["rollout_s", "decode_s", "train_s", "sync_s", "step_s"],
+    "Seconds a step": ["rollout_s", "train_s", "sync_s", "step_s"],
     "Learning rate": ["lr"],
 }
 # Columns of tables, those that any row has: of summary.json, and of the last row of a log.
