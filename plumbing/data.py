@@ -115,6 +115,15 @@ def task_fault(row, unlabelled=False):
 
 def label_fault(row, options):
     """-> None, or why the answer of a task can never be paid, or is another than was meant."""
+    # "(B) x" as the first option would be shown as A. Initials of names ("J. Cole", "B. Dylan") are
+    # seldom all different and of the first letters.
+    labels = [re.match(r"\s*\(?([A-Z])[.):]\s", option) for option in options]
+    if len(options) > 1 and all(labels):
+        written = [label[1] for label in labels]
+        first = set(string.ascii_uppercase[:len(options) + 2])
+        in_order = written == list(string.ascii_uppercase[:len(options)])
+        if not in_order and len(first.intersection(written)) == len(options):
+            return "options have labels that are not A, B, .. in order"
     # "A" of the options C, B, A is the first, since the label of a task is a letter. But "c" of the
     # options e, c, a was meant as a text, as published rows have it.
     by_letter, by_text = answer_letters(row["answer"], options)

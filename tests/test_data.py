@@ -11,7 +11,7 @@ import pytest
 from fixtures import write_rows
 
 import launch
-from plumbing import data, subtitles
+from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
 # Labels
@@ -60,7 +60,7 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
 
 
 @pytest.mark.parametrize("read, row, hint", [
-    (data.read_chats, labelled("open", "red"), "a task, for grpo.py and eval.py"),
+    (data.read_chats, labelled("open", "red"), "a task is for grpo.py and eval.py"),
     *[(data.read_chats, {"id": "c", "messages": [], **more}, says) for more, says in (
         ({"videos": ["v.mp4"]}, "column 'videos', which"), ({"system": "x"}, "column 'system'"),
         ({"tools": "[]"}, "must be a list of tools"), ({"tools": ["{}"]}, "list of tools"))],
@@ -94,9 +94,7 @@ SRT = ("\ufeff1\r\n00:00:05,000 --> 00:00:07,500\r\n<font color=\"white\">Two\r\
 def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
     lines = [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
-    assert subtitles.read_subtitles(str(tmp_path / "a.srt")) == lines
-    assert subtitles.read_subtitles(str(tmp_path / "a.srt"), 1.0) == [
-        (start - 1, end - 1, text) for start, end, text in lines]
+    assert data.read_subtitles(str(tmp_path / "a.srt")) == lines
 
 
 @pytest.mark.parametrize("name, text", [("a.json", "{broken"), ("a.json", '[{"x": 1}]'),
@@ -104,19 +102,24 @@ def test_srt_is_read_in_time_order_without_formatting(tmp_path):
 def test_unreadable_subtitles_are_named(tmp_path, name, text):
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"{name}: unreadable subtitles"):
-        subtitles.read_subtitles(str(tmp_path / name))
+    with pytest.raises(launch.UserError, match=f"{name}: unreadable subtitles"):
+        data.read_subtitles(str(tmp_path / name))
 
 
-def test_aligned_lines_are_those_spoken_at_a_frame():
-    lines = [(0.0, 1.0, "a"), (2.0, 3.0, "b"), (3.0, 4.0, "b"), (5.0, 6.0, "c"), (7.0, 7.5, ""),
-             (8.0, 9.0, "b")]
-    assert subtitles.subtitle_text(lines) == "a\nb\nc\nb"  # a line repeated at once is shown once
-    # ends count
-    assert subtitles.subtitle_text(lines, [1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"
-    assert subtitles.subtitle_text(lines, [2.0, 3.0]) == "b"
-    assert subtitles.subtitle_text(lines, [1.5, 4.5]) == ""
-    assert subtitles.subtitle_text([], None) == ""
+def test_aligned_lines_are_those_spoken_at_a_frame(tmp_path):
+    cues = [(0, 1, "a"), (2, 3, "b"), (3, 4, "b"), (5, 6, "c"), (8, 9, "b")]
+    (tmp_path / "a.json").write_text(json.dumps(
+        [{"start": start, "end": end, "line": text} for start, end, text in cues]))
+
+    def shown(seconds, which="aligned", start=0.0):
+        task = {"subtitles": "a.json", "subtitle_start": start}
+        return data.task_subtitles(task, seconds, str(tmp_path), which)
+
+    assert shown([], "full") == "a\nb\nc\nb"  # a line repeated at once is shown once
+    assert shown([1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"  # ends count
+    assert shown([2.0, 3.0]) == "b" and shown([1.5, 4.5]) == "" and shown([]) == ""
+    assert shown([0.5], start=5.0) == "c"  # the second of the file at which the video begins
+    assert data.task_subtitles({"subtitles": None}, [1.0], str(tmp_path), "full") == ""
 
 
 @pytest.mark.process
@@ -127,7 +130,7 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
         "intro\n00:01.500 --> 00:03.250 align:start position:0%\nTom &amp; <b>Jerry</b>\n\n"
         "01:00:02.000 --> 01:00:04.125\n<v Ann>two\nlines &lt;here&gt;\n")
     subprocess.run([ffmpeg, "-v", "16", "-i", tmp_path / "a.vtt", tmp_path / "a.srt"], check=True)
-    mine, theirs = (subtitles.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
+    mine, theirs = (data.read_subtitles(str(tmp_path / name)) for name in ("a.vtt", "a.srt"))
     assert [x[:2] for x in mine] == [x[:2] for x in theirs] == [(1.5, 3.25), (3602.0, 3604.125)]
     assert [line[2] for line in mine] == ["Tom & Jerry", "two lines <here>"]
     assert theirs[0][2] == mine[0][2]
@@ -137,19 +140,19 @@ def test_subtitles_behind_a_link_are_read_by_the_ending_of_their_name(tmp_path):
     """As in a cache of the Hub, where the file itself is a blob without an ending."""
     (tmp_path / "5f2c").write_text('[{"start": 1.0, "end": 2.0, "line": "the kettle boils"}]')
     (tmp_path / "talk.json").symlink_to("5f2c")
-    lines = subtitles.read_subtitles("talk.json", 0.0, str(tmp_path))
+    lines = data.read_subtitles("talk.json", str(tmp_path))
     assert lines == [(1.0, 2.0, "the kettle boils")]
 
 
-def test_longvideobench_subtitles_come_in_two_forms_and_count_from_elsewhere(tmp_path):
+def test_longvideobench_subtitles_come_in_two_forms(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"timestamp": [12.5, 14.0], "text": "Hello"},
                                                  {"timestamp": [15.0, None], "text": "open"},
                                                  {"timestamp": [16.0, 17.0], "text": "end"}]))
     (tmp_path / "b.json").write_text(json.dumps([
         {"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}]))
-    assert subtitles.read_subtitles(str(tmp_path / "a.json"), 12.5) == [
-        (0.0, 1.5, "Hello"), (2.5, 3.5, "open"), (3.5, 4.5, "end")]
-    assert subtitles.read_subtitles(str(tmp_path / "b.json"), 12.5) == [(0.0, 1.5, "Hello")]
+    assert data.read_subtitles(str(tmp_path / "a.json")) == [
+        (12.5, 14.0, "Hello"), (15.0, 16.0, "open"), (16.0, 17.0, "end")]
+    assert data.read_subtitles(str(tmp_path / "b.json")) == [(12.5, 14.0, "Hello")]
 
 
 def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
@@ -158,5 +161,5 @@ def test_rolling_captions_show_each_line_as_long_as_it_stands(tmp_path):
         "00:02.400 --> 00:04.800", "a car\nit stops"), ("00:06.000 --> 00:09.000", "it stops")
     text = "WEBVTT\n\n" + "".join(f"{times}\n{said}\n\n" for times, said in cues)
     (tmp_path / "a.vtt").write_text(text)
-    lines = subtitles.read_subtitles(str(tmp_path / "a.vtt"))
+    lines = data.read_subtitles(str(tmp_path / "a.vtt"))
     assert lines == [(0.0, 4.8, "a car"), (2.4, 4.8, "it stops"), (6.0, 9.0, "it stops")]

@@ -14,7 +14,6 @@ import grpo
 import launch
 import rollout
 from plumbing import data as data_py
-from plumbing import subtitles
 
 # The frames of an overview of 4 stand at 8, 24, 40 and 56 s.
 SRT = ("1\n00:00:07,000 --> 00:00:09,500\nHello <i>there</i>\n\n"
@@ -82,18 +81,19 @@ def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, 
     ("{\\pos(1,2)\\i1}One{\\i0}", "One"), ("{sic} C:\\new", "{sic} C:\\new")])
 def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     (tmp_path / "a.srt").write_text(f"1\n00:00:01,000 --> 00:00:02,000\n{text}\n")
-    assert subtitles.subtitle_text(subtitles.read_subtitles(str(tmp_path / "a.srt"))) == wanted
+    ((_, _, said),) = data_py.read_subtitles(str(tmp_path / "a.srt"))
+    assert said == wanted
 
 
 def test_a_file_that_goes_after_the_check_costs_no_episode(data, tmp_path):
     tasks, root = data_py.read_tasks(str(data)), str(tmp_path)
     (tmp_path / "words.srt").rename(tmp_path / "blob")  # as the Hub stores files
     (tmp_path / "words.srt").symlink_to("blob")
-    subtitles.check_subtitles(tasks, root)
+    data_py.check_subtitles(tasks, root)
     (tmp_path / "words.srt").unlink()
-    assert subtitles.task_subtitles(tasks[0], [8.0], root, "aligned") == "Hello there"
-    subtitles.read_subtitles.cache_clear()  # the next start
-    pytest.raises(launch.UserError, subtitles.check_subtitles, tasks, root).match("unreadable")
+    assert data_py.task_subtitles(tasks[0], [8.0], root, "aligned") == "Hello there"
+    data_py.read_subtitles.cache_clear()  # the next start
+    pytest.raises(launch.UserError, data_py.check_subtitles, tasks, root).match("unreadable")
 
 
 @pytest.mark.process
