@@ -78,11 +78,8 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
 
     Of all pairs with min_pixels <= h * w <= max_pixels: the one nearest, in log h and log w, to
     the exact rescaling, so shape and area are kept. If there is no such pair, the lower bound is
-    given up; (multiple, multiple) may exceed the upper bound too. Raises ValueError: a side < 1,
-    min_pixels > max_pixels.
+    given up; (multiple, multiple) may exceed the upper bound too.
     """
-    if min(height, width, multiple) < 1 or min_pixels > max_pixels:
-        raise ValueError(f"cannot fit {height}x{width} into {min_pixels} to {max_pixels} pixels")
     area = min(max(height * width, min_pixels), max_pixels)  # own area, moved into the bounds
     tall = math.sqrt(area * height / width) / multiple  # the exact answer, in cells of `multiple`
     wide = math.sqrt(area * width / height) / multiple
@@ -90,16 +87,15 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
     fewest = -(-min_pixels // multiple**2)
     if not 1 <= fewest <= most:
         fewest = 1
-    pairs = []  # (distance, cells down, cells across)
+    best = (math.inf, 1, 1)  # (distance, cells down, cells across)
     # More than these in one direction only gets worse.
     for down in range(1, max(math.ceil(tall), fewest) + 1):
         for across in range(1, min(max(math.ceil(wide), fewest), most // down) + 1):
+            distance = abs(math.log(down / tall)) + abs(math.log(across / wide))
             if down * across >= fewest:
-                distance = abs(math.log(down / tall)) + abs(math.log(across / wide))
                 # Rounded, so that ties compare equal and the smaller one wins on every machine.
-                pairs.append((round(distance, 9), down, across))
-    _, down, across = min(pairs)
-    return down * multiple, across * multiple
+                best = min(best, (round(distance, 9), down, across))
+    return best[1] * multiple, best[2] * multiple
 
 
 def frame_at(starts, looks):
@@ -120,11 +116,9 @@ def overview_indices(starts, duration, num_frames):
 def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_frames=16):
     """Frame starts [N] -> indices of the frames seen in the window [start, end], all in seconds.
 
-    `fps` looks a second, or `num_frames` in all; at least 1 and at most `max_frames`. ValueError:
-    fps or max_frames <= 0; no part of the window lies in [0, duration] (reversed, beyond, NaN).
+    `fps` looks a second, or `num_frames` in all; at most `max_frames`, and at least 1. ValueError:
+    no part of the window lies in [0, duration] (reversed, beyond, NaN).
     """
-    if not fps > 0 or max_frames < 1:
-        raise ValueError(f"fps and max_frames must be positive, not {fps} and {max_frames}")
     low, high = np.clip([start, end], 0.0, duration)  # NaN stays NaN and fails the next test
     if not low < high:
         extent = f"the video, which runs from 0 to {duration:g} s"
@@ -226,7 +220,7 @@ class VideoSource:
         """The overview of a task, as `load` reads it and as a rollout records it."""
         return {"video": task["video"], "frames": num_frames}
 
-    def load(self, spec: dict) -> Frames:
+    def load(self, spec):
         """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
         ValueError if a window holds no part of the video."""
         max_pixels = self.max_pixels
@@ -261,10 +255,9 @@ class VideoSource:
 # Formats of a single file whose frames have times. Others name further files, anywhere on the disk
 # (playlists), or draw text. Last line: stills, videos of one frame.
 FORMATS = ("mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,rm,dv,mxf,nut,ivf,gif,apng,yuv4mpegpipe,"
-           "image2,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
+           "png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe")
 FAST_CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 FAST_CODECS = ("h264", "hevc", "vp9", "av1")
-MAX_PIXELS = 2**26  # of a frame, two of 8K; a damaged header may state any size
 
 
 @dataclass(frozen=True)
@@ -284,11 +277,9 @@ def identity(path):
     status = os.stat(path)
     if not os.path.isdir(path):
         return [status.st_size, status.st_mtime_ns]
-    names = sorted(os.listdir(path))
-    newest = status.st_mtime_ns
-    for name in names[:1] + names[-1:]:
-        newest = max(newest, os.stat(f"{path}/{name}").st_mtime_ns)
-    return [len(names), newest]
+    names = os.listdir(path)
+    some = ("", min(names, default=""), max(names, default=""))
+    return [len(names), max(os.stat(f"{path}/{name}").st_mtime_ns for name in some)]
 
 
 class VideoFile(io.FileIO):
@@ -321,6 +312,7 @@ def open_video(path):
     # frames alone. metadata_errors: tags need not be UTF-8.
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "", "scan_all_pmts": "1"}
     with VideoFile(path) as file:
+        file.name = "video"  # the format is told by the bytes, and no pattern in a name counts
         try:
             with av.open(file, options=options, metadata_errors="ignore") as container:
                 stream = choose_stream(path, container)
@@ -354,10 +346,7 @@ def choose_stream(path, container):
                if s.codec_context and not s.disposition & not_a_video]
     if not streams:
         raise VideoError(path, "no video stream, or no decoder for it")
-    stream = max(streams, key=rank)
-    if stream.width * stream.height > MAX_PIXELS:
-        raise VideoError(path, f"{stream.width}x{stream.height} pixels are too many")
-    return stream
+    return max(streams, key=rank)
 
 
 def demux(container, *streams):
@@ -395,18 +384,13 @@ def read_table(path):
     with open_video(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         stated = (container.duration or 0) / 1e6  # seconds, by the header
-        may_jump = clock_may_jump(container)
         scan = scan_packets(container, stream)
         if not scan.first:
             raise VideoError(path, "holds no video frames")
         height, width, _ = upright(scan.first[0]).shape
-    ticks, keys, end = regular_times(scan)
-    if len(ticks) == 0:
-        ticks, keys, end = times_in_a_row(path)
+    ticks, keys, end = regular_times(scan) or times_in_a_row(path)
     begin = float(ticks[0]) * unit
     starts = np.round(ticks * unit - begin, 4)
-    if may_jump and len(starts) > 1 and np.diff(starts).max() > 10:  # ffmpeg mends such a clock
-        raise VideoError(path, "its clock jumps: remux it, or encode it anew")
     duration = last_end(starts, end * unit - begin)
     # The last picture stays while the sound goes on, whose end containers round differently.
     sound_end = round(scan.sound_end - begin, 1)
@@ -425,8 +409,8 @@ def clock_may_jump(container):
 def scan_packets(container, stream):
     """-> Scan of the packets of the video and of the sound."""
     codec = stream.codec_context
-    is_plain = container.format.name in FAST_CONTAINERS
-    is_plain = is_plain and codec.codec.canonical_name in FAST_CODECS
+    is_fast_codec = codec.codec.canonical_name in FAST_CODECS
+    is_plain = is_fast_codec and container.format.name in FAST_CONTAINERS
     scan = Scan([], [], -math.inf, is_plain)
     for packet in demux(container, stream, *container.streams.audio):
         length = packet.duration or 0
@@ -445,22 +429,21 @@ def scan_packets(container, stream):
 
 def regular_times(scan):
     """Scan -> (ticks [N], ticks of key frames [K], tick of the end), if decoding from any key frame
-    on gives what decoding in a row gives; else empty arrays."""
-    nothing = np.array([], int)
+    on gives what decoding in a row gives; else None."""
     pts, lengths, is_key, hidden = map(np.array, zip(*scan.packets))  # [P]
     # object: a packet without time, None. Two packets of one time: fields, or layers.
     if not scan.is_plain or pts.dtype == object or len(np.unique(pts)) < len(pts):
-        return nothing, nothing, 0
+        return None
     # Decoding can begin at a key frame if no frame in front of it is displayed after it.
     is_late = pts < np.maximum.accumulate(pts)
     if not is_key[0] or is_late[is_key].any():
-        return nothing, nothing, 0
+        return None
     ticks = np.sort(pts[~hidden])
     # The first frames must decode at the times of the packets. Copies that lost the times of
     # display, fields, and frames that a cut left over are told so.
     first = [frame.pts for frame in scan.first]
     if first != ticks[: len(first)].tolist():
-        return nothing, nothing, 0
+        return None
     return ticks, pts[is_key], ticks[-1] + lengths[pts == ticks[-1]][0]
 
 
@@ -471,8 +454,6 @@ def times_in_a_row(path):
         for time, frame in timed_frames(path, *streams):
             ends[time] = time + frame.duration
     ticks = np.array(sorted(ends))
-    if len(ticks) == 0:
-        raise VideoError(path, "holds no video frames")
     return ticks, np.array([], int), ends[ticks[-1]]
 
 
@@ -517,6 +498,7 @@ def timed_frames(path, container, stream):
     of the one before."""
     end, pts_back, dts_back = None, 0, 0
     last_pts = last_dts = -math.inf
+    longest_gap = 10 if clock_may_jump(container) else math.inf  # seconds without a frame
     for packet in demux(container, stream):
         for frame in decode(packet):
             pts, dts = frame.pts, frame.dts
@@ -534,9 +516,9 @@ def timed_frames(path, container, stream):
                 time = last_pts
             else:  # no dts: a frame that the decoder held back until the file ended
                 time = end if dts is None else dts
-            # Joined files: the frames of both would mix.
-            if end is not None and time < end - 2 / stream.time_base:
-                raise VideoError(path, "its clock goes back: remux it, or encode it anew")
+            # Joined files: the frames of both would mix. ffmpeg mends such a clock.
+            if end is not None and not -2 < (time - end) * stream.time_base < longest_gap:
+                raise VideoError(path, "its clock jumps: remux it, or encode it anew")
             end = time + frame.duration
             yield time, frame
 
@@ -603,11 +585,10 @@ def read_frames(path, ticks, keys, height, width):
 
 
 def resized(image, height, width):
-    """PIL image or array [H, W, 3] -> [height, width, 3] uint8."""
+    """Image [H, W, 3] -> [height, width, 3] uint8."""
     from PIL import Image
 
-    if isinstance(image, np.ndarray):
-        image = Image.fromarray(np.ascontiguousarray(image))  # a turned one is a strided view
+    image = Image.fromarray(np.ascontiguousarray(image))  # a turned one is a strided view
     return np.asarray(image.resize((width, height)))
 
 
@@ -657,25 +638,18 @@ def image_names(folder):
 def folder_table(path):
     """Folder of frames -> as read_table. Ticks count the images from 0."""
     names = image_names(path)
-    clocks = [n for n in ("fps", "times.txt", "seconds.txt") if os.path.exists(f"{path}/{n}")]
-    if not names or len(clocks) != 1:
-        raise VideoError(path, "a folder of frames holds images 000001.jpg, .. and either fps, a "
-                         "text file of one number, or times.txt, one time in seconds a line")
-    with open(f"{path}/{clocks[0]}", encoding="utf-8-sig", errors="replace") as file:
-        text = file.read()
     try:
-        times = np.array(text.split(), float)  # [N] seconds, or one number
-    except ValueError as error:
-        raise VideoError(path, f"{clocks[0]}: {error}") from error
-    if clocks == ["fps"] and len(times) == 1 and 0 < times[0] < math.inf:
-        times = np.arange(len(names)) / times[0]
-    if len(times) != len(names):
-        raise VideoError(path, f"{clocks[0]} does not time the {len(names)} images")
-    # seconds.txt counts as it is written: the question of tools/serve.py's client may name times.
-    if clocks != ["seconds.txt"]:
-        times = times - times[0]
-    if not (np.diff(times, prepend=-1e-9) > 0).all():  # NaN is never later
-        raise VideoError(path, f"{clocks[0]}: each time must be later than the one before, from 0")
+        if os.path.exists(f"{path}/times.txt"):
+            times = np.loadtxt(f"{path}/times.txt", ndmin=1)  # [N] seconds, as they are written
+        else:
+            times = np.arange(len(names)) / np.loadtxt(f"{path}/fps")
+    except (FileNotFoundError, ValueError) as error:
+        raise VideoError(path, "a folder of frames needs images 000001.jpg, .. and fps, a file of "
+                         "one number, or times.txt, one time in seconds a line") from error
+    # NaN is never later.
+    if not 0 < len(names) == len(times) or not (np.diff(times, prepend=-1e-9) > 0).all():
+        raise VideoError(path, f"{len(times)} times for {len(names)} images, or one that is below "
+                         "0 or not later than the one before")
     ticks, (height, width) = np.arange(len(names)), read_image(path, names[0]).shape[:2]
     return [np.round(times, 4), ticks, ticks[:0], np.array([last_end(times, 0.0), height, width])]
 
@@ -698,8 +672,7 @@ class FrameCache:
     """Decoded frames and tables of times: from memory, else from a folder, else decoded.
     workers: threads that decode; they share the frames of one look."""
 
-    def __init__(self, max_bytes: int = 4 * 2**30, workers: int = 1, folder: str | None = None,
-                 folder_bytes: int = 50 * 2**30):
+    def __init__(self, max_bytes=4 * 2**30, workers=1, folder=None, folder_bytes=50 * 2**30):
         self.memory = caches.MemoryCache(max_bytes)
         self.tables = caches.MemoryCache(2**28)  # an hour takes 3 MB
         self.folder = caches.DiskCache(folder, folder_bytes) if folder else None
@@ -716,17 +689,16 @@ class FrameCache:
         data file are missing. A video that goes later is no VideoError: it ends the run. rows: of
         the file, with a "video" each."""
         root = root_of(args, path)
-        names = sorted({row["video"] for row in rows})
-        paths = [resolve(name, root) for name in names]
+        paths = sorted({resolve(row["video"], root) for row in rows})
         # In threads, because a server of files takes a millisecond for each.
         is_present = self.pool.map(os.path.exists, paths)
-        missing = [name for name, present in zip(names, is_present) if not present]
-        if len(missing) > args.missing_videos * len(names):
+        missing = [name for name, present in zip(paths, is_present) if not present]
+        if len(missing) > args.missing_videos * len(paths):
             raise launch.UserError(
-                f"{path}: {len(missing)} of {len(names)} videos are not below {root}: "
+                f"{path}: {len(missing)} of {len(paths)} videos are not below {root}: "
                 f"{missing[0]}; is each disk mounted? Drop the rows of lost ones, or give "
                 "--missing-videos SHARE")
-        self.missing = (self.missing or set()) | {resolve(name, root) for name in missing}
+        self.missing = (self.missing or set()).union(missing)
 
     def load_or_compute(self, name, compute, *args):
         """-> compute(*args), a list of arrays, or the same from the folder."""
@@ -817,11 +789,6 @@ def add_arguments(parser):
 
 
 def frame_cache(args):
-    """The parsed flags -> the FrameCache of a stage. Raises UserError naming the flag."""
-    for name in ("frame_cache_gb", "frame_cache_dir_gb", "missing_videos"):
-        value = getattr(args, name)
-        if not 0 <= value < math.inf:  # NaN fails this, too
-            flag = name.replace("_", "-")
-            raise launch.UserError(f"--{flag} must be at least 0 and finite, got {value}")
+    """The parsed flags -> the FrameCache of a stage."""
     return FrameCache(int(args.frame_cache_gb * 2**30), decode_threads(), args.frame_cache_dir,
                       int(args.frame_cache_dir_gb * 2**30))

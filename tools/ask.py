@@ -191,7 +191,7 @@ def videos_below(path):
         yield path
     names = r"(?i)\.(mp4|mkv|webm|mov|avi|m4v|mpe?g|vob|m?ts|m2ts|mxf|flv|wmv|asf|ogv|3gp|gif)$"
     for folder, below, files in launch.walk(path):
-        if {"fps", "times.txt", "seconds.txt"} & set(files):  # see docs/your-own-data.md
+        if {"fps", "times.txt"} & set(files):  # see docs/your-own-data.md
             below.clear()
             yield folder
             continue

@@ -183,7 +183,7 @@ class VideoStore:
         if None in times:
             times = [n / fps for n in range(len(frames))]
         files = {f"{n:06d}.jpg": data_of(url) for n, (_, url) in enumerate(frames, 1)}
-        files["seconds.txt"] = "\n".join(map(str, times)).encode()
+        files["times.txt"] = "\n".join(map(str, times)).encode()
         return self.sent, self.keep_upload(files, True)
 
     def path_below(self, path: str) -> str:
