@@ -45,7 +45,7 @@ class VideoError(launch.UserError):
 
     def __init__(self, path, why):
         super().__init__(str(path), why)
-        self.path, self.why = str(path), why
+        self.path, self.why = self.args
 
     def __str__(self):
         return f"{self.path}: {self.why}"
@@ -73,18 +73,18 @@ class Frames:
 
 
 @functools.cache
-def smart_size(height, width, min_pixels, max_pixels, multiple=32):
-    """(height, width) in pixels -> (h, w) to resize to, whole multiples of `multiple`.
+def smart_size(height, width, min_pixels, max_pixels):
+    """(height, width) in pixels -> (h, w) to resize to, whole multiples of 32.
 
     Of all pairs with min_pixels <= h * w <= max_pixels: the one nearest, in log h and log w, to
     the exact rescaling, so shape and area are kept. If there is no such pair, the lower bound is
-    given up; (multiple, multiple) may exceed the upper bound too.
+    given up; (32, 32) may exceed the upper bound too.
     """
     area = min(max(height * width, min_pixels), max_pixels)  # own area, moved into the bounds
-    tall = math.sqrt(area * height / width) / multiple  # the exact answer, in cells of `multiple`
-    wide = math.sqrt(area * width / height) / multiple
-    most = max(1, max_pixels // multiple**2)  # cells of a frame
-    fewest = -(-min_pixels // multiple**2)
+    tall = math.sqrt(area * height / width) / 32  # the exact answer, in cells of 32 x 32
+    wide = math.sqrt(area * width / height) / 32
+    most = max(1, max_pixels // 1024)  # cells of a frame
+    fewest = -(-min_pixels // 1024)
     if not 1 <= fewest <= most:
         fewest = 1
     best = (math.inf, 1, 1)  # (distance, cells down, cells across)
@@ -95,7 +95,7 @@ def smart_size(height, width, min_pixels, max_pixels, multiple=32):
             if down * across >= fewest:
                 # Rounded, so that ties compare equal and the smaller one wins on every machine.
                 best = min(best, (round(distance, 9), down, across))
-    return best[1] * multiple, best[2] * multiple
+    return best[1] * 32, best[2] * 32
 
 
 def frame_at(starts, looks):
@@ -121,8 +121,8 @@ def crop_indices(starts, duration, start, end, num_frames=None, fps=1.0, max_fra
     """
     low, high = np.clip([start, end], 0.0, duration)  # NaN stays NaN and fails the next test
     if not low < high:
-        extent = f"the video, which runs from 0 to {duration:g} s"
-        raise ValueError(f"window {start:g}-{end:g} s holds nothing of {extent}")
+        raise ValueError(f"window {start:g}-{end:g} s holds nothing of the video, which runs from "
+                         f"0 to {duration:g} s")
     looks = (high - low) * fps if num_frames is None else num_frames
     # round() would send 2.5 to 2. The minimum comes first, because a huge fps has no whole number.
     n = max(math.floor(min(looks, max_frames) + 0.5), 1)
@@ -241,8 +241,8 @@ class VideoSource:
         frames = self.load(spec)
         # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
         # the record name the part that was shown.
-        start, end = max(0.0, spec["start"]), min(spec["end"], self.duration(spec))
-        return {**spec, "start": start, "end": end}, frames
+        end = min(spec["end"], self.duration(spec))
+        return {**spec, "start": max(0.0, spec["start"]), "end": end}, frames
 
     def duration(self, spec):
         """Seconds of the video."""
@@ -367,16 +367,6 @@ def decode(packet):
         return []
 
 
-@dataclass
-class Scan:
-    """What reading all packets of a file tells."""
-
-    packets: list  # [P] (time of display in ticks or None, duration, key frame?, hidden by edits?)
-    first: list  # the first 16 decoded frames
-    sound_end: float  # seconds; -inf: no sound
-    is_plain: bool  # container, codec and packets are of the kinds that a seek serves well
-
-
 def read_table(path):
     """Path -> [starts [N], ticks [N], keys [K], [duration, height, width]] of a VideoTable."""
     if os.path.isdir(path):
@@ -384,16 +374,17 @@ def read_table(path):
     with open_video(path) as (container, stream):
         unit = float(stream.time_base)  # seconds per tick
         stated = (container.duration or 0) / 1e6  # seconds, by the header
-        scan = scan_packets(container, stream)
-        if not scan.first:
+        packets, first, sound_end, is_plain = scan_packets(container, stream)
+        if not first:
             raise VideoError(path, "holds no video frames")
-        height, width, _ = upright(scan.first[0]).shape
-    ticks, keys, end = regular_times(scan) or times_in_a_row(path)
+        height, width, _ = upright(first[0]).shape
+    times = regular_times(packets, first) if is_plain else None
+    ticks, keys, end = times or times_in_a_row(path)
     begin = float(ticks[0]) * unit
     starts = np.round(ticks * unit - begin, 4)
     duration = last_end(starts, end * unit - begin)
     # The last picture stays while the sound goes on, whose end containers round differently.
-    sound_end = round(scan.sound_end - begin, 1)
+    sound_end = round(sound_end - begin, 1)
     if sound_end > duration + 0.1:
         duration = sound_end
     if duration + max(begin, 0) < 0.8 * stated - 0.5:  # Matroska counts from 0, not from the first
@@ -407,32 +398,33 @@ def clock_may_jump(container):
 
 
 def scan_packets(container, stream):
-    """-> Scan of the packets of the video and of the sound."""
+    """-> packets [P], each (time of display in ticks or None, duration, key frame?, hidden by an
+    edit list?); the first 16 decoded frames; seconds at which the sound ends, -inf: no sound;
+    whether container, codec and packets are of the kinds that seeks serve well."""
+    packets, first, sound_end = [], [], -math.inf
     codec = stream.codec_context
     is_fast_codec = codec.codec.canonical_name in FAST_CODECS
     is_plain = is_fast_codec and container.format.name in FAST_CONTAINERS
-    scan = Scan([], [], -math.inf, is_plain)
     for packet in demux(container, stream, *container.streams.audio):
         length = packet.duration or 0
         if packet.stream.index != stream.index:
             if packet.pts is not None and not clock_may_jump(container):
-                end = float((packet.pts + length) * packet.time_base)
-                scan.sound_end = max(scan.sound_end, end)
+                sound_end = max(sound_end, float((packet.pts + length) * packet.time_base))
             continue
         if packet.size:  # else: the flush at the end
-            scan.packets.append((packet.pts, length, packet.is_keyframe, packet.is_discard))
-            scan.is_plain = scan.is_plain and not needs_a_row(codec, packet)
-        if len(scan.first) < 16:
-            scan.first += decode(packet)
-    return scan
+            packets.append((packet.pts, length, packet.is_keyframe, packet.is_discard))
+            is_plain = is_plain and not needs_a_row(codec, packet)
+        if len(first) < 16:
+            first += decode(packet)
+    return packets, first, sound_end, is_plain
 
 
-def regular_times(scan):
-    """Scan -> (ticks [N], ticks of key frames [K], tick of the end), if decoding from any key frame
-    on gives what decoding in a row gives; else None."""
-    pts, lengths, is_key, hidden = map(np.array, zip(*scan.packets))  # [P]
+def regular_times(packets, first):
+    """As of scan_packets -> (ticks [N], ticks of key frames [K], tick of the end), if decoding from
+    any key frame on gives what decoding in a row gives; else None."""
+    pts, lengths, is_key, hidden = map(np.array, zip(*packets))  # [P]
     # object: a packet without time, None. Two packets of one time: fields, or layers.
-    if not scan.is_plain or pts.dtype == object or len(np.unique(pts)) < len(pts):
+    if pts.dtype == object or len(np.unique(pts)) < len(pts):
         return None
     # Decoding can begin at a key frame if no frame in front of it is displayed after it.
     is_late = pts < np.maximum.accumulate(pts)
@@ -441,8 +433,7 @@ def regular_times(scan):
     ticks = np.sort(pts[~hidden])
     # The first frames must decode at the times of the packets. Copies that lost the times of
     # display, fields, and frames that a cut left over are told so.
-    first = [frame.pts for frame in scan.first]
-    if first != ticks[: len(first)].tolist():
+    if [frame.pts for frame in first] != ticks[: len(first)].tolist():
         return None
     return ticks, pts[is_key], ticks[-1] + lengths[pts == ticks[-1]][0]
 
@@ -454,7 +445,7 @@ def times_in_a_row(path):
         for time, frame in timed_frames(path, *streams):
             ends[time] = time + frame.duration
     ticks = np.array(sorted(ends))
-    return ticks, np.array([], int), ends[ticks[-1]]
+    return ticks, ticks[:0], ends[ticks[-1]]
 
 
 def last_end(starts, end):
@@ -492,6 +483,13 @@ def needs_a_row(codec, packet):
     return False
 
 
+def first_given(*values):
+    """-> the first value that is not None, or None."""
+    for value in values:
+        if value is not None:
+            return value
+
+
 def timed_frames(path, container, stream):
     """-> iterator of all frames in a row, (time in ticks, frame), with the times that ffmpeg shows:
     pts; dts, once the pts have gone back more often than the dts; of a frame with neither, the end
@@ -502,20 +500,14 @@ def timed_frames(path, container, stream):
     for packet in demux(container, stream):
         for frame in decode(packet):
             pts, dts = frame.pts, frame.dts
-            if pts is None and dts is None:
-                pts = end
-            if pts is None and dts is None:
+            pts_back += pts is not None and pts <= last_pts
+            dts_back += dts is not None and dts <= last_dts
+            last_pts, last_dts = first_given(pts, dts, end), first_given(dts, pts, end)
+            if last_pts is None:
                 raise VideoError(path, "its first frame has no time: encode it anew")
-            if pts is not None:
-                pts_back += pts <= last_pts
-            if dts is not None:
-                dts_back += dts <= last_dts
-            last_pts = dts if pts is None else pts
-            last_dts = pts if dts is None else dts
-            if pts_back <= dts_back:
-                time = last_pts
-            else:  # no dts: a frame that the decoder held back until the file ended
-                time = end if dts is None else dts
+            time = last_pts
+            if pts_back > dts_back:  # no dts: a frame that the decoder held back until the end
+                time = first_given(dts, end)
             # Joined files: the frames of both would mix. ffmpeg mends such a clock.
             if end is not None and not -2 < (time - end) * stream.time_base < longest_gap:
                 raise VideoError(path, "its clock jumps: remux it, or encode it anew")
@@ -580,7 +572,7 @@ def read_frames(path, ticks, keys, height, width):
                 if time > last:
                     break
     if len(images) < len(ticks):
-        raise VideoError(path, f"{len(ticks) - len(images)} of {len(ticks)} frames do not decode")
+        raise VideoError(path, f"{len(ticks) - len(images)} frames do not decode")
     return np.stack([images[tick] for tick in ticks])
 
 
@@ -740,15 +732,7 @@ class FrameCache:
         key = digest(names)
 
         def read():
-            if len(indices) < info.num_frames <= 2**18 // (3 * height * width):
-                # A tiny video is decoded whole, once: opening it takes longer than its frames.
-                every = np.arange(info.num_frames)
-                whole = self.frames(path, every, min_pixels, max_pixels, size)
-                images, seconds = whole.images[indices], whole.seconds[indices]
-                images.flags.writeable = seconds.flags.writeable = False
-            else:
-                images, seconds = self.load_or_compute(
-                    key, self.decode, table, indices, height, width)
+            images, seconds = self.load_or_compute(key, self.decode, table, indices, height, width)
             return Frames(images, seconds, key, names), images.nbytes
 
         return self.memory.get_or_compute(key, read)
@@ -756,10 +740,15 @@ class FrameCache:
     def decode(self, table, indices, height, width):
         """-> [images [T, height, width, 3], seconds [T]]. Each worker decodes one stretch of at
         least 8 frames."""
-        ticks, num_parts = table.ticks[indices], 1
+        path, ticks, num_frames = table.state[0], table.ticks[indices], len(table.ticks)
+        if len(ticks) < num_frames <= 2**18 // (3 * height * width):
+            # A tiny video is decoded whole, once: opening it takes longer than its frames.
+            whole = self.frames(path, np.arange(num_frames), 0, 0, (height, width))
+            return [whole.images[indices], whole.seconds[indices]]
+        num_parts = 1
         if len(table.keys):  # else each part would decode from the first frame on
             num_parts = max(1, min(self.workers, len(ticks) // 8))
-        jobs = [self.pool.submit(read_frames, table.state[0], part, table.keys, height, width)
+        jobs = [self.pool.submit(read_frames, path, part, table.keys, height, width)
                 for part in np.array_split(ticks, num_parts)]
         return [np.concatenate([job.result() for job in jobs]), table.starts[indices]]
 

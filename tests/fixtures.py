@@ -14,8 +14,6 @@ import launch
 import rewards
 from plumbing import data
 
-SHORT = "/sys/kernel/uevent_seqnum"  # says that it has 4096 bytes, and ends after a few
-
 
 @pytest.fixture(scope="session")
 def codec(toy):

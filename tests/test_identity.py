@@ -165,29 +165,3 @@ def test_ids_are_counted_as_strings(tmp_path):
     path = write_rows(tmp_path / "t.jsonl", [task(7), task("a"), task("7")])
     with pytest.raises(launch.UserError, match="t.jsonl:3: .* not unique: 7 is there twice"):
         data.read_tasks(str(path))
-
-
-# ------------------------------------------------------------------------------------------------
-# Films
-
-
-@pytest.fixture
-def films(toy, tmp_path):
-    """Folder with a film to replace, and another one."""
-    for name in ("rl-0000", "rl-0001"):
-        shutil.copy(toy / "videos" / f"{name}.mp4", tmp_path / f"{name}.mp4")
-    return tmp_path
-
-
-def replace_film(folder):
-    shutil.copy(folder / "rl-0001.mp4", folder / "new.mp4")
-    os.replace(folder / "new.mp4", folder / "rl-0000.mp4")
-
-
-def test_a_window_beyond_the_end_of_a_film_that_was_replaced_is_no_fault_of_the_model(films):
-    source, spec = rollout.VideoSource(str(films), video.FrameCache()), {"video": "rl-0000.mp4"}
-    film = video.identity(video.resolve(spec["video"], source.root))
-    replace_film(films)
-    for window in ({"start": 900, "end": 901}, {"times": [900.0]}):
-        with pytest.raises(video.VideoError, match="changed during the episode"):
-            source.load_unchanged({**spec, **window}, film)

@@ -25,7 +25,7 @@ def test_without_frames_nothing_is_decoded_and_no_image_is_sent(toy, codec, monk
     def refuse(*_):
         raise AssertionError("a frame was decoded")
 
-    monkeypatch.setattr(video.Decoders, "read", refuse)
+    monkeypatch.setattr(video, "read_frames", refuse)
     agent = rollout.AgentConfig(**{**vars(AGENT), "tools": False, "max_turns": 0})
     engine = Scripted(codec, ["</think><answer>B</answer>"])
     sampler = rollout.RolloutWorker(engine, codec, shown(toy, "real"), agent)

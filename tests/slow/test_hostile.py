@@ -9,24 +9,16 @@ import json
 import math
 import os
 import random
-import re
-import resource
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import ROOT
-from PIL import Image
 from scripted import CALL, Scripted
 from test_video import write
 
 import chat
-import launch
 import rollout
 import video
 from evaluation import protocol_loop, results
@@ -166,31 +158,23 @@ def damaged(folder, rng):
                        data[:place] + value + data[place + len(value):])
 
 
-def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path, decoders):
-    """Each within the deadline, in one child that neither dies nor grows."""
-    cache, seen, sizes, children = video.FrameCache(0, timeout=20), Counter(), [], set()
+def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path):
+    outcomes = Counter()
     for name, data in damaged(tmp_path, random.Random(0)):
         path = tmp_path / f"damaged{os.path.splitext(name)[1]}"
         path.write_bytes(data)
         try:
-            frames = video.overview(path, 8, cache=cache)
+            frames = video.overview(path, 8)
             assert frames.images.shape[1] % 32 == 0 and 0 <= frames.seconds[0], name
             assert (frames.seconds[1:] > frames.seconds[:-1]).all(), name
-            video.crop(path, 0.0, 0.6, cache=cache)
-            seen["frames"] += 1
-        except video.VideoError as error:
-            assert "died" not in error.why and "no answer" not in error.why, (name, error)
-            seen["error"] += 1
-        (decoder,) = decoders
-        if decoder.process:
-            children.add(decoder.process.pid)
-            with open(f"/proc/{decoder.process.pid}/statm") as f:
-                sizes.append(int(f.read().split()[1]) * 4096 / 2**20)
-    cache.close()
-    assert sum(seen.values()) >= 300 and min(seen.values()) > 50, seen
-    assert len(children) == 1, children
-    half = len(sizes) // 2
-    assert max(sizes[half:]) < sizes[half] + 30, sizes[:: len(sizes) // 8]  # MiB
+            video.crop(path, 0.0, 0.6)
+            outcomes["frames"] += 1
+        except video.VideoError:
+            outcomes["error"] += 1
+        except Exception as error:
+            error.add_note(name)
+            raise
+    assert sum(outcomes.values()) >= 300 and min(outcomes.values()) > 50, outcomes
 
 
 @pytest.mark.parametrize("name, text", [
@@ -198,68 +182,14 @@ def test_hundreds_of_damaged_videos_give_frames_or_a_video_error(tmp_path, decod
     ("a.mp4", "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{secret}\n#EXT-X-ENDLIST\n"),
     ("a.ffconcat", "ffconcat version 1.0\nfile '{secret}'\n"),
     ("a.txt", "the password is red\n" * 9), ("a.ans", "\x1b[31mthe password is red\n" * 9)])
-@pytest.mark.parametrize("timeout", [None, 20])
-def test_files_that_name_others_or_are_text_are_no_videos(tmp_path, name, text, timeout):
+def test_files_that_name_others_or_are_text_are_no_videos(tmp_path, name, text):
     """A playlist inside the video folder could show what lies outside it, and a text becomes frames
     that show it."""
     (tmp_path / "root").mkdir()
     secret = write(tmp_path / "secret.ts", 50)
     (tmp_path / "root" / name).write_text(text.format(secret=secret))
-    cache = video.FrameCache(0, timeout=timeout)
-    with pytest.raises(video.VideoError, match="no format that is read here|Invalid data"):
-        video.load({"video": name, "frames": 4}, str(tmp_path / "root"), cache)
-    cache.close()
-
-
-def test_a_huge_picture_is_refused_and_the_run_goes_on(tmp_path):
-    Image.new("RGB", (8200, 8200)).save(tmp_path / "huge.png")
-    small, cache = write(tmp_path / "small.mp4", 8), video.FrameCache(0, timeout=20)
-    with pytest.raises(video.VideoError, match="8200x8200 pixels are too many"):
-        video.overview(tmp_path / "huge.png", 4, cache=cache)
-    assert len(video.overview(small, 4, cache=cache).images) == 4
-    cache.close()
-
-
-@pytest.mark.parametrize("shortage", [
-    "video.MAX_MEMORY = 450 << 20",  # in ffmpeg
-    "video.np.ascontiguousarray = lambda x: bytearray(1 << 60) if x.size > 1e8 else x"])
-def test_a_decoder_process_has_a_bound_on_its_memory(tmp_path, monkeypatch, decoders, shortage):
-    """Wherever the memory ends, in ffmpeg or in NumPy, the process stays."""
-    Image.new("RGB", (8000, 8000)).save(tmp_path / "large.png")  # 183 MiB as RGB
-    small, cache = write(tmp_path / "small.mp4", 8), video.FrameCache(0, timeout=20)
-    assert len(video.overview(tmp_path / "large.png", 4, cache=cache).images) == 1
-    limits = Path(f"/proc/{decoders[0].process.pid}/limits").read_text()
-    assert re.search(rf"Max address space +{video.MAX_MEMORY} ", limits)
-    cache.close()
-    lower, started = f"import video; {shortage}; video._serve()", subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(
-        [sys.executable, "-c", lower, command[-1]], cwd=ROOT, **options))
-    for _ in range(2):
-        with pytest.raises(video.VideoError, match="png: (?!the machine).*memory"):
-            video.overview(tmp_path / "large.png", 4, cache=cache)
-        child = decoders[-1].process.pid
-        assert len(video.overview(small, 4, cache=cache).images) == 4
-        assert decoders[-1].process.pid == child
-    cache.close()
-
-
-def test_a_shortage_of_memory_is_the_machines_and_never_a_wrong_frame(tmp_path, decoders):
-    """A decoder may have 0, 2, 4 .. MiB more than it has. The film is not called invalid."""
-    film = write(tmp_path / "film.mp4", 40, size=(1280, 720), codec="mpeg4", g=20)
-    small, whole, outcomes = write(tmp_path / "small.mp4", 8), video.overview(film, 8).images, set()
-    for more in range(0, 60, 2):
-        cache = video.FrameCache(0, timeout=20)
-        video.overview(small, 1, cache=cache)
-        child = decoders[-1].process.pid
-        pages = int(Path(f"/proc/{child}/statm").read_text().split()[0])
-        bound = pages * resource.getpagesize() + (more << 20)
-        resource.prlimit(child, resource.RLIMIT_AS, (bound, bound))
-        try:
-            outcomes.add(str(np.array_equal(video.overview(film, 8, cache=cache).images, whole)))
-        except video.VideoError as error:
-            outcomes.add(error.why[: len(launch.MACHINE)])
-        cache.close()
-    assert outcomes == {launch.MACHINE, "True"}
+    with pytest.raises(video.VideoError, match="Invalid"):
+        video.load({"video": name, "frames": 4}, str(tmp_path / "root"))
 
 
 # ------------------------------------------------------------------------------------------------
