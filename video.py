@@ -323,7 +323,7 @@ def open_video(path):
                 container.flags &= ~av.container.Flags.gen_pts.value
                 yield container, stream
         except av.FFmpegError as error:
-            raise VideoError(path, f"libav: {error.strerror}") from error
+            raise VideoError(path, f"libav: {error.strerror}") from None
         finally:
             if file.error:
                 raise file.error
@@ -657,7 +657,7 @@ def read_image(folder, name):
             return on_white(ImageOps.exif_transpose(image))
     # PIL's errors of a damaged image.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise VideoError(folder, f"{name}: {error}") from error
+        raise VideoError(folder, f"{name}: {error}") from None
 
 
 class FrameCache:
@@ -769,11 +769,12 @@ def add_arguments(parser):
     # A path in a data file must not reach other files of the machine.
     add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
     # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
-    add("--max-pixels", type=int, default=50176, help="of a frame after resizing")
-    add("--frame-cache-gb", type=float, default=4.0, help="GiB of decoded frames kept per rank")
+    add("--max-pixels", type=launch.positive, default=50176, help="of a frame after resizing")
+    add("--frame-cache-gb", type=launch.amount, default=4.0, help="GiB of decoded frames per rank")
     add("--frame-cache-dir", help="decoded frames for later runs and other ranks")
-    add("--frame-cache-dir-gb", type=float, default=50.0, help="GiB kept there, at most")
-    add("--missing-videos", type=float, default=0.01, help="share that may be missing at a start")
+    add("--frame-cache-dir-gb", type=launch.amount, default=50.0, help="GiB kept there, at most")
+    add("--missing-videos", type=launch.amount, default=0.01,
+        help="share of the videos that may be missing at a start")
     parser.add_setting("channel", "how frames enter a prompt", "image", choices=["image", "video"])
 
 

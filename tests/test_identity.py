@@ -5,7 +5,6 @@ Everything that is read and is no flag is changed between two starts of the same
 then says so in a line, or ends with exit code 2 and one line. Then ids, films that are replaced
 while they are read, records that no rollout.py wrote, and weights that are no numbers.
 """
-import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ import grpo
 import launch
 import rollout
 import sft
-import video
 from plumbing import data
 from plumbing.judge import open_judge
 from tools import pick

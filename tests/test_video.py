@@ -404,10 +404,10 @@ def test_a_start_refuses_missing_videos_and_one_that_goes_later_ends_the_run(tmp
 
 @pytest.mark.parametrize("name, codec, pixels", [
     ("v.mp4", "libx264", "yuv420p"), ("v.avi", "mjpeg", "yuvj420p"), ("v.flv", "flv1", "yuv420p"),
-    ("v.mkv", "libvpx-vp9", "yuv420p"), ("v.ts", "mpeg2video", "yuv420p")])
+    ("v.ts", "mpeg2video", "yuv420p")])
 def test_a_read_that_fails_is_an_oserror(tmp_path, monkeypatch, name, codec, pixels):
     """Never the end of the file, whose last picture would be half a one, and never a VideoError."""
-    path = write(tmp_path / name, 40, codec=codec, pixels=pixels, size=(320, 256), draw=grainy)
+    path = write(tmp_path / name, 40, codec=codec, pixels=pixels, size=(160, 128), draw=grainy)
     whole, real = video.overview(path, 8), video.VideoFile.read
     for end in (os.path.getsize(path) * n // 10 for n in (0, 3, 6, 9)):
         def read(file, size=-1, end=end):
