@@ -14,7 +14,7 @@ Ids only grow: a sampled id is never decoded and encoded again. Text is for pars
 Departs from the release: a frame's time stands before <|vision_start|> in every stage, and the text
 of a question or of a tool response never becomes a special token (see `escape_special_tokens`).
 
-Reads the tokenizer, the processor and the other small files of a checkpoint folder; writes nothing.
+Reads the tokenizer, the processor and the configuration of a checkpoint folder; writes nothing.
 """
 import codecs
 import contextlib
@@ -22,16 +22,9 @@ import itertools
 import json
 import os
 import re
-import sys
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 
 import launch
-from plumbing import hub
-
-if not find_spec("torch"):  # the other scripts import this one first
-    sys.stderr.write(f"{sys.argv[0]}: torch is not here: make venv, source .venv/bin/activate\n")
-    sys.exit(2)
 
 # Two private-use characters of Unicode. `escape_special_tokens` removes both from text that is not
 # ours.
@@ -48,11 +41,9 @@ class ChatProcessor:
 
     tokenizer: object
     processor: object
-    channel: str  # "image": `<t seconds>` text + one image a frame; "video": one native video item
-    image_pad: int
-    video_pad: int
-    vision_start: int
-    vision_end: int
+    config: object  # transformers' configuration of the checkpoint
+    base: object  # ModelFamily of its model_type, see `bases`
+    image_pad: int  # placeholder that vision tokens replace
     eos: int  # <|im_end|>: ends every turn, is sampled and therefore trained
     patch: int  # pixels a side of a vision patch
     merge: int  # patches a side that become one token
@@ -64,12 +55,7 @@ class ChatProcessor:
     opens_thought: bool  # the generation prompt ends in `<think>\n`, as in Thinking checkpoints
     tool_call_format: str  # how the template asks for calls: "json", or "xml" as in Qwen3.5
     token_bytes: list  # [vocab] bytes of every token
-    files: dict  # name -> bytes, see small_files: every checkpoint we save holds them unchanged
-    base: object  # ModelFamily of its model_type, see `bases`
-    pad: int = field(init=False)  # id of the placeholder that vision tokens replace, see channel
-
-    def __post_init__(self):
-        self.pad = self.image_pad if self.channel == "image" else self.video_pad
+    template_kwargs: dict  # {name: value}, which every rendering of the template shall know
 
 
 @dataclass
@@ -85,18 +71,10 @@ class VisionItem:
     seconds: list  # [T] time of each frame, on the clock of the whole video
 
 
-def vision_item(spec: dict, frames) -> VisionItem:
+def vision_item(spec, frames):
     """A video item of the data and the decoded video.Frames -> VisionItem."""
     t, height, width, _ = frames.images.shape  # [T, H, W, 3]
     return VisionItem(dict(spec), frames.key, t, height, width, frames.seconds.tolist())
-
-
-def frame_times(codec, item):
-    """Seconds that stand before each run of placeholders: of one frame, or the mean of a pair."""
-    step = 1 if codec.channel == "image" else codec.temporal  # frames in a run of placeholders
-    # Qwen3-VL's processor repeats the last frame of an odd count, so that time counts twice.
-    seconds = item.seconds + item.seconds[-1:] * (-len(item.seconds) % step)
-    return [(seconds[i] + seconds[i + step - 1]) / 2 for i in range(0, len(seconds), step)]
 
 
 def token_bytes_of(codec, ids):
@@ -104,7 +82,7 @@ def token_bytes_of(codec, ids):
     return [codec.token_bytes[i] if i < len(codec.token_bytes) else b"" for i in ids]
 
 
-def decode(codec: ChatProcessor, ids: list[int], keep_end: bool = False) -> str:
+def decode(codec, ids, keep_end=False):
     """Sampled ids -> text for parsing and logs. Drops the end of turn unless keep_end."""
     ids = [i for i in ids if keep_end or i != codec.eos]
     # Join before decoding: one character may be spread over several tokens.
@@ -125,7 +103,7 @@ def escape_special_tokens(codec, text, literals=None):
     return text
 
 
-def encode(codec: ChatProcessor, text: str) -> list[int]:
+def encode(codec, text):
     """Template text -> ids, split at guard marks. No BOS, no truncation."""
     # The tokenizer never sees the two halves of a guarded literal side by side.
     return [i for piece in text.split(GUARD)
@@ -137,24 +115,29 @@ def apply_template(codec, messages, tools=None, generation=True):
     # The template lies in a file of the processor's, or in tokenizer_config.json.
     owner = codec.processor if codec.processor.chat_template else codec.tokenizer
     return owner.apply_chat_template(messages, tools=tools, tokenize=False,
-                                     add_generation_prompt=generation)
+                                     add_generation_prompt=generation, **codec.template_kwargs)
 
 
 def stamp_text(seconds, number, kind=None):
     """The text before a frame. kind None: `<12.5 seconds>`, as Qwen3-VL was trained. Other systems'
     agents use "clock": HH:MM:SS, "frame": `<frame3_time12.50s>`, or "none": no text."""
-    full = int(seconds)
-    return {None: f"<{seconds:.1f} seconds>", "frame": f"<frame{number}_time{seconds:.2f}s>",
-            "none": "", "clock": f"{full // 3600:02d}:{full // 60 % 60:02d}:{full % 60:02d}"}[kind]
+    if kind is None:
+        return f"<{seconds:.1f} seconds>"
+    if kind == "frame":
+        return f"<frame{number}_time{seconds:.2f}s>"
+    if kind == "clock":
+        minutes, rest = divmod(int(seconds), 60)
+        return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}"
+    return ""
 
 
-def content_of(message: dict) -> list[dict]:
+def content_of(message):
     """Content of a message as a list of pieces; a string becomes one piece."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def videos_in(messages) -> list[dict]:
+def videos_in(messages):
     """The video pieces of messages, in order."""
     return [piece for m in messages for piece in content_of(m) if piece["type"] == "video"]
 
@@ -181,68 +164,55 @@ def content_parts(codec, message, items):
         if name == "text":
             # Neighbours are guarded as one text, because a literal may span two pieces.
             text = "".join(piece["text"] for piece in run)
-            text = text if trusted else escape_special_tokens(codec, text)
+            if not trusted:
+                text = escape_special_tokens(codec, text)
             parts.append({"type": "text", "text": text})
             continue
         for piece in run:
             item = next(items)
-            if codec.channel == "video":
-                parts.append({"type": "video"})  # `expand` writes the times
-                continue
             # The time stands before <|vision_start|>, where vLLM and transformers put it.
-            for number, seconds in enumerate(frame_times(codec, item)):
+            for number, seconds in enumerate(item.seconds):
                 stamp = stamp_text(seconds, number, piece.get("stamp"))
-                parts += [{"type": "text", "text": stamp}, {"type": "image"}]
-    is_text = all(part["type"] == "text" for part in parts)
-    return "".join(part["text"] for part in parts) if is_text else parts
+                parts.append({"type": "text", "text": stamp})
+                parts.append({"type": "image"})
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
-def encode_prompt(codec: ChatProcessor, messages: list[dict], items=(), tools=None) -> tuple:
+def encode_prompt(codec, messages, items=(), tools=None):
     """Messages before the first assistant turn -> (expanded ids, compact ids).
 
     Expanded ids hold one placeholder per vision token: the trainer sees these. Compact ids hold one
-    per frame or video: an engine is given these, and expands them to the same ids.
+    per frame: an engine is given these, and expands them to the same ids.
     """
     compact = encode(codec, apply_template(codec, guard_messages(codec, messages, items), tools))
     return expand(codec, compact, items), compact
 
 
 def expand(codec, compact, items):
-    """Ids with one placeholder per frame (or video) -> ids with one per vision token. Raises
-    ValueError if the placeholders do not match the items.
+    """Ids with one placeholder per frame -> ids with one per vision token. Raises ValueError if the
+    placeholders do not match the items.
 
-    A frame of two tokens, a video of two pairs of frames with two tokens each, as text:
+    A frame of two tokens, as text:
         <0.5 seconds><|vision_start|><|image_pad|><|vision_end|>
      -> <0.5 seconds><|vision_start|><|image_pad|><|image_pad|><|vision_end|>
-        <|vision_start|><|video_pad|><|vision_end|>
-     -> <0.5 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>
-        <2.5 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>   (on one line)
     """
-    runs = []  # ids that take the place of each placeholder
+    side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
+    counts = []  # vision tokens of each frame
     for item in items:
-        # Vision tokens of one frame (channel image) or of one pair of frames (channel video).
-        side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
-        tokens = [codec.pad] * (item.height // side) * (item.width // side)
-        if codec.channel == "image":
-            runs += [tokens] * item.frames
-            continue
-        # A video becomes `<t seconds>` and a marked run of its own for each pair of frames.
-        run = []
-        for seconds in frame_times(codec, item):
-            run += encode(codec, stamp_text(seconds, 0))
-            run += [codec.vision_start, *tokens, codec.vision_end]
-        runs.append(run)
-    places = [n for n, i in enumerate(compact) if i == codec.pad]
-    if len(places) != len(runs):
-        raise ValueError(f"{len(places)} placeholders in the prompt, {len(runs)} {codec.channel}s")
-    # The template writes one pair of markers around a whole video: they go with the placeholder.
-    markers = 0 if codec.channel == "image" else 1  # ids on each side
+        counts += [(item.height // side) * (item.width // side)] * item.frames
+    places = compact.count(codec.image_pad)
+    if places != len(counts):
+        raise ValueError(f"{places} placeholders in the prompt, {len(counts)} frames")
     out = []
-    cursor = 0  # ids of `compact` that are in `out` by now, or replaced
-    for position, run in zip(places, runs):
-        out += compact[cursor:position - markers] + run
-        cursor = position + 1 + markers
-    return out + compact[cursor:]
+    rest = iter(counts)
+    for i in compact:
+        if i == codec.image_pad:
+            out += [i] * next(rest)
+        else:
+            out.append(i)
+    return out
 
 
 def think_prefix_ids(codec, prompt_ids):
@@ -299,7 +269,7 @@ class Sequence:
     items: list = field(default_factory=list)  # [VisionItem], in the order of the placeholders
 
 
-def encode_chat(codec: ChatProcessor, messages: list[dict], items=(), tools=None) -> Sequence:
+def encode_chat(codec, messages, items=(), tools=None):
     """A whole conversation -> Sequence. Assistant tokens and their ends of turn have mask 1.
 
     The ids are built from the pieces of a rollout (prompt, turns, glue), so SFT teaches the very
@@ -378,6 +348,7 @@ class ModelFamily:
     files: sizes, kinds of layers, template, dialect of calls, ids."""
 
     model_class: str  # in transformers, and in vLLM's module
+    backbone: str  # in transformers: the model without its head
     engine_module: str  # vllm.model_executor.models.*
     title: str  # for messages
     recurrent: bool = False  # has gated-delta layers, whose states no cache of prefixes holds
@@ -386,69 +357,23 @@ class ModelFamily:
     unused: tuple = ()  # starts of the names of stored weights that are not part of the model
 
 
-def bases() -> dict:
+def bases():
     """{model_type of config.json: ModelFamily}. docs/recipe.md says why others are not among
     them."""
     return {
-        "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", "qwen3_vl", "dense Qwen3-VL"),
+        "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", "Qwen3VLModel", "qwen3_vl",
+                                "dense Qwen3-VL"),
         # vLLM's gated-delta kernels for CPUs know bf16 alone. exp(A_log) is the rate of forgetting:
         # an error of bf16 in it grows with the length of the sequence. mtp: heads that guess
         # further tokens, which neither transformers nor a plain engine loads.
-        "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "qwen3_5", "dense Qwen3.5", True,
-                               "bfloat16", (".A_log",), ("mtp.",))}
-
-
-def check_config(path):
-    """A checkpoint folder, a name on the Hub, or the run folder that holds a checkpoint under
-    `last` -> the folder that holds config.json. Raises UserError for a model that this code does
-    not train. All scripts and tools/plan.py use this check."""
-    folder = hub.config_folder(path)
-    if folder is None:
-        if not os.path.exists(hub.fetch_ckpt(path)):
-            owner = "ParaVT" if path.startswith("ParaVT") else "Qwen"
-            name = "" if "/" in path else f"; a name on the Hub has an owner: {owner}/{path}"
-            raise launch.UserError(f"--ckpt {path}: no such folder ({os.path.abspath(path)}){name}")
-        raise launch.UserError(f"checkpoint {path}: no config.json here nor in {path}/last; give a "
-                               "folder saved by sft.py or grpo.py, or a whole download of "
-                               "the base with safetensors (no GGUF, no adapters of another tool)")
-    config = read_object(os.path.join(folder, "config.json"))
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in bases():
-        families = ", ".join(f"{name} ({base.title})" for name, base in bases().items())
-        raise launch.UserError(f"checkpoint {folder}: model_type is {kind!r}, this code trains "
-                               f"{families}; docs/recipe.md says why")
-    # Quantizers write their settings at the top of the file or into a section. vLLM drops a part of
-    # this bias, and reads other kinds of RoPE, no factor, the tower's theta, or attention to both
-    # sides in another way than transformers.
-    if bad := re.search('"quantization_config": (?!null)|"attention_bias": true|"factor": null|'
-                        '"(rope_)?type": "(?!axial|default|mrope|yarn)[^"]*"|"is_causal": false|'
-                        r'"vision_config": \{[^}]*theta": (?!10000\b)[^,}]+', json.dumps(config)):
-        raise launch.UserError(f"checkpoint {folder}: {bad[0]} in config.json: such weights "
-                               "cannot be trained; give the BF16 checkpoint as published")
-    # Files that may ask for code of the checkpoint's own: an auto_map, or at any depth an attention
-    # kernel from a hub ("owner/name"), which transformers would fetch.
-    code = r'"auto_map": |attn_implementation": (?:"[^"]*|\{[^}]*)/'
-    for name in sorted(name for name in os.listdir(folder) if name.endswith("config.json")):
-        if re.search(code, json.dumps(read_object(os.path.join(folder, name)))):
-            raise launch.UserError(f"checkpoint {folder}: {name} asks for code of its own, which "
-                                   "is never run; remove auto_map or attn_implementation from it")
-    return folder
-
-
-def read_object(path):
-    """A checkpoint's JSON file that holds an object -> dict. Raises UserError."""
-    try:
-        content = launch.parse_json(launch.read_file(path))
-    except (OSError, ValueError) as e:
-        raise launch.UserError(f"{path} is not JSON ({e}); copy it again") from None
-    if not isinstance(content, dict):
-        raise launch.UserError(f"{path} holds no JSON object; copy it again")
-    return content
+        "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "Qwen3_5Model", "qwen3_5",
+                               "dense Qwen3.5", True, "bfloat16", (".A_log",), ("mtp.",))}
 
 
 @contextlib.contextmanager
 def as_user_error(ckpt, part):
-    """An error that a library raises inside, for a file of a checkpoint, becomes a UserError."""
+    """An error that a library raises inside, for a file of a checkpoint, becomes a UserError: its
+    own text in one line."""
     try:
         yield
     # A broken file makes tokenizers raise Exception itself, jinja2 and huggingface_hub classes of
@@ -460,138 +385,96 @@ def as_user_error(ckpt, part):
 
 
 def load_config(ckpt):
-    """Checkpoint folder -> transformers' configuration."""
+    """Checkpoint folder -> transformers' configuration. Raises UserError for a model that this code
+    does not train."""
     launch.import_shim()
     launch.quiet_libraries()
     from transformers import AutoConfig
 
     with as_user_error(ckpt, "config.json"):
-        # No code of a checkpoint is ever run; check_config refuses a folder that asks for that.
-        return AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
+        # No code of a checkpoint is ever run.
+        config = AutoConfig.from_pretrained(ckpt, trust_remote_code=False)
+        with open(os.path.join(ckpt, "config.json"), encoding="utf-8") as file:
+            text = json.dumps(json.load(file))
+    # A kernel of attention with a slash in its name is a repository on the Hub, whose code
+    # transformers would fetch and run with the model.
+    if re.search(r'attn_implementation": (?:"[^"]*|\{[^}]*)/', text):
+        raise launch.UserError(f"checkpoint {ckpt}: attn_implementation in config.json asks for "
+                               "code from the Hub, which is never run; remove it")
+    if config.model_type not in bases():
+        titles = ", ".join(base.title for base in bases().values())
+        raise launch.UserError(f"checkpoint {ckpt}: model_type is {config.model_type}, this code "
+                               f"trains {titles}; docs/recipe.md says why")
+    # transformers would load quantized weights, but they have no gradients.
+    if getattr(config, "quantization_config", None):
+        raise launch.UserError(f"checkpoint {ckpt}: its weights are quantized and cannot be "
+                               "trained; give the BF16 checkpoint as published")
+    return config
 
 
-def vllm_overrides(config):
-    """Configuration -> vLLM's hf_overrides, of what vLLM reads there and transformers does not: it
-    reads the tie elsewhere, has defaults for M-RoPE, and no sliding window, gate, bias nor epsilon
-    of the tower."""
-    axes = [11, 11, 10] if config.model_type == "qwen3_5" else [24, 20, 20]
-    rope = {"mrope_section": axes, **config.text_config.rope_parameters, "mrope_interleaved": True}
-    text = dict(tie_word_embeddings=config.tie_word_embeddings, attn_output_gate=True,
-                rope_parameters=rope, output_gate_type="swish", qkv_bias=False, sliding_window=None)
-    return {"rms_norm_eps": 1e-6, "text_config": text}
-
-
-def small_files(folder):
-    """-> {name: bytes} of the files that training does not change: configuration, tokenizer,
-    processor, chat template. No code, no weights, no README, no optimizer."""
-    kinds = (".json", ".jinja", ".txt", ".model")
-    # These two and an index describe the weights beside them, so other weights get no copy.
-    run_files, files = ("adapter_config.json", "state.json"), {}
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        ours = name.endswith(kinds) and not name.endswith(".index.json") and name not in run_files
-        # 64 MiB; Qwen3's tokenizer.json has 11. getsize first: a file that has gone is an error.
-        if ours and os.path.getsize(path) <= 2**26 and launch.is_file(path):
-            files[name] = launch.read_file(path)
-    return files
-
-
-def load_codec(ckpt, channel="image", template_kwargs=None):
-    """Checkpoint directory -> ChatProcessor. channel: "image" | "video", how frames enter a prompt.
-    template_kwargs: {name: value}, which every rendering of the template shall know."""
-    check_config(ckpt)
+def load_codec(ckpt, template_kwargs=None):
+    """Checkpoint folder -> ChatProcessor. template_kwargs: {name: value}, which every rendering of
+    the template shall know; a name that the template does not read changes nothing."""
     config = load_config(ckpt)
-    from transformers import AutoProcessor
+    from transformers import AutoProcessor, GenerationConfig
 
     with as_user_error(ckpt, "tokenizer or processor"):
         processor = AutoProcessor.from_pretrained(ckpt, trust_remote_code=False)
-        images, clips = processor.image_processor, processor.video_processor
-        vocabulary = (tokenizer := processor.tokenizer).get_vocab()  # token -> id, all of them
+        tokenizer = processor.tokenizer
+        images = processor.image_processor
+        vocabulary = tokenizer.get_vocab()  # token -> id, all of them
         eos = vocabulary["<|im_end|>"]
-        cut, clip_cut = [(p.patch_size, p.merge_size, p.temporal_patch_size, p.do_rescale,
-                          round(1 / p.rescale_factor), p.do_normalize) for p in (images, clips)]
-        norms = [(tuple(p.image_mean), tuple(p.image_std)) for p in (images, clips)]
-    # A tokenizer of another checkpoint has other ids: prompts would hold no frames.
-    marks = {"image_pad": config.image_token_id, "video_pad": config.video_token_id,
-             "vision_start": config.vision_start_token_id, "vision_end": config.vision_end_token_id}
-    for name, i in marks.items():
-        if (stored_id := vocabulary.get(f"<|{name}|>")) != i:
-            raise launch.UserError(f"checkpoint {ckpt}: <|{name}|> is id {stored_id} in the "
-                                   f"tokenizer, {i} in config.json; copy its files again")
-    owner = processor if processor.chat_template else tokenizer
-    if tokenizer.chat_template not in (None, owner.chat_template):
-        print(f"checkpoint {ckpt}: its processor and its tokenizer have different chat templates; "
-              "the processor's is used", file=sys.stderr)
-    for name, value in (template_kwargs or {}).items():
-        # {% statements %} and {{ expressions }}: a misspelt name would change nothing.
-        code = re.findall(r"(?s)\{[{%].*?[%}]\}", owner.chat_template or "")
-        if name not in re.findall(r"\w+", " ".join(code)) or name == "add_vision_id":
-            raise launch.UserError(f"--set chat_template_kwargs: the chat template of {ckpt} does "
-                                   f"not read {name}; add_vision_id counts anew in each response")
-        owner.chat_template = f"{{% set {name} = {value!r} %}}{owner.chat_template}"
-    # Patches of another size would have other features, or crash deep inside the tower. patchify
-    # divides by 255 and normalises, in all cases.
-    t = config.vision_config
-    wanted = (t.patch_size, t.spatial_merge_size, t.temporal_patch_size, 1, 255, 1)
-    if mismatch := {cut, clip_cut if channel == "video" else cut} - {wanted}:
-        raise launch.UserError(f"checkpoint {ckpt}: its processor makes patches {mismatch.pop()} "
-                               f"(pixels, merged, frames, rescaled by, normalised), and {wanted} "
-                               "are expected; copy preprocessor_config.json again")
-    # patchify uses one mean and std for both, as vLLM does.
-    if channel == "video" and norms[0] != norms[1]:
-        raise launch.UserError(f"checkpoint {ckpt}: image and video processor normalise "
-                               "differently, and vLLM applies the image processor's to both; use "
-                               "--set channel=image")
+        never = {config.image_token_id, config.video_token_id, config.vision_start_token_id,
+                 config.vision_end_token_id, vocabulary["<|im_start|>"]}
     # Published checkpoints end on two ids, and vLLM stops at either. A turn here ends in <|im_end|>
     # alone: the other id, if sampled, would stand in the turn as text.
-    # None: not in this vocabulary.
-    never = {vocabulary.get(f"<|{name}|>") for name in (*marks, "im_start", "endoftext")}
+    never.add(vocabulary.get("<|endoftext|>"))
+    with contextlib.suppress(OSError):  # the file may be missing
+        ends = GenerationConfig.from_pretrained(ckpt).eos_token_id
+        never.update(ends if isinstance(ends, list) else [ends])
     # Control tokens and tags. The toy adds whole phrases as well, which are harmless in a question.
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values()
-             if token.special or str(token).startswith("<")]
+    added = []
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special or str(token).startswith("<"):
+            added.append(str(token))
+    codec = ChatProcessor(
+        tokenizer=tokenizer, processor=processor, config=config, base=bases()[config.model_type],
+        image_pad=config.image_token_id, eos=eos, patch=images.patch_size, merge=images.merge_size,
+        temporal=images.temporal_patch_size, mean=tuple(images.image_mean),
+        std=tuple(images.image_std),
+        # The longest first: one may hold another.
+        special_strings=tuple(sorted(added, key=len, reverse=True)),
+        suppress_tokens=tuple(sorted(never - {eos, None})), opens_thought=False,
+        tool_call_format="json", token_bytes=token_bytes(tokenizer),
+        template_kwargs=template_kwargs or {})
     # Instruct templates end the generation prompt in "assistant\n", Thinking ones in "<think>\n". A
     # template that declares tools shows how to call one.
     tool = {"type": "function", "function": {"name": "look", "description": "x", "parameters": {}}}
     with as_user_error(ckpt, "chat template"):
-        prompt = owner.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool],
-                                           tokenize=False, add_generation_prompt=True)
-    if '"look"' not in prompt or isinstance(tokenizer.chat_template, dict):
-        raise launch.UserError(f"checkpoint {ckpt}: no single chat template with tools; copy its "
+        prompt = apply_template(codec, [{"role": "user", "content": "x"}], [tool])
+    if '"look"' not in prompt:
+        raise launch.UserError(f"checkpoint {ckpt}: its chat template has no tools; copy its "
                                "base's")
-    return ChatProcessor(
-        tokenizer=tokenizer, processor=processor, channel=channel, eos=eos, **marks,
-        patch=cut[0], merge=cut[1], temporal=cut[2], mean=norms[0][0], std=norms[0][1],
-        # The longest first: one may hold another.
-        special_strings=tuple(sorted(added, key=len, reverse=True)),
-        suppress_tokens=tuple(sorted((never | end_ids(ckpt)) - {eos, None})),
-        opens_thought=prompt.endswith("<think>\n"), files=small_files(ckpt),
-        tool_call_format="xml" if "<function=" in prompt else "json",
-        token_bytes=token_bytes(tokenizer), base=bases()[config.model_type])
-
-
-def end_ids(ckpt):
-    """Ids at which generation ends, by the checkpoint's generation_config.json."""
-    path = os.path.join(ckpt, "generation_config.json")
-    # One id, a list of ids, or null.
-    ends = read_object(path).get("eos_token_id") if launch.is_file(path) else None
-    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
-    if not all(isinstance(end, int) for end in ends):
-        raise launch.UserError(f"{path}: eos_token_id must be an id or a list of ids, got {ends}")
-    return set(ends)
+    codec.opens_thought = prompt.endswith("<think>\n")
+    if "<function=" in prompt:
+        codec.tool_call_format = "xml"
+    return codec
 
 
 def token_bytes(tokenizer):
     """Byte-level BPE tokenizer -> [vocab] the bytes of each token, b"" for unused ids. Tags are
     searched in bytes, because a token may hold half a character or a third of `<answer>`."""
-    # GPT-2's table writes every byte as a visible character: these 188 bytes as themselves, the
-    # other 68 (blanks, control characters, ..) as the characters from 256 on.
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in visible]
-    char_to_byte = {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(hidden)}
-    # Added tokens are written as they are, not by the table.
-    added, vocabulary = tokenizer.get_added_vocab(), tokenizer.get_vocab()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    # The vocabulary writes every byte as one visible character.
+    char_to_byte = {char: byte for byte, char in bytes_to_unicode().items()}
+    added = tokenizer.get_added_vocab()
+    vocabulary = tokenizer.get_vocab()
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for token, i in vocabulary.items():
-        plain = token in added or not all(c in char_to_byte for c in token)
-        pieces[i] = token.encode() if plain else bytes(char_to_byte[c] for c in token)
+        # Added tokens are written as they are, not by the table.
+        if token in added or not all(char in char_to_byte for char in token):
+            pieces[i] = token.encode()
+        else:
+            pieces[i] = bytes(char_to_byte[char] for char in token)
     return pieces

@@ -19,7 +19,6 @@ Reads a checkpoint folder; writes nothing. Used by rollout.py, grpo.py and evalu
 serves any engine that has submit(request), abort(request id) and poll().
 """
 import asyncio
-import atexit
 import functools
 import gc
 import importlib
@@ -122,7 +121,8 @@ class EngineLoop:
                 began, decoding = time.monotonic(), self.loading
                 self.news.clear()
                 await self.news.wait()
-                self.idle_s += (time.monotonic() - began) * (decoding > 0)  # else for a judge
+                if decoding:  # else for a judge
+                    self.idle_s += time.monotonic() - began
                 continue
             for done in self.engine.poll():
                 answer = self.waiting.pop(done.id, None)
@@ -166,12 +166,11 @@ class EngineConfig:
     """The largest requests that an engine can serve, and the memory that the engine may take."""
 
     context: int  # tokens
-    max_frames: int = 64  # images in one context, or frames of one video
+    max_frames: int = 64  # images in one context
     max_pixels: int = 50176  # of a frame
     max_seqs: int = 64  # requests in a batch
     gpu_memory: float = 0.5  # fraction of the card
     sleeping: bool = False  # give memory back while the trainer works (GPU)
-    max_videos: int = 1  # in one context
     max_num_batched_tokens: int = None  # of one step; None: vLLM's number, on a CPU no chunks
 
 
@@ -181,12 +180,12 @@ class VllmEngine:
     In this process because the worker then shares the shim, the ranks and the trainer's tensors.
     """
 
-    def __init__(self, ckpt: str, codec: chat.ChatProcessor, limits: EngineConfig):
+    def __init__(self, ckpt, codec, limits):
         """ckpt: folder of a whole checkpoint, not of adapters. With torchrun on GPUs collective."""
         import torch
 
         launch.import_shim()
-        gpu = torch.cuda.is_available()
+        self.gpu = torch.cuda.is_available()
         # vLLM takes these switches from the environment alone. On CPU it would bind threads to
         # cores, and the threads of all ranks to the same core. Training samples from the full
         # softmax, so flashinfer's sampler has no work. It would compile with any CUDA it meets.
@@ -196,48 +195,47 @@ class VllmEngine:
         threads = torch.get_num_threads()
         from vllm import LLM
 
-        config = chat.load_config(ckpt)
-        options = gpu_options(limits) if gpu else cpu_options(config, codec.base, limits)
+        options = gpu_options(limits) if self.gpu else cpu_options(codec, limits)
+        tied = codec.config.tie_word_embeddings
         gc.collect()
         # vLLM runs gc.collect() eight times at start; objects that are frozen now are not searched.
         gc.freeze()
-        atexit.register(gc.unfreeze)  # else the interpreter ends on 30 lines of leak warnings
-        # The processor bounds the pixels of one image, but of a video all frames together.
-        images = limits.max_frames if codec.channel == "image" else 0
-        longest = limits.max_pixels * (1 if images else limits.max_frames)
         # Frames arrive at their final size, and these bounds keep the processor from resizing them
         # again. Do not inflate the upper bound: vLLM allocates the encoder for that size. Do not go
         # below two minimal frames: vLLM also computes a video's size, and would divide by zero.
         min_pixels = (codec.patch * codec.merge) ** 2
-        size = {"shortest_edge": min_pixels, "longest_edge": max(longest, 2 * min_pixels)}
+        max_pixels = max(limits.max_pixels, 2 * min_pixels)
         # "vllm" ignores the checkpoint's top-p and top-k. Log-probs are those after temperature and
         # bias.
         self.llm = LLM(
             ckpt, max_model_len=limits.context, max_num_seqs=limits.max_seqs, **options,
             trust_remote_code=False, generation_config="vllm", logprobs_mode="processed_logprobs",
-            hf_overrides=chat.vllm_overrides(config),
-            limit_mm_per_prompt={"image": images, "video": limits.max_videos},
-            mm_processor_kwargs={"size": size}, disable_log_stats=True, use_tqdm_on_load=False)
+            # vLLM looks for the tie in text_config, where transformers does not keep it.
+            hf_overrides={"text_config": {"tie_word_embeddings": tied}},
+            limit_mm_per_prompt={"image": limits.max_frames, "video": 0},
+            mm_processor_kwargs={"size": {"shortest_edge": min_pixels, "longest_edge": max_pixels}},
+            disable_log_stats=True, use_tqdm_on_load=False)
+        gc.unfreeze()
         torch.set_num_threads(threads)  # on CPU vLLM lowers the number for the whole process
         self.engine = self.llm.llm_engine
-        if gpu:  # vLLM would run its shutdown at the interpreter's exit: see end_process
+        if self.gpu:  # vLLM would run its shutdown at the interpreter's exit too, see close
             self.engine.engine_core._finalizer.detach()
-        self.codec, self.max_seqs = codec, limits.max_seqs
-        # running: request id -> Request. prompts: see engine_prompt. sampling: more SamplingParams
-        # (top_p, ..), set by eval.py and tools/ask.py alone.
-        self.running, self.prompts, self.sampling = {}, {}, {}
-        # By the file: vLLM unties its own configuration if an equal head is stored as well.
-        self.tied_on_cpu = not gpu and config.tie_word_embeddings
-        self.gpu, self.sleeping = gpu, gpu and limits.sleeping
+        self.codec = codec
+        self.max_seqs = limits.max_seqs
+        self.sleeping = self.gpu and limits.sleeping
+        self.tied_on_cpu = tied and not self.gpu
+        self.running = {}  # request id -> Request
+        self.prompts = {}  # see engine_prompt
+        self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py and ask.py alone
         self.num_syncs = 0
         self.asleep = False  # between sleep() and wake(): weights and cache may be gone
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request):
         from vllm import SamplingParams
 
         if self.asleep:
             raise RuntimeError("the engine was not woken: it would sample from old weights")
-        prompt = engine_prompt(request, self.codec, self.llm.renderer, self.prompts)
+        prompt = engine_prompt(request, self.llm.renderer, self.prompts)
         # Training sets no top-p, top-k or penalty, because the trainer's log-probs are those of the
         # full softmax at this temperature, under this bias.
         params = SamplingParams(
@@ -247,16 +245,20 @@ class VllmEngine:
         self.running[request.id] = request
         self.engine.add_request(request.id, prompt, params)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id):
         """Forgets a request."""
         if self.running.pop(request_id, None):
             self.engine.abort_request([request_id])
 
-    def poll(self) -> list[Completion]:
-        """One step of the engine -> the requests that it finished. Raises RuntimeError if the
+    def poll(self):
+        """One step of the engine -> [Completion] that it finished. Raises RuntimeError if the
         engine saw other ids than the trainer will."""
-        finished, outputs = [], self.engine.step() if self.running else ()
-        for output in (output for output in outputs if output.finished):
+        if not self.running:
+            return []
+        finished = []
+        for output in self.engine.step():
+            if not output.finished:
+                continue
             request = self.running.pop(output.request_id)
             # Frames were resized again, or placeholders were expanded in another way.
             if list(output.prompt_token_ids) != list(request.expanded):
@@ -268,18 +270,13 @@ class VllmEngine:
                                        ended=ids[-1:] == [self.codec.eos]))
         return finished
 
-    def sleep(self) -> float | None:
-        """Frees weights and KV cache while the trainer works, if EngineConfig.sleeping is set -> GB
-        of the GPU in use after that, by all processes. None without sleep."""
-        import torch
-
+    def sleep(self):
+        """Frees weights and KV cache while the trainer works, if EngineConfig.sleeping is set."""
         self.asleep = True
         if self.sleeping:
             self.llm.sleep(level=2)
-            free_bytes, total = torch.accelerator.get_memory_info()
-            return (total - free_bytes) / 1e9
 
-    def wake(self, weights) -> None:
+    def wake(self, weights):
         """Takes memory again and loads new weights, see `sync`."""
         # The KV cache comes last: loading needs the memory that the cache then takes.
         if self.sleeping:
@@ -291,7 +288,7 @@ class VllmEngine:
             self.llm.collective_rpc(zero_discarded, args=(("kv_cache",),))
         self.asleep = False
 
-    def sync(self, weights) -> None:
+    def sync(self, weights):
         """Loads new weights, checks that the engine holds them, and drops every cache that the old
         ones made. weights: iterator of (name, full tensor). Raises RunError."""
         self.num_syncs += 1
@@ -312,11 +309,13 @@ class VllmEngine:
         self.engine.reset_encoder_cache()
         self.engine.reset_prefix_cache()
 
-    def close(self, code: int = 0, patience: float = 60.0) -> None:
-        """Stops the engine. On a GPU the last act of a process: ends it with `code`, after
-        `patience` seconds at the latest. See launch.end_process_group."""
+    def close(self, code=0):
+        """Stops the engine. On a GPU the last act of a process, which ends with `code`: vLLM's own
+        shutdown would destroy all process groups, the trainer's too, and the interpreter's exit
+        would run what NCCL has registered. Both may hang for ever."""
         if self.gpu:
-            end_process(self, code, patience)
+            sys.stdout.flush()
+            os._exit(code)
         self.engine.engine_core.shutdown()
 
 
@@ -392,95 +391,80 @@ def held_copies(module, leaf, held, places):
 # ---- below: vLLM's options, inputs and memory (a reader of the step may stop here) --------------
 
 
-def gpu_options(limits: EngineConfig) -> dict:
+def gpu_options(limits):
     """Arguments of vllm.LLM on a GPU. triton: on a Hopper vLLM would compile another kernel."""
+    # Under torchrun: one engine per rank, TP 1. Building it is collective.
+    executor = "external_launcher" if "RANK" in os.environ else None
     return dict(dtype="bfloat16", enable_flashinfer_autotune=False, gdn_prefill_backend="triton",
                 gpu_memory_utilization=limits.gpu_memory, enable_sleep_mode=limits.sleeping,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
-                # Under torchrun: one engine per rank, TP 1. Building it is collective.
-                distributed_executor_backend="external_launcher" if "RANK" in os.environ else None)
+                distributed_executor_backend=executor)
 
 
-def cpu_options(config, base: chat.ModelFamily, limits: EngineConfig) -> dict:
-    """Arguments of vllm.LLM on a CPU. config: transformers' of the checkpoint."""
+def cpu_options(codec, limits):
+    """Arguments of vllm.LLM on a CPU."""
     import torch
     from vllm import ModelRegistry
 
+    base = codec.base
     # vLLM compiles a small function that counts ranks, in every process, for seconds.
     torch.compiler.set_stance("force_eager")
     # vLLM would inspect the class in a subprocess, which has no shim.
     module = importlib.import_module(f"vllm.model_executor.models.{base.engine_module}")
     ModelRegistry.register_model(base.model_class, getattr(module, base.model_class))
     # vLLM fills the KV cache with zeros at start, 1 to 3 s per GiB, so ask for little.
-    text, chunk = config.text_config, limits.max_num_batched_tokens
+    text = codec.config.text_config
     # Bytes of one context: keys and values of four bytes.
     room = 8 * limits.context * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
     if base.recurrent:  # a page of keys and values is as large as a layer's state
-        state = text.linear_num_value_heads * text.linear_key_head_dim
-        room += text.num_hidden_layers * state * text.linear_value_head_dim * 4
+        state = text.linear_num_value_heads * text.linear_key_head_dim * text.linear_value_head_dim
+        room += 4 * text.num_hidden_layers * state
     # Chunked prefill rewinds a request's seeded generator, which CPU generators cannot do: with a
-    # chunk given, every request must be greedy.
-    # And states of gated-delta layers are cached at the ends of chunks only.
-    # Prompts share whole blocks, and those of a group differ from turn to turn.
+    # chunk given, every request must be greedy. And states of gated-delta layers are cached at the
+    # ends of chunks only. Prompts share whole blocks; those of a group differ from turn to turn.
+    chunk = limits.max_num_batched_tokens
     return dict(dtype=base.cpu_dtype, enforce_eager=True, block_size=32,
                 enable_chunked_prefill=bool(chunk), enable_prefix_caching=not base.recurrent,
                 kv_cache_memory_bytes=max(2 * room, min(limits.max_seqs * room, 2**27)),
                 max_num_batched_tokens=chunk or max(limits.context, 8192))
 
 
-def engine_prompt(request, codec, renderer, made, max_prompts=32, max_bytes=2**30):
+def engine_prompt(request, renderer, made, max_prompts=16):
     """A request -> the prompt that vLLM takes: pixels normalised and cut into patches, hashes, the
-    places of the placeholders. made: {keys of the frames: (ids, prompt, bytes)}, the latest
-    `max_prompts` with at most `max_bytes` of patches.
+    places of the placeholders. made: {keys of the frames: (ids, prompt)}, the latest `max_prompts`
+    (64 frames of 50176 pixels: 77 MB each).
 
     The samples of a group share one prompt, and a later turn is the prompt of the first turn with
     more text, so the work on pixels is done once.
     """
-    key = tuple(f.key for f in request.frames)
-    ids, prompt, _ = made.pop(key, ([], None, 0))
+    key = tuple(frames.key for frames in request.frames)
+    ids, prompt = made.pop(key, ([], None))
     if prompt is None or request.ids[:len(ids)] != ids:
         ids = list(request.ids)
         # Keep the pixels in the prompt. By default vLLM omits images that its cache has seen, but
         # the cache may have evicted them by the time this prompt is used again.
-        (prompt,) = renderer.render_cmpl([vision_input(codec, request)], skip_mm_cache=True)
-    # Patches have four bytes per number, and an image is repeated to make a pair of frames. The
-    # end of the dict was used last.
-    made[key] = ids, prompt, 8 * sum(f.images.nbytes for f in request.frames)
-    while len(made) > max_prompts or sum(size for *_, size in made.values()) > max_bytes:
+        (prompt,) = renderer.render_cmpl([vision_input(request)], skip_mm_cache=True)
+    made[key] = ids, prompt  # at the end of the dict: used last
+    if len(made) > max_prompts:
         del made[next(iter(made))]  # used longest ago
     text = request.ids[len(ids):]  # of later turns and responses, as the frames are equal
-    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + text} if text else prompt
+    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + text}
 
 
-def vision_input(codec, request):
+def vision_input(request):
     """-> ids and frames of a request, as vLLM's renderer takes them."""
-    # The uuids are the keys of the frames, so a group shares the outputs of the vision encoder.
-    ids, data, keys, images, clips = list(request.ids), {}, {}, [], []
-    for item, f in zip(request.items, request.frames):
-        # Evaluation may show a video beside images.
-        (clips if codec.channel == "video" or item.spec.get("as_video") else images).append(f)
+    from PIL import Image
+
+    images, keys = [], []
+    for frames in request.frames:
+        images += [Image.fromarray(image) for image in frames.images]
+        # A group shares the outputs of the vision encoder by these keys.
+        keys += frames.frame_keys
+    prompt = {"prompt_token_ids": list(request.ids)}
     if images:
-        from PIL import Image
-
-        data["image"] = [Image.fromarray(image) for f in images for image in f.images]
-        keys["image"] = [key for f in images for key in f.frame_keys]
-    if clips:
-        data["video"], keys["video"] = [video_input(f) for f in clips], [f.key for f in clips]
-    # vLLM expands the placeholder alone, with markers around every pair of frames. The template's
-    # markers around the whole video would stay, a form that Qwen3-VL was not trained on.
-    for at in reversed([n for n, i in enumerate(ids) if i == codec.video_pad]):
-        ids[at - 1:at + 2] = [codec.video_pad]
-    return {"prompt_token_ids": ids, "multi_modal_data": data, "multi_modal_uuids": keys}
-
-
-def video_input(frames):
-    """Frames -> (images, metadata) of a video, as vLLM takes them."""
-    images, seconds = frames.images, frames.seconds
-    if len(images) == 1:  # the processor refuses one frame; patchify makes a pair as well
-        images, seconds = images.repeat(2, 0), seconds.repeat(2)
-    # The processor computes seconds as frames_indices / fps: with fps 1 an index is a second.
-    return images, dict(fps=1.0, do_sample_frames=False, duration=float(seconds[-1]) + 1.0,
-                        total_num_frames=len(images), frames_indices=[float(s) for s in seconds])
+        prompt["multi_modal_data"] = {"image": images}
+        prompt["multi_modal_uuids"] = {"image": keys}
+    return prompt
 
 
 def zero_discarded(worker, tags):
@@ -507,21 +491,6 @@ def zero_discarded(worker, tags):
         worker.synchronize_device()
         for buffer, values in restored:
             buffer.copy_(values)
-
-
-def end_process(engine, code, patience):
-    """Ends this process, which holds an engine on a GPU. vLLM's own shutdown would destroy all
-    process groups, the trainer's too, and the interpreter's exit would run what NCCL has
-    registered. Both may hang for ever."""
-    leave = threading.Timer(patience, os._exit, [code])
-    leave.daemon = True
-    leave.start()
-    # Freeing memory that is not mapped prints "CUDA Error: invalid argument" per segment.
-    if engine.sleeping and engine.engine.is_sleeping():
-        engine.llm.wake_up()
-    engine.engine.engine_core.engine_core.model_executor.shutdown()
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def repack_head(engine_model):

@@ -276,7 +276,7 @@ def evaluate(args):
         if sys.stdout.isatty():  # a script that reads stdout gets the table alone
             launch.print0(f"{args.ckpt or args.engine} -> {args.out}: loading")
         # Without a checkpoint there are no ids: prompts stay messages, and answers stay text.
-        codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
+        codec = chat.load_codec(ckpt, args.chat_template_kwargs) if ckpt else None
         engine = make_engine(suites, args, ckpt, codec, protocol)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
@@ -314,6 +314,10 @@ def make_engine(suites, args, ckpt, codec, protocol):
                  if task["type"] == "grounding"]  # the server reads these files itself
         engine = endpoint.make_engine(args, bool(protocol.prefill), protocol.jpeg, tools,
                                       next(filter(os.path.exists, videos), None))
+    elif any(suite.source.grounding_as_video and task["type"] == "grounding" for suite in suites
+             for task in suite.tasks):
+        raise launch.UserError(f"--protocol {args.protocol} sends the videos of grounding tasks as "
+                               "files, which an endpoint reads: give --engine openai")
     largest = max(1, *map(rollout.max_num_frames, args.frames))
     # Checked now, or every episode would end with status "context".
     for suite in suites if codec else []:

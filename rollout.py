@@ -631,7 +631,7 @@ def episode_text(episode: Episode, codec: chat.ChatProcessor) -> str:
         kinds[start:end] = ["sampled"] * (end - start)
     for t in episode.struct:  # the very tokens that selective anchoring credits
         kinds[t] = "struct"
-    text, pads = [], {codec.image_pad, codec.video_pad}
+    text, pads = [], {codec.image_pad}
     for kind, places in itertools.groupby(range(len(ids)), kinds.__getitem__):
         # Of a run of placeholders only the first is shown: a frame has dozens.
         run = [ids[i] for i in places if ids[i] not in pads or ids[i - 1] != ids[i]]
@@ -770,13 +770,12 @@ def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine
     num_frames, (crops, window_frames) = max_num_frames(args.frames), windows
     if args.crop_response == "frames":
         crops, window_frames = args.max_turns * args.max_parallel, args.sub_frames
-    largest, videos = max(num_frames, args.sub_frames, window_frames), 1 + crops  # of a video item
-    if codec.channel == "image":  # every frame is an item, and all crops add to the overview
-        largest, videos = max(largest, num_frames + crops * window_frames), 1
+    # Every frame is an item, and all crops add to the overview.
+    largest = max(args.sub_frames, num_frames + crops * window_frames)
     base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, EngineConfig(
         args.max_model_len, largest, args.max_pixels, args.max_num_seqs,
-        args.gpu_memory_utilization, sleeping, videos))
+        args.gpu_memory_utilization, sleeping))
     if base != ckpt:  # the engine loads the base; weights with merged adapters replace it
         engine.sync(checkpoint.merged_weights(ckpt))
     return engine
@@ -874,7 +873,7 @@ def main():
     launch.reset_watchdog(args.patience)  # a disk that hangs ends the run
     source.cache.check_present(args, args.data, tasks)
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
-    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
+    codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     check_context(codec, tasks, agent, source, args.frames)
     judge = open_judge(args, verdicts_beside(args.out))
     sampler = RolloutWorker(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)

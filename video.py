@@ -775,7 +775,6 @@ def add_arguments(parser):
     add("--frame-cache-dir-gb", type=launch.amount, default=50.0, help="GiB kept there, at most")
     add("--missing-videos", type=launch.amount, default=0.01,
         help="share of the videos that may be missing at a start")
-    parser.add_setting("channel", "how frames enter a prompt", "image", choices=["image", "video"])
 
 
 def frame_cache(args):

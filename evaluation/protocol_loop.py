@@ -51,8 +51,6 @@ class Chat(rollout.Context):
 
 def open_chat(codec, messages, specs, frames, tools=None):
     """rollout.open_context -> Chat. codec: None for an endpoint."""
-    if codec and any(spec.get("as_video") for spec in specs):
-        codec = replace(codec, channel="video")
     context = rollout.open_context(codec, messages, specs, frames, tools) if codec else None
     return Chat(**vars(context) if context else {"frames": list(frames)}, messages=list(messages))
 

@@ -22,7 +22,6 @@ import string
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import chat
 import launch
 import rewards
 import rollout
@@ -288,8 +287,6 @@ def flag_checks(args):
              "--set: overview_fps and total_pixels must be numbers of at least 0"),
             (args.texts_of and (args.prompt_file or args.user_file),
              "--texts-of takes all texts: leave --prompt-file and user_file out"),
-            (args.protocol.startswith("paper") and args.channel != "image",
-             f"--protocol {args.protocol} chooses the channel of each task: leave channel out"),
             (args.protocol.startswith("paper") and args.tools != native.get("tools", ["on"]),
              f"--protocol {args.protocol} has --tools {native.get('tools', ['on'])[0]}")]
 
@@ -309,7 +306,7 @@ def processor_bounds(ckpt):
     """Checkpoint folder -> (min, max) pixels of an image, as its processor resizes it. Those of
     the published Qwen3-VL, if the folder does not say."""
     path = os.path.join(hub.config_folder(ckpt) or ckpt, "preprocessor_config.json")
-    size = chat.read_object(path).get("size", {}) if launch.is_file(path) else {}
+    size = launch.parse_json(launch.read_file(path)).get("size", {}) if launch.is_file(path) else {}
     return size.get("shortest_edge", 65536), size.get("longest_edge", 16777216)
 
 

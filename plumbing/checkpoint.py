@@ -27,7 +27,6 @@ import os
 import re
 import shutil
 
-import model  # isort: skip  (before torch: model.py tells a terminal that torch is loading)
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
@@ -38,6 +37,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 import chat
 import launch
+import model
+from plumbing import qwen35
 
 # What two parts of one run may differ in: how far, how fast, where, and who is told. The rows of
 # --data and --val are compared, not their paths.
@@ -238,7 +239,7 @@ def load_policy(ckpt, codec, device, recompute=False, lora_rank=0, frozen=False,
     The model is built on the meta device, then every rank reads its own rows from the safetensors
     files. Trained weights are fp32 whatever the files hold. recompute: compute decoder layers again
     in backward. lora_rank: of adapters, the rest is frozen; 0: all weights are trained. frozen: a
-    reference in its compute dtype, without a tower: it is given features. replicas: see shard.
+    reference in its compute dtype, without a tower: it is given features. replicas: of model.shard.
     """
     import transformers
 
@@ -257,7 +258,12 @@ def load_policy(ckpt, codec, device, recompute=False, lora_rank=0, frozen=False,
                 p.data = p.data.float()
     if lora_rank:
         add_adapters(hf, lora_rank)
-    policy = shard(model.wrap_policy(hf, codec, device, recompute), device, replicas)
+    policy = model.wrap_policy(hf, codec, device, recompute)
+    shard_inside = None
+    if codec.base.recurrent:
+        qwen35.use_packed_layers(hf)
+        shard_inside = qwen35.shard_mixer
+    policy = model.shard(policy, device, replicas, shard_inside)
     if frozen:
         hf.model.visual = None
         if hasattr(policy, "set_reshard_after_forward"):
@@ -292,46 +298,6 @@ def in_one_line(error_class, text):
     except dcp.CheckpointException as error:
         reasons = [launch.why(failure[0]) for failure in error.failures.values()]
         raise error_class(f"{text} ({' '.join(reasons[0].split())[:300]})") from None
-
-
-def shard(policy, device, replicas=1):
-    """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen
-    tower stays whole on every rank.
-
-    On a GPU: fp32 shards, bf16 compute, fp32 gradient reduction. replicas: groups of ranks that
-    each hold the whole model in shards (HSDP). With one group per node, weights are gathered inside
-    a node and only gradients cross between nodes. 0: as many groups as ranks.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    world = torch.distributed.get_world_size()
-    replicas = replicas or world
-    if world % replicas:
-        raise launch.UserError(f"--dp-replicate {replicas}: {world} ranks cannot be divided so")
-    if replicas == world and device.type == "cpu":
-        # Every rank holds the whole model in fp32, and reduce_and_clip averages the gradients.
-        # FSDP's hooks would cost a third of a toy step.
-        return policy
-    mesh = init_device_mesh(device.type, (replicas, world // replicas),
-                            mesh_dim_names=("replicate", "shard"))
-    if replicas == 1:
-        mesh = mesh["shard"]
-    precision = MixedPrecisionPolicy()
-    if device.type == "cuda":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    tower = set(policy.hf.model.visual.parameters())
-    for layer in policy.hf.model.language_model.layers:
-        if hasattr(layer, "linear_attn"):
-            # Two more groups in a gated-delta layer: its matrices, and the rest, which computes in
-            # fp32. A group has one dtype, and A_log must not be rounded.
-            mixer = layer.linear_attn
-            matrices = [part for part in mixer.children() if isinstance(part, torch.nn.Linear)]
-            fully_shard(matrices, mesh=mesh, mp_policy=precision)
-            fully_shard(mixer, mesh=mesh)
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)
-    return policy
 
 
 def merged_weights(ckpt):

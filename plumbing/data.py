@@ -194,13 +194,12 @@ def missing_videos(names, root, share, path):
 
 
 def max_positions(codec):
-    """Tokens that a context of this checkpoint may have; inf if config.json names no limit."""
-    text = json.loads(codec.files["config.json"])["text_config"]
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    """Tokens that a context of this checkpoint may have; inf if its positions are stretched."""
+    text = codec.config.text_config
     # Positions that are stretched (yarn) may be more than max_position_embeddings.
-    if rope.get("rope_type", "default") != "default":
+    if text.rope_parameters.get("rope_type", "default") != "default":
         return float("inf")
-    return text.get("max_position_embeddings", float("inf"))
+    return text.max_position_embeddings
 
 
 def balance_over_ranks(items, cost, rank, world):

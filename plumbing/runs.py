@@ -10,7 +10,6 @@ import pathlib
 import re
 import shutil
 
-import chat
 import launch
 from plumbing import hub
 
@@ -64,7 +63,7 @@ def content_digest(ckpt):
         if name == "state.json" or not name.endswith((".safetensors", ".json", ".jinja", ".txt")):
             continue
         if name == "adapter_config.json":  # counts with its base's digest, not with the base's path
-            config = chat.read_object(path)
+            config = launch.parse_json(launch.read_file(path))
             config.pop("base_model_name_or_path", None)
             digest.update(json.dumps(config, sort_keys=True).encode())
             continue
@@ -124,7 +123,9 @@ def claim_file(out, args, inputs, names, required):
     launch.lock(folder, f".{name}.lock")
     # Not os.path.exists, which would take a fault of the disk for no file.
     paths = [os.path.join(folder, n) for n in (name, f"{name}.part") if n in os.listdir(folder)]
-    old = chat.read_object(args_path(out)) if paths and os.path.isfile(args_path(out)) else {}
+    old = {}
+    if paths and os.path.isfile(args_path(out)):
+        old = launch.parse_json(launch.read_file(args_path(out)))
     differ = (settings_diff(args, inputs, {"args": old, "inputs": old["inputs"]})
               if old.get("inputs") else [f"{args_path(out)} is missing or old"])
     if paths and differ:

@@ -20,17 +20,6 @@ def codec(toy):
     return chat.load_codec(str(toy / "init"))
 
 
-@pytest.fixture(scope="session")
-def codecs(toy, codec):
-    return {"image": codec, "video": chat.load_codec(str(toy / "init"), "video")}
-
-
-@pytest.fixture
-def each_codec(request, codecs):
-    """The codec of both channels, one after the other."""
-    return codecs[request.param]
-
-
 @pytest.fixture
 def opened(monkeypatch):
     """The video files that this process opened from now on: one entry for the times of a file, one

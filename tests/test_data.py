@@ -70,11 +70,10 @@ def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
         read(str(write_rows(tmp_path / "rows.jsonl", [row])))
 
 
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])  # transformers 4, 5
-def test_stretched_positions_have_no_limit(key):
+def test_stretched_positions_have_no_limit():
     for kind, limit in (("default", 8), ("yarn", float("inf"))):
-        config = {"text_config": {"max_position_embeddings": 8, key: {"rope_type": kind}}}
-        codec = SimpleNamespace(files={"config.json": json.dumps(config)})
+        text = SimpleNamespace(max_position_embeddings=8, rope_parameters={"rope_type": kind})
+        codec = SimpleNamespace(config=SimpleNamespace(text_config=text))
         assert data.max_positions(codec) == limit
 
 

@@ -23,6 +23,7 @@ import chat
 import launch
 import model
 import rollout
+import video
 from engine import EngineConfig, Request, VllmEngine, cpu_options, gpu_options
 from plumbing import checkpoint
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.AgentConfig(temperature=1.0, max_model_len=1024, max_new_tokens=16,
                           sub_max_new_tokens=8, max_turns=2)
 TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
+FIVE_CALLS = [TALK[0], TALK[1] + call(5, 5.5), ANSWER]
 
 
 class Saying(Overheard):
@@ -50,17 +52,17 @@ def base(toy):
 
 
 @pytest.fixture(scope="module")
-def vllm_engines(base, codecs):
-    """get(channel, ..) -> an engine in this process, one of each kind, since the second start is
+def vllm_engines(base, codec):
+    """get(..) -> an engine in this process, one of each kind, since the second start is
     quick. All are closed at the end of the file: closing one ends the groups that others need."""
     made = {}
 
-    def get(channel, context=1024, max_seqs=16, chunk=None, dtype="float32"):
-        kind = channel, context, max_seqs, chunk, dtype
+    def get(context=1024, max_seqs=16, chunk=None, dtype="float32"):
+        kind = context, max_seqs, chunk, dtype
         if kind not in made:
-            family = replace(codecs[channel].base, cpu_dtype=dtype)
-            made[kind] = VllmEngine(base, replace(codecs[channel], base=family), EngineConfig(
-                context, 128, max_seqs=max_seqs, max_videos=6, max_num_batched_tokens=chunk))
+            family = replace(codec.base, cpu_dtype=dtype)
+            made[kind] = VllmEngine(base, replace(codec, base=family), EngineConfig(
+                context, 128, max_seqs=max_seqs, max_num_batched_tokens=chunk))
         return made[kind]
 
     yield get
@@ -80,8 +82,8 @@ def test_room_on_a_cpu_is_for_the_states_of_gated_delta_layers():
     pytest.importorskip("vllm", reason="vLLM is not installed")
     text = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=1, linear_num_value_heads=2,
                            head_dim=8, linear_key_head_dim=128, linear_value_head_dim=128)
-    config = SimpleNamespace(text_config=text)
-    options = cpu_options(config, chat.bases()["qwen3_5"], EngineConfig(32))
+    codec = SimpleNamespace(config=SimpleNamespace(text_config=text), base=chat.bases()["qwen3_5"])
+    options = cpu_options(codec, EngineConfig(32))
     from vllm.engine.arg_utils import EngineArgs
     assert gpu_options(EngineConfig(32)).keys() <= EngineArgs.__dataclass_fields__.keys()
     assert options["kv_cache_memory_bytes"] >= 2 * 2 * (2 * 128 * 128 * 4)
@@ -126,43 +128,68 @@ def engine_gap(engine, policy, codec, source, seed):
 # vLLM beside the trainer
 
 
-@pytest.mark.parametrize("channel", ["image", "video"])
+def check_episodes(engine, policy, codec, tasks, source, agent, k):
+    """Plays episodes and compares every log-prob of the engine with the trainer's -> their number,
+    and the last context as (ids, mask, items, log-probs)."""
+    checked = 0
+    for episode in play(engine, tasks, source, agent, k, group=2):
+        assert episode.status == "ok" and episode.executed() == 5 and len(episode.spans) == 3
+        row = json.loads(json.dumps(episode.to_dict()))
+        for part in [row] + [c["sub"] for c in row["calls"] if "sub" in c]:
+            items = [chat.VisionItem(**v) for v in part["vision"]]
+            got = trainer_logps(policy, codec, source, part["ids"], part["mask"], items,
+                                agent.temperature)
+            want = [logp for logp, flag in zip(part["logps"], part["mask"]) if flag]
+            assert np.abs(got - want).max() < 1e-4
+            checked += len(want)
+    return checked, (part["ids"], part["mask"], items, want)
+
+
 @pytest.mark.parametrize("temperature,response", [(1.0, "summary"), (0.6, "summary"),
                                                   (1.0, "frames")])
 def test_engine_and_trainer_agree_on_multi_turn_episodes(
-        channel, temperature, response, vllm_engines, codecs, policy, tasks, frames_of):
+        temperature, response, vllm_engines, codec, policy, tasks, frames_of):
     """Prompt ids (the engine's poll compares them), frames, positions, temperature: one difference
-    and log-probs drift. Odd numbers of frames and windows of one frame are there, since native
-    video pairs its frames."""
-    codec = codecs[channel]
-    engine = Saying(vllm_engines(channel), TALK[:1] + [calls((3, 10.5)) + call(5, 5.5)] + TALK[2:])
-    engine.codec = codec
-    agent, checked = replace(HOT, temperature=temperature, crop_response=response), 0
-    for k, some in ((5, tasks[:1]), ("gated" if response == "summary" else 8, tasks[:4])):
-        for episode in play(engine, some, frames_of, agent, k, group=2):
-            assert episode.status == "ok" and episode.executed() == 5 and len(episode.spans) == 3
-            row = json.loads(json.dumps(episode.to_dict()))
-            for part in [row] + [c["sub"] for c in row["calls"] if "sub" in c]:
-                items = [chat.VisionItem(**v) for v in part["vision"]]
-                got = trainer_logps(policy, codec, frames_of, part["ids"], part["mask"], items,
-                                    temperature)
-                want = [logp for logp, flag in zip(part["logps"], part["mask"]) if flag]
-                assert np.abs(got - want).max() < 1e-4
-                checked += len(want)
-    assert checked > (300 if response == "summary" else 150)
+    and log-probs drift."""
+    engine = Saying(vllm_engines(), FIVE_CALLS)
+    agent = replace(HOT, temperature=temperature, crop_response=response)
+    checked, _ = check_episodes(engine, policy, codec, tasks[:1], frames_of, agent, 5)
+    k = "gated" if response == "summary" else 8
+    more, (ids, mask, items, want) = check_episodes(engine, policy, codec, tasks[:4], frames_of,
+                                                    agent, k)
+    assert checked + more > (300 if response == "summary" else 150)
     # the comparison would see a difference: pixels matter even to random weights
     dark = replace(codec, mean=(0.4, 0.4, 0.4))
-    other = trainer_logps(policy, dark, frames_of, part["ids"], part["mask"], items, temperature)
+    other = trainer_logps(policy, dark, frames_of, ids, mask, items, temperature)
     assert np.abs(other - want).max() > 1e-3
     shown = [item.frames for r in engine.requests for item in r.items[not is_sub(r):]]
     assert {*shown} >= {1, 8}  # of the windows
+
+
+@pytest.mark.parametrize("response", ["summary", "frames"])
+def test_engine_and_trainer_agree_on_frames_of_four_tokens(
+        response, vllm_engines, codec, policy, tasks, toy, monkeypatch):
+    """The toy's frames are one token, whose height and width are always those of its time. Here a
+    trainer that lost both would be told of."""
+    source = rollout.VideoSource(str(toy), video.FrameCache(), min_pixels=4096, max_pixels=4096)
+    engine, agent = Saying(vllm_engines(), FIVE_CALLS), replace(HOT, crop_response=response)
+    check_episodes(engine, policy, codec, tasks[:1], source, agent, 5)
+    whole = model.rope_positions
+
+    def time_alone(*args):
+        positions, end = whole(*args)
+        return positions[:1].repeat(3, 0), end
+
+    monkeypatch.setattr(model, "rope_positions", time_alone)
+    with pytest.raises(AssertionError, match="0.0001"):
+        check_episodes(engine, policy, codec, tasks[:1], source, agent, 5)
 
 
 def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
         vllm_engines, codec, tasks, frames_of):
     """Frames that were resized once more would train on other pixels than were sampled from,
     silently."""
-    engine, scripted = vllm_engines("image"), Scripted(codec, [ANSWER])
+    engine, scripted = vllm_engines(), Scripted(codec, [ANSWER])
     play_one(scripted, tasks, frames_of)
     (request,) = scripted.requests
     engine.submit(replace(request, id="odd", expanded=request.expanded + [codec.eos], max_tokens=2))
@@ -174,7 +201,7 @@ def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
 @pytest.mark.parametrize("kind", [pytest.param("vllm", marks=pytest.mark.process), "reference"])
 def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, request):
     """A sampled vision placeholder would ask the trainer for a frame that does not exist."""
-    engine = (request.getfixturevalue("vllm_engines")("image") if kind == "vllm"
+    engine = (request.getfixturevalue("vllm_engines")() if kind == "vllm"
               else ReferenceEngine(base, codec, max_seqs=4))
     scripted = Scripted(codec, [ANSWER])
     play_one(scripted, tasks, frames_of)
@@ -281,17 +308,17 @@ def test_a_load_that_loses_one_update_is_told_of(
         vllm_engines, base, codec, process_group, monkeypatch, dtype, lora):
     """At the paper's rate, where the log-prob gap sees nothing. In bf16 such a step leaves most
     norms as they are, and adapters never touch them: no norm is lost there."""
-    policy = checkpoint.load_sharded(base, codec, torch.device("cpu"), lora=lora)
+    policy = checkpoint.load_policy(base, codec, torch.device("cpu"), lora_rank=lora)
     faults = ["a skipped reload", "one layer", "two layers swapped", "one matrix of three fused"]
     if dtype == "float32" and not lora:
         faults.append("one norm")
-    check_loads(vllm_engines("image", dtype=dtype),
+    check_loads(vllm_engines(dtype=dtype),
                 lambda: checkpoint.full_weights(policy, getattr(torch, dtype)),
                 update_at(2e-6, policy), faults, monkeypatch)
 
 
 def test_an_engine_that_was_not_woken_samples_nothing(vllm_engines, codec, tasks, frames_of):
-    engine, scripted = vllm_engines("image"), Scripted(codec, [ANSWER])
+    engine, scripted = vllm_engines(), Scripted(codec, [ANSWER])
     play_one(scripted, tasks, frames_of)
     engine.sleep()
     pytest.raises(RuntimeError, engine.submit, scripted.requests[0]).match("was not woken")

@@ -14,7 +14,7 @@ from conftest import ROOT
 
 ORDER = ("launch plumbing.arguments rewards plumbing.caches plumbing.hub video "
          "chat model engine plumbing.subtitles plumbing.data plumbing.endpoint plumbing.judge "
-         "plumbing.runs plumbing.checkpoint plumbing.log "
+         "plumbing.runs plumbing.qwen35 plumbing.checkpoint plumbing.log "
          "plumbing.muon rollout toy sft grpo evaluation.answers evaluation.benchmarks "
          "evaluation.endpoint evaluation.qwen_vl_sampling evaluation.frame_sources "
          "evaluation.protocol_loop evaluation.paper evaluation.paper_driver evaluation.paper_texts "

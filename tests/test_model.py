@@ -18,16 +18,19 @@ import pytest
 import torch
 from album import logprobs, plain_tree, prompt, response, separate_and_packed, user
 from conftest import run_script
+from handmade import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward
 
-from plumbing import muon
+from plumbing import muon, qwen35
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
+import grpo
 import launch
 import model
+import rollout
 import sft
 import video
 from model import TokenSpan, Tree
@@ -53,31 +56,17 @@ def relative(a, b):
 def processor_batch(codec, album, messages, items):
     """The same prompt made by the checkpoint's processor alone."""
     images = [album.load(i.spec) for i in items]
-    if codec.channel == "image":
-        parts, queue = [], iter(images)
-        for p in messages[0]["content"]:
-            if p["type"] == "text":
-                parts.append(p)
-            else:
-                for s in next(queue).seconds:
-                    parts += [{"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"}]
-        inputs = {"images": [torch.tensor(x).permute(2, 0, 1) for f in images for x in f.images]}
-    else:
-        parts = [p if p["type"] == "text" else {"type": "video"} for p in messages[0]["content"]]
-        inputs = {"videos": [torch.from_numpy(f.images).permute(0, 3, 1, 2) for f in images],
-                  "do_sample_frames": False,
-                  # one pair of numbers for both channels, as in vLLM
-                  "image_mean": codec.mean, "image_std": codec.std,
-                  "video_metadata": [{"fps": 1.0, "frames_indices": f.seconds.tolist(),
-                                      "total_num_frames": len(f.images),
-                                      "width": f.images.shape[2], "height": f.images.shape[1],
-                                      "duration": 60.0} for f in images]}
+    parts, queue = [], iter(images)
+    for p in messages[0]["content"]:
+        if p["type"] == "text":
+            parts.append(p)
+        else:
+            for s in next(queue).seconds:
+                parts += [{"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"}]
     text = codec.processor.apply_chat_template([{"role": "user", "content": parts}],
                                                add_generation_prompt=True, tokenize=False)
-    # A native video's frame pairs bring their own start and end marks; transformers 5 would write
-    # them inside the outer two.
-    text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
-    return dict(codec.processor(text=[text], return_tensors="pt", do_resize=False, **inputs))
+    pictures = [torch.tensor(x).permute(2, 0, 1) for f in images for x in f.images]
+    return dict(codec.processor(text=[text], images=pictures, return_tensors="pt", do_resize=False))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -104,7 +93,7 @@ def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
     list would show a branch to its neighbour, or hide a prompt, on a GPU alone."""
     trees = [Tree(TokenSpan([5] * p, [0] * p), [], [TokenSpan([6] * n, [1] * n) for n in branches])
              for p, branches in lengths]
-    pack = model.pack_trees(SimpleNamespace(pad=-1, patch=16, merge=2), trees)
+    pack = model.pack_trees(None, trees)  # text alone asks the codec for nothing
     wanted = dense_mask(pack.layout)
     tokens = len(wanted)
     blocks = -(-tokens // size)
@@ -131,20 +120,19 @@ def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
 # One forward, many sequences
 
 
-@pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
 def test_packed_sequences_and_shared_prefix_trees_equal_separate_sequences(
-        lively, each_codec, album):
+        lively, codec, album):
     """Packing is only worth its speed when nobody can tell: log-probs and gradients are those of
     each sequence alone."""
-    vision = album.features(lively, each_codec)
-    separate, trees = separate_and_packed(each_codec, album)
+    vision = album.features(lively, codec)
+    separate, trees = separate_and_packed(codec, album)
     weights = torch.linspace(-1, 2, sum(sum(t.prefix.mask) for t in separate))
-    packs = [model.pack_trees(each_codec, [tree]) for tree in separate]
+    packs = [model.pack_trees(codec, [tree]) for tree in separate]
     alone = torch.cat([forward(lively, pack, vision)[0] for pack in packs])
     wanted = gradients(lively, (alone * weights).sum())
     assert alone.std() > 0.5  # not the flat distribution of a fresh model
     for packing in (separate, trees):
-        together, _ = forward(lively, model.pack_trees(each_codec, packing), vision)
+        together, _ = forward(lively, model.pack_trees(codec, packing), vision)
         assert (together - alone).abs().max() < 1e-5
         assert relative(gradients(lively, (together * weights).sum()), wanted) < 1e-5
 
@@ -162,8 +150,8 @@ def test_attention_in_parts_is_attention_under_the_dense_mask(layout, groups):
     scores = (query @ key.repeat_interleave(groups, 1).mT * 0.3).masked_fill(~seen, -torch.inf)
     wanted = (scores.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2)
     weights = torch.randn(1, length, 4, d)
-    found, _ = model.packed_attention(None, query, key, value, scaling=0.3,
-                                      plan=model.AttentionPlan("parts", layout))
+    plan = model.AttentionPlan("parts", layout, model.attention_parts(layout))
+    found, _ = model.packed_attention(None, query, key, value, scaling=0.3, plan=plan)
     assert (found - wanted).abs().max() < 1e-6
     for a, b in zip(*(torch.autograd.grad((out * weights).sum(), (query, key, value))
                       for out in (found, wanted))):
@@ -179,29 +167,28 @@ def test_value_heads_share_key_heads_as_in_transformers():
         hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
         linear_value_head_dim=8), 0)
     states, plan = torch.randn(1, 9, 32), model.AttentionPlan("parts", [(0, 9, [])])
-    assert (model.packed_delta(layer, states, plan=plan) - layer(states)).abs().max() < 1e-5
+    assert (qwen35.packed_delta(layer, states, plan=plan) - layer(states)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
-def test_plain_transformers_gives_the_same_log_probs(lively, each_codec, album):
+def test_plain_transformers_gives_the_same_log_probs(lively, codec, album):
     """The outside oracle: ids, pixels, positions and forward are all transformers' own, called as
     its documentation says."""
     items = [album.item(1), album.item(2, frames=4, width=64)]
     messages = user("Look: ", items[0], " and ", items[1], " What is new?")
-    ids, _ = chat.encode_prompt(each_codec, messages, items)
-    answer, batch = response(3, 12), processor_batch(each_codec, album, messages, items)
+    ids, _ = chat.encode_prompt(codec, messages, items)
+    answer, batch = response(3, 12), processor_batch(codec, album, messages, items)
     assert batch["input_ids"][0].tolist() == ids
     batch["input_ids"] = torch.cat([batch["input_ids"], torch.tensor([answer])], 1)
     for name in ("attention_mask", "mm_token_type_ids"):
         fill = 1 if name == "attention_mask" else 0
         batch[name] = torch.cat([batch[name], torch.full((1, len(answer)), fill)], 1)
-    hf, ours = lively.hf, logprobs(lively, each_codec, album.features(lively, each_codec),
+    hf, ours = lively.hf, logprobs(lively, codec, album.features(lively, codec),
                                    [plain_tree(ids, items, answer)], temperature=0.7)
     hf.config.text_config._attn_implementation = "eager"
     hf.config.vision_config._attn_implementation = "eager"
     with torch.no_grad():
         logits = hf(**batch).logits[0, len(ids) - 1: -1]
-    logits[:, list(each_codec.suppress_tokens)] -= 100
+    logits[:, list(codec.suppress_tokens)] -= 100
     wanted = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
     assert wanted.std() > 0.5 and (ours - wanted).abs().max() < 2e-5
 
@@ -267,10 +254,56 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
             "orthogonalised": ns.call_count}
 
 
+def one_grpo_update(toy, replicas=1):
+    """One update of GRPO with the default KL, by the same three groups on this process group ->
+    its numbers for the log, and the way of the weights."""
+    (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
+    source = rollout.VideoSource(str(toy), video.FrameCache())
+    models = [checkpoint.load_policy(str(toy / "init"), codec, device, frozen=frozen,
+                                     replicas=replicas) for frozen in (False, True)]
+    policy, reference = models
+    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    reference.features = policy.features
+    with torch.no_grad():  # a policy that is no longer its reference
+        for p in model.trained_parameters(policy):
+            p.mul_(1.2)
+    trees, num_tokens = [], 0
+    for task in data.read_tasks(str(toy / "rl.jsonl"))[rank:3:world]:
+        group = make_group(codec, source, task)
+        for number, episode in enumerate(group):
+            episode.advantage = {"task": number - 1.5, "fmt": 0.5}
+        trees.append(grpo.group_tree(group, "struct"))
+        num_tokens += sum(sum(episode.context.mask) for episode in group)
+    args = grpo.build_parser().parse_args(["--ckpt", "none", "--data", "none"])
+    optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)
+    before = {n: checkpoint.whole_tensor(p.detach()).clone()
+              for n, p in policy.named_parameters() if p.requires_grad}
+    stats = grpo.update(policy, reference, optimizer, trees, num_tokens, args)
+    moved = {n: checkpoint.whole_tensor(p.detach()) - before[n]
+             for n, p in policy.named_parameters() if p.requires_grad}
+    return {"stats": stats, "moved": moved, "sharded": hasattr(p, "full_tensor")}
+
+
 @pytest.fixture(scope="module")
 def one_pack(toy):
     launch.start_process_group()
     return one_update(toy, 10**6)
+
+
+@pytest.mark.process
+def test_grpo_with_its_kl_in_shards_of_two_ranks_is_the_update_of_one(toy, tmp_path):
+    """Policy and reference under FSDP2. The second rank has one group of the three, so it runs a
+    spare pack."""
+    launch.start_process_group()
+    alone = one_grpo_update(toy)
+    done = run_script("tests/test_model.py", toy, tmp_path, "grpo", ranks=2, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        part = torch.load(tmp_path / f"rank{rank}.pt")
+        assert part["sharded"] and part["stats"]["kl"] > 1e-3
+        for name in ("loss", "kl", "gap", "entropy", "grad_norm"):
+            assert part["stats"][name] == pytest.approx(alone["stats"][name], rel=1e-5), name
+        assert relative(part["moved"], alone["moved"]) < 1e-2
 
 
 @pytest.mark.process
@@ -336,44 +369,31 @@ def test_our_newton_schulz_is_that_of_torch_in_fp64(shape):
 # Positions, pixels, placeholders
 
 
-@pytest.mark.parametrize("each_codec", ["image", "video"], indirect=True)
-def test_positions_equal_transformers(policy, each_codec, album):
+def test_positions_equal_transformers(policy, codec, album):
     """Several videos of different sizes, odd frame counts, text before, between and after."""
     items = [album.item(1, frames=3), album.item(2, frames=2, height=32, width=32),
              album.item(3, frames=5, height=128, width=64)]
-    ids, _, _ = prompt(each_codec, "First ", items[0], items[1], " then ", items[2], " end.")
-    grids = torch.cat([model.patchify(each_codec, album.load(i.spec).images)[1] for i in items])
-    if each_codec.channel == "image":  # there each image is a grid
-        grids = grids.repeat_interleave(grids[:, 0], 0)
-        grids[:, 0] = 1
-    pads = {each_codec.image_pad: 1, each_codec.video_pad: 2}
-    kinds = torch.tensor([[pads.get(i, 0) for i in ids]])
-    name = "image_grid_thw" if each_codec.channel == "image" else "video_grid_thw"
+    ids, _, _ = prompt(codec, "First ", items[0], items[1], " then ", items[2], " end.")
+    grids = torch.cat([model.patchify(codec, album.load(i.spec).images)[1] for i in items])
+    grids = grids.repeat_interleave(grids[:, 0], 0)  # each image is a grid there
+    grids[:, 0] = 1
+    kinds = torch.tensor([ids]).eq(codec.image_pad).int()
     wanted, delta = policy.hf.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds,
-                                                   **{name: grids})
-    ours, following = model.rope_positions(each_codec, ids, items)
+                                                   image_grid_thw=grids)
+    ours, following = model.rope_positions(codec, ids, items)
     assert np.array_equal(ours, wanted[:, 0].numpy()) and following == len(ids) + delta.item()
 
 
 @pytest.mark.parametrize("frames", [1, 4, 5])
-def test_patches_equal_the_processors_pixel_values(codecs, album, frames):
-    """Normalisation, patch order, repetition of an image and of the last odd frame of a video."""
+def test_patches_equal_the_processors_pixel_values(codec, album, frames):
+    """Normalisation, patch order, repetition of an image."""
     images = album.load(album.item(frames, frames=frames, height=96).spec).images
-    codec = codecs["image"]
     ours, grid = model.patchify(codec, images)
     theirs = codec.processor.image_processor(
         images=[torch.from_numpy(x).permute(2, 0, 1) for x in images], return_tensors="pt")
     n, *sides = grid[0].tolist()  # one grid of n images
     assert [[1, *sides]] * n == theirs["image_grid_thw"].tolist()
     assert torch.allclose(ours, theirs["pixel_values"], rtol=0, atol=1e-6)
-    ours, grid = model.patchify(codecs["video"], images)
-    theirs = codec.processor.video_processor(
-        videos=[torch.from_numpy(images).permute(0, 3, 1, 2)],
-        do_resize=False, do_sample_frames=False,
-        image_mean=codec.mean, image_std=codec.std,  # one pair of numbers for both
-        return_tensors="pt")
-    assert grid.tolist() == theirs["video_grid_thw"].tolist()
-    assert torch.allclose(ours, theirs["pixel_values_videos"], rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -452,7 +472,10 @@ def test_features_are_computed_once_per_frame_set(policy, codec, album):
 
 
 if __name__ == "__main__":  # the worker of the two-rank tests
-    found = one_update(Path(sys.argv[1]), 1, *map(int, sys.argv[3:]))
+    if sys.argv[3] == "grpo":
+        found = one_grpo_update(Path(sys.argv[1]))
+    else:
+        found = one_update(Path(sys.argv[1]), 1, int(sys.argv[3]))
     torch.save(found, Path(sys.argv[2]) / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
 

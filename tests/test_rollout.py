@@ -7,7 +7,6 @@ test_endpoint.py.
 """
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -68,15 +67,10 @@ def rendered(codec, task, source, num_frames, turns, response):
     turns: assistant texts with their thought's opening tag. response: --crop-response. Nothing of
     model.py is used.
     """
-    pairs = []  # what stands for each video in channel video
-
     def parts(**spec):
         seconds = video.load({"video": task["video"], **spec}, source.root).seconds
-        pairs.append("".join(
-            f"<{(a + b) / 2:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"
-            for a, b in zip(seconds[::2], seconds[1::2])))
-        return [{"type": "video"}] if codec.channel == "video" else [p for s in seconds
-            for p in ({"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"})]
+        return [p for s in seconds
+                for p in ({"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"})]
 
     system, user = rollout.main_messages(task, num_frames, crop_response=response)
     messages = [system, {**user, "content": parts(frames=num_frames) + [user["content"][1]]}]
@@ -86,21 +80,17 @@ def rendered(codec, task, source, num_frames, turns, response):
             start=c.start, end=c.end, fps=1.0)} for c in rewards.parse_tool_calls(text)]
     text = codec.processor.apply_chat_template(messages, tools=rollout.tool_schema(response),
                                                tokenize=False)
-    if codec.channel == "video":
-        text = re.sub(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>",
-                      lambda _: pairs.pop(0), text)
     return codec.tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("channel", ["image", "video"])
 @pytest.mark.parametrize("response", ["summary", "frames"])
-def test_ids_of_an_episode_are_those_of_the_rendered_chat(script, prefix, channel, response, codecs,
-                                                          tasks, frames_of):
+def test_ids_of_an_episode_are_those_of_the_rendered_chat(script, prefix, response, codec, tasks,
+                                                          frames_of):
     """Ids grow piece by piece; wherever sampled text is tokenised to itself they must equal the
     template's own rendering, or the policy is trained on headers that inference never shows it."""
-    codec, turns = codecs[channel], SCRIPTS[script]
+    turns = SCRIPTS[script]
     engine = Scripted(codec, [text if prefix else "<think>\n" + text for text, _ in turns])
     agent = replace(AGENT, think_prefix=prefix, crop_response=response)
     episode = play_one(engine, tasks, frames_of, agent, frames=8)
@@ -118,19 +108,16 @@ def test_the_agent_is_told_what_a_call_returns():
         assert f"returns {prompt}" in rollout.system_prompt(True, response)
 
 
-@pytest.mark.parametrize("channel", ["image", "video"])
-def test_a_sub_agent_sees_its_window_and_the_question(channel, codecs, tasks, frames_of):
+def test_a_sub_agent_sees_its_window_and_the_question(codec, tasks, frames_of):
     """A summary that does not know the question cannot help to answer it, and its times must be the
     video's own."""
-    codec = codecs[channel]
     engine = Scripted(codec, [calls((16, 24)), ANSWER])
     play_one(engine, tasks, frames_of)
     (request,) = engine.subs()
     text = text_of(codec, request.ids)
     assert tasks[0]["question"] in text and "16 to 24 seconds" in text and "crop_video" not in text
     assert request.items[0].seconds == [16.0 + t for t in range(8)]
-    pads = text_of(codec, request.expanded).count(text_of(codec, [codec.pad]))
-    assert pads == (8 if channel == "image" else 4)
+    assert request.expanded.count(codec.image_pad) == 8
     assert request.expanded[-1] == chat.encode(codec, "<|im_start|>assistant\n")[-1]
 
 
@@ -498,17 +485,14 @@ def test_the_reward_knows_what_was_really_executed(codec, tasks, frames_of):
     assert tool([calls((0, 8)), "</think><answer>no</answer>"]) == 0.3
 
 
-@pytest.mark.parametrize("channel, response, frames, videos", [
-    ("image", "summary", 64, 1), ("video", "summary", 64, 1), ("image", "frames", 64 + 15 * 16, 1),
-    ("video", "frames", 64, 16)])
-def test_the_engine_has_room_for_all_frames_of_a_context(monkeypatch, codecs, toy, channel,
-                                                         response, frames, videos):
+@pytest.mark.parametrize("response, frames", [("summary", 64), ("frames", 64 + 15 * 16)])
+def test_the_engine_has_room_for_all_frames_of_a_context(monkeypatch, codec, toy, response, frames):
     """An overview, and three turns with five windows of 16 frames."""
     monkeypatch.setattr(rollout, "VllmEngine", lambda base, codec, limits: limits)
     args = grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d", "--frames", "64",
                                            "--crop-response", response])
-    limits = rollout.make_engine(str(toy / "init"), codecs[channel], args)
-    assert (limits.max_frames, limits.max_videos) == (frames, videos)
+    limits = rollout.make_engine(str(toy / "init"), codec, args)
+    assert limits.max_frames == frames
 
 
 # ------------------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def set_up(args):
     if args.out:
         launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     launch.print0(f"{args.ckpt or args.model}: loading")
-    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs) if ckpt else None
+    codec = chat.load_codec(ckpt, args.chat_template_kwargs) if ckpt else None
     engine = evaluation.make_engine([suite], args, ckpt, codec, protocol)
     sampler = rollout.RolloutWorker(engine, codec, suite.source, agent)
     return protocol_loop.choose_loop(sampler, protocol, args.frames[0])

@@ -63,7 +63,7 @@ import sft
 import toy
 import video
 from engine import EngineConfig, VllmEngine
-from plumbing import arguments, checkpoint, data
+from plumbing import arguments, checkpoint, data, qwen35
 from tools import plan
 
 ROOT, CPU = sys.path[0], torch.device("cpu")
@@ -74,7 +74,7 @@ BF16 = (0.06, 0.05)  # 8 bits of mantissa, and a log-prob of a random model is n
 CHUNK = 512  # tokens of one step of the engine: a prompt of frames takes several
 
 
-def toy_inputs(args, wide=False, pixels=32 * 32, channel="image"):
+def toy_inputs(args, wide=False, pixels=32 * 32):
     """-> (random checkpoint, codec, four tasks, VideoSource) of main's world. wide: layers as large
     as those of the 2B, and its number of tokens. pixels: of a frame; 1,024 are a token."""
     ckpt, root = os.path.join(args.folder, "wide"), os.path.join(args.folder, "toy")
@@ -85,7 +85,15 @@ def toy_inputs(args, wide=False, pixels=32 * 32, channel="image"):
     dist.barrier()
     tasks = data.read_tasks(os.path.join(root, "rl.jsonl"))[:4]
     source = rollout.VideoSource(root, video.FrameCache(), min_pixels=pixels, max_pixels=pixels)
-    return ckpt, chat.load_codec(ckpt, channel), tasks, source
+    return ckpt, chat.load_codec(ckpt), tasks, source
+
+
+def used_gb(device):
+    """GB of the GPU in use, by all processes; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    free_bytes, total = torch.cuda.mem_get_info(device)
+    return (total - free_bytes) / 1e9
 
 
 class Table:
@@ -157,10 +165,10 @@ def check_engine(table, device, args):
     name = f"{place(device)} engine alone"
     if not has_vllm():
         return table.skip(name, "vllm is not installed: sft.py works, grpo.py and rollouts do not")
-    ckpt, codec, tasks, source = toy_inputs(args, device.type == "cuda", 128 * 128, "video")
+    ckpt, codec, tasks, source = toy_inputs(args, device.type == "cuda", 128 * 128)
     if args.ckpt:
-        ckpt, codec = args.ckpt, chat.load_codec(args.ckpt, "video")
-    free_bytes, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+        ckpt, codec = args.ckpt, chat.load_codec(args.ckpt)
+    before = used_gb(device)
     engine = VllmEngine(ckpt, codec, EngineConfig(
         4096, 64, max_seqs=8, gpu_memory=0.3, sleeping=True, max_num_batched_tokens=CHUNK))
     messages = rollout.main_messages(tasks[0], 64)
@@ -170,8 +178,9 @@ def check_engine(table, device, args):
     table.add(f"{name}: chunk / tokens of the prompt", CHUNK / len(context.ids), 0.9,
               f"{len(context.ids)} tokens, chunks of {CHUNK}")
     first = sample_greedy(engine, context, "first")
-    stays = (engine.sleep() or 0.0) - (total - free_bytes) / 1e9
-    table.add(f"{name}: GB that stay while it sleeps", stays, plan.ENGINE_ASLEEP / 1e9,
+    engine.sleep()
+    table.add(f"{name}: GB that stay while it sleeps", used_gb(device) - before,
+              plan.ENGINE_ASLEEP / 1e9,
               "tools/plan.py counts the bound",
               "tools/plan.py is too hopeful by the difference: smaller --pack-tokens")
     policy, answered = load_policy(ckpt, codec, source, device), deepcopy(context)
@@ -215,7 +224,8 @@ def check_rollouts(table, device, args, cycles=3):
     sampler, gaps, asleep, failed = rollout.RolloutWorker(engine, codec, source, agent), [], [], 0
     for n in range(1 + cycles):
         if n:
-            asleep.append(engine.sleep() or 0.0)
+            engine.sleep()
+            asleep.append(used_gb(device))
             # Move the weights farther than a step would, up and down again. Larger weights round
             # more (0.063 nats on an H100), so this stage has twice the bound. After a forward FSDP
             # leaves the root whole, so only the layers are in shards.
@@ -380,16 +390,16 @@ def check_delta(table, device, rows=4, length=1000):
     """The gated-delta kernels of the GPU in bf16, against the rule of the CPU in fp32."""
     if device.type == "cpu":
         return table.skip("GPU gated-delta kernels", "no GPU on this machine")
-    wanted = delta_results(model.delta_kernel(CPU), CPU, torch.float32, rows, length)
-    kernel = model.delta_kernel(device)
+    wanted = delta_results(qwen35.delta_kernel(CPU), CPU, torch.float32, rows, length)
+    kernel = qwen35.delta_kernel(device)
     for name, tensor in delta_results(kernel, device, torch.bfloat16, rows, length).items():
         gap = ((tensor - wanted[name]).norm() / wanted[name].norm()).item()
         table.add(f"GPU gated-delta kernels: distance of {name}", gap, 0.03, "relative, bf16")
 
 
 def delta_results(kernel, device, dtype, rows, length, heads=4, width=128):
-    """Outputs and gradients of a padded batch that goes on from a state, as model.packed_delta asks
-    for -> {name: fp32 tensor on the CPU}. The last row ends half-way."""
+    """Outputs and gradients of a padded batch that goes on from a state, as packed_delta asks for
+    -> {name: fp32 tensor on the CPU}. The last row ends half-way."""
     draw, real = torch.Generator().manual_seed(0), length // 2
     q, k, v, weight = torch.randn(4, rows, length, heads, width, generator=draw)
     decay, beta = torch.rand(2, rows, length, heads, generator=draw)
@@ -563,7 +573,7 @@ def main():
         raise launch.UserError("gpu_check.py starts its ranks itself: python tools/gpu_check.py")
     gpus = torch.cuda.device_count() if launch.use_gpu(args.cpu) else 0
     args.ranks = args.ranks or gpus or 2
-    args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and chat.check_config(args.ckpt)
+    args.out, args.ckpt = os.path.abspath(args.out), args.ckpt and checkpoint.resolve(args.ckpt)
     # Not by torch: a context of this process would take memory from the stages.
     card = gpus and subprocess.getoutput("nvidia-smi -i 0 --query-gpu=name --format=csv,noheader")
     versions = " | ".join(f"{pkg.name} {pkg.version}" for pkg in metadata.distributions()

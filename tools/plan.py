@@ -59,7 +59,7 @@ def read_config(name):
     if name in public_sizes():
         config = public_sizes()[name]
     elif os.path.isdir(name):
-        config = chat.read_object(os.path.join(chat.check_config(name), "config.json"))
+        config = launch.parse_json(launch.read_file(os.path.join(name, "config.json")))
     else:
         raise launch.UserError(f"{name}: neither one of {', '.join(public_sizes())} nor a folder "
                                "with a config.json")

@@ -768,7 +768,7 @@ def main():
     source = replace(source, root=os.path.realpath(source.root))
     key = os.environ[args.api_key_env].strip().encode() if args.api_key_env else None
     launch.print0(f"{args.ckpt}: loading the engine")
-    codec = chat.load_codec(ckpt, args.channel, args.chat_template_kwargs)
+    codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     engine = rollout.make_engine(ckpt, codec, args)
     store = VideoStore(source.root, int(args.videos_gb * 2**30))
     agents = Agents(rollout.RolloutWorker(engine, codec, source, agent), args)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import launch
-import model
+from plumbing import qwen35
 
 
 def first(self, *args, **more):
@@ -38,7 +38,7 @@ def main():
     path = copy / "ops" / "common" / "chunk_delta_h.py"
     path.write_text(re.sub(r"= (i_t)\.to\(tl\.int64\)", r"= \1", path.read_text()))
     sys.path.insert(0, sys.argv[1])
-    kernels = model.delta_kernel(torch.device("cuda"))
+    kernels = qwen35.delta_kernel(torch.device("cuda"))
     from triton.runtime.autotuner import Autotuner
 
     from tools import gpu_check
@@ -46,7 +46,7 @@ def main():
     for kind in (Autotuner, *Autotuner.__subclasses__()):
         kind.run = first
     wanted, found = (gpu_check.delta_results(rule, gpu_check.CPU, torch.float32, 2, 70, 2, 64)
-                     for rule in (model.delta_kernel(gpu_check.CPU), kernels))
+                     for rule in (qwen35.delta_kernel(gpu_check.CPU), kernels))
     print(json.dumps({n: ((found[n] - x).norm() / x.norm()).item() for n, x in wanted.items()}))
 
 

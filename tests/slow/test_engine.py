@@ -78,17 +78,16 @@ def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
 # Requests, sleep
 
 
-@pytest.mark.parametrize("channel", ["image", "video"])
-def test_frames_that_cross_a_chunk_of_the_prefill_are_the_trainers(channel, vllm_engines, codecs,
-                                                                   policy, tasks, frames_of):
+def test_frames_that_cross_a_chunk_of_the_prefill_are_the_trainers(vllm_engines, codec, policy,
+                                                                   tasks, frames_of):
     """Greedy, since a CPU's generators cannot be rewound; GPUs cut every long prompt."""
-    codec, engine = codecs[channel], vllm_engines(channel, max_seqs=4, chunk=32)
+    engine = vllm_engines(max_seqs=4, chunk=32)
     agent, steps, real = replace(HOT, temperature=0.0), [], engine.engine.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.engine, "step", lambda: steps.append(1) or real())
         (episode,) = play(Saying(engine, [ANSWER]), tasks[:1], frames_of, agent, 64)
     context = episode.context
-    frames = [n for n, i in enumerate(context.ids) if i == codec.pad]
+    frames = [n for n, i in enumerate(context.ids) if i == codec.image_pad]
     assert frames[0] < 32 and frames[-1] > 96  # in four chunks
     assert len(steps) > sum(context.mask)  # more than one step per token: the prompt took several
     got = trainer_logps(policy, codec, frames_of, context.ids, context.mask, context.items)

@@ -55,7 +55,7 @@ import grpo
 import launch
 import model
 import sft
-from plumbing import checkpoint, policies, runs
+from plumbing import checkpoint, policies, qwen35, runs
 from tools import plan
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -584,7 +584,7 @@ def main():
     modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}")
                for name in ("qwen3_vl", "qwen3_5")]
     pretend_cuda(modules)
-    model.delta_kernel = lambda device: delta_rule
+    qwen35.delta_kernel = lambda device: delta_rule
     kernels = types.ModuleType("flash_attn_2_cuda")  # what attention_plan looks for
     kernels.__spec__ = importlib.machinery.ModuleSpec("flash_attn_2_cuda", None)
     sys.modules["flash_attn_2_cuda"] = kernels

@@ -279,7 +279,7 @@ def test_a_load_that_loses_one_update_is_told_of(world35, codec35, monkeypatch, 
     monkeypatch.setitem(LOSES, "one matrix of three fused", "layers.1.mlp.up_proj.weight")
     monkeypatch.setitem(LOSES, "one norm", "layers.0.linear_attn.A_log")
     ckpt = str(world35 / "init")
-    policy = checkpoint.load_sharded(ckpt, codec35, torch.device("cpu"))
+    policy = checkpoint.load_policy(ckpt, codec35, torch.device("cpu"))
     engine = VllmEngine(ckpt, codec35, EngineConfig(256, 4, max_seqs=2))
     try:
         check_loads(engine, lambda: checkpoint.full_weights(policy, torch.bfloat16),
