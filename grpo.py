@@ -94,9 +94,10 @@ def build_parser():
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: numbers for toy.py")
     add("--vanilla", action="store_true", help="plain GRPO: no prefix, suffix, anchor, gating")
     # Batches
-    add("--steps", type=int, default=300, help="batches of rollouts")
-    add("--prompts", type=int, default=32, help="prompts per step, over all ranks")
-    add("--num-generations", type=int, default=8, help="rollouts per prompt (G), at least 2")
+    add("--steps", type=launch.positive, default=300, help="batches of rollouts")
+    add("--prompts", type=launch.positive, default=32, help="prompts per step, over all ranks")
+    add("--num-generations", type=launch.positive, default=8,
+        help="rollouts per prompt (G), at least 2")
     add("--frames", type=rollout.frames_argument, default="gated", help="K; gated: U{4,8,16,32,64}")
     # Reward and loss
     add("--format-credit", choices=["struct", "anchor", "sequence", "none"], default="struct",
@@ -108,10 +109,10 @@ def build_parser():
     add("--beta", type=float, default=0.01, help="weight of the KL; 0: no reference is loaded")
     # Optimizer
     add("--lr", type=float, help="of AdamW, constant; default 2e-6, of adapters 2e-5")
-    add("--minibatches", type=int, default=1,
+    add("--minibatches", type=launch.positive, default=1,
         help="optimizer steps per batch; above 1 each batch takes one more forward")
     # Above one context: else a group with a long prompt is split, and each part computes it again.
-    add("--pack-tokens", type=int, default=49152, help="tokens per pack (one forward)")
+    add("--pack-tokens", type=launch.positive, default=49152, help="tokens per pack (one forward)")
     add("--lora-rank", type=int, default=0, help="rank of adapters, the rest is frozen; 0: off")
     add("--dp-replicate", type=int, default=1,
         help="HSDP: groups of ranks that each hold the whole model; 0: all do")
@@ -143,8 +144,6 @@ def parse_args():
         args.lr = 10 * lr if args.lora_rank else lr  # adapters start at zero
     if args.rollouts:
         args.steps = 1
-    if min(args.steps, args.prompts, args.minibatches, args.pack_tokens) < 1:
-        raise launch.UserError("--steps, --prompts, --minibatches, --pack-tokens: at least 1")
     if args.num_generations < 2 or not args.temperature > 0:
         raise launch.UserError("--num-generations must be at least 2 and --temperature above 0: "
                                "rollouts that are all the same have no advantage")
@@ -215,8 +214,8 @@ def group_tree(group, credit):
         context = episode.context
         # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
         # saw, so this is checked although one function built all of them.
-        if context.ids[:cut] != first.ids[:cut] or context.items[0].key != first.items[0].key:
-            raise launch.RunError(f"{episode.group}: the prompts of one group differ")
+        same_frames = context.items[0].key == first.items[0].key
+        assert context.ids[:cut] == first.ids[:cut] and same_frames, episode.group
         values = {
             "advantage": token_advantages(episode, credit)[cut:],
             "sampling": context.logps[cut:],
@@ -330,7 +329,7 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
 
     old_of_pack = score_beforehand(policy, minibatches, args.temperature)
 
-    measured = []  # the numbers of each token [7, n] of each pack, on the device
+    measured = []  # TOKEN_NUMBERS [8, n] of each pack, on the device
     norms = []
     for packs in minibatches:  # one optimizer step each
         for pack, is_real in packs:
@@ -353,7 +352,7 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
             # multiplies by the number of ranks.
             (world * loss.sum() / n).backward()
             gap = (old_logps - sampling_logps).abs()  # only rounding is allowed [n]
-            numbers = [turn, gap, loss.detach(), entropy, *stats]  # as TOKEN_NUMBERS names them
+            numbers = [turn, torch.ones_like(gap), gap, loss.detach(), entropy, *stats]
             measured.append(torch.stack([column.double() for column in numbers]))
 
         norms.append(model.reduce_and_clip(policy, MAX_GRAD_NORM))
@@ -369,28 +368,23 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
     }
 
 
-TOKEN_NUMBERS = ("turn", "gap", "loss", "entropy", "kl", "clipped", "truncated")
+TOKEN_NUMBERS = ("turn", "tokens", "gap", "loss", "entropy", "kl", "clipped", "truncated")
 
 
 def token_numbers(measured):
-    """[columns, n] of each pack -> means over the tokens of all ranks, and the gap of each turn.
-    Collective."""
+    """TOKEN_NUMBERS of each pack [columns, n] -> means over the tokens of all ranks, and the gap of
+    each turn. Collective."""
     import torch
     import torch.distributed as dist
 
-    parts = [torch.zeros(len(TOKEN_NUMBERS), 0), *[part.cpu() for part in measured]]
-    table = torch.cat(parts, 1).double()  # [columns, tokens]; a rank may have no token
-    turn, gap = table[0].long(), table[1]
-    sums = torch.cat([table.sum(1), torch.bincount(turn, gap, TURN_BINS),
-                      torch.bincount(turn, torch.ones_like(gap), TURN_BINS)])
+    sums = torch.zeros(TURN_BINS, len(TOKEN_NUMBERS), dtype=torch.float64)
+    for columns in measured:
+        sums.index_add_(0, columns[0].long().cpu(), columns.T.cpu())
     dist.all_reduce(sums)
-    totals, turn_gaps, turn_tokens = sums.split([len(TOKEN_NUMBERS), TURN_BINS, TURN_BINS])
-    tokens = turn_tokens.sum().item()
-    numbers = dict(zip(TOKEN_NUMBERS, (totals / tokens).tolist()))
-    # A turn that no rollout had is 0 / 0.
-    by_turn = (turn_gaps / turn_tokens).tolist()
-    numbers["gap_by_turn"] = {t: mean for t, mean in enumerate(by_turn) if math.isfinite(mean)}
-    return {**numbers, "tokens": tokens}
+    total = sums.sum(0)  # [columns]
+    means = dict(zip(TOKEN_NUMBERS, (total / total[1]).tolist()))
+    gap_by_turn = {t: row[2] / row[1] for t, row in enumerate(sums.tolist()) if row[1] > 0}
+    return {**means, "tokens": total[1].item(), "gap_by_turn": gap_by_turn}
 
 
 def sub_agent_gap(policy, episodes, step, temperature):
@@ -484,12 +478,9 @@ def sample_batch(run, step, args):
     return episodes
 
 
-def recorded_batch(worker, paths):
-    """--rollouts -> this rank's episodes, rewarded as this run pays."""
-    required = (*rollout.RECORD_FIELDS, "K", "ids", "mask", "logps", "vision")
-    episodes = []
-    for path in paths:
-        episodes += [rollout.from_dict(row) for row in launch.read_jsonl(path, required)]
+def recorded_batch(worker, rows):
+    """Rows of --rollouts -> this rank's episodes, rewarded as this run pays."""
+    episodes = [rollout.from_dict(row) for row in rows]
     groups = sorted({e.group for e in episodes})  # a rank takes whole groups, sigma needs them
     rank, world = launch.rank_and_world()
     mine = [e for e in episodes if e.group in groups[rank::world]]
@@ -582,10 +573,10 @@ def setup(args):
         return check_data(args)
     ckpt = checkpoint.resolve(args.ckpt)
     codec = chat.load_codec(ckpt)
-    path, tasks = args.data, []
-    if args.rollouts:
-        path = args.rollouts[0]  # videos lie beside it, unless --video-root says otherwise
-    else:
+    path, tasks, records = args.data, [], []
+    for path in args.rollouts or ():  # videos lie beside them, unless --video-root says otherwise
+        records += launch.read_jsonl(path, rollout.RECORD_FIELDS)
+    if not records:
         tasks = read_data(args.data)
     val_tasks = read_data(args.val)
     subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
@@ -594,7 +585,7 @@ def setup(args):
     _, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)
     # The same command again goes on from the newest whole checkpoint in --out.
-    folder, state = checkpoint.resume_point(args, {"data": tasks, "val": val_tasks})
+    folder, state = checkpoint.resume_point(args, {"data": tasks + records, "val": val_tasks})
     if state["step"] >= args.steps:
         launch.print0(f"nothing to do: {args.out} has {state['step']} steps of {args.steps}")
         return launch.end_process_group()
@@ -605,7 +596,7 @@ def setup(args):
             source.cache.check_present(args, name, rows)
     policy, reference, optimizer = load_models(args, ckpt, codec, source.load, device, folder)
     engine, engine_dtype = None, model.engine_dtype(codec, device)
-    if not args.rollouts:
+    if not records:
         # On a GPU the engine shares the device with the trainer, so it starts asleep.
         engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
         if folder:  # the engine has read --ckpt, but the resumed weights are newer
@@ -616,7 +607,7 @@ def setup(args):
     launch.print0(f"{args.prompts} prompts x {args.num_generations} rollouts a step, "
                   f"{world} ranks on {device.type}")
     return SimpleNamespace(
-        tasks=tasks, val_tasks=val_tasks, policy=policy, reference=reference, optimizer=optimizer,
+        tasks=tasks, val_tasks=val_tasks, records=records, policy=policy, reference=reference, optimizer=optimizer,
         worker=rollout.RolloutWorker(engine, codec, source, agent, pay, judge), state=state,
         # Decodes frames of the next step, during the rollouts on half of the decoders.
         decoders=ThreadPoolExecutor(max(2, video.decode_threads() // 2)),
@@ -672,7 +663,7 @@ def main():
             if engine:
                 episodes = sample_batch(run, step, args)
             else:
-                episodes = recorded_batch(run.worker, args.rollouts)
+                episodes = recorded_batch(run.worker, run.records)
 
         # 2. Update. A group lies on one rank, so advantages need no exchange between ranks. The
         # engine sleeps meanwhile, so the trainer has its memory.

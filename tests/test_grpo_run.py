@@ -163,7 +163,7 @@ def test_recorded_rollouts_are_rewarded_as_this_run_pays(codec, source, tasks, t
     path = write_rows(tmp_path / "r.jsonl", [e.to_dict() for e in group])
     pay = rewards.RewardConfig(tool_weight=0.0, format_weight=2.0)
     worker = SimpleNamespace(pay=pay, judge=None)
-    for e, again in zip(group, grpo.recorded_batch(worker, [path])):
+    for e, again in zip(group, grpo.recorded_batch(worker, rows_of(path))):
         assert again.reward == rollout.compute_reward(e, pay) and again.struct == e.struct
 
 
