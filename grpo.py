@@ -572,7 +572,7 @@ def setup(args):
     if args.check:
         return check_data(args)
     ckpt = checkpoint.resolve(args.ckpt)
-    codec = chat.load_codec(ckpt)
+    codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     path, tasks, records = args.data, [], []
     for path in args.rollouts or ():  # videos lie beside them, unless --video-root says otherwise
         records += launch.read_jsonl(path, rollout.RECORD_FIELDS)
@@ -607,7 +607,8 @@ def setup(args):
     launch.print0(f"{args.prompts} prompts x {args.num_generations} rollouts a step, "
                   f"{world} ranks on {device.type}")
     return SimpleNamespace(
-        tasks=tasks, val_tasks=val_tasks, records=records, policy=policy, reference=reference, optimizer=optimizer,
+        tasks=tasks, val_tasks=val_tasks, records=records,
+        policy=policy, reference=reference, optimizer=optimizer,
         worker=rollout.RolloutWorker(engine, codec, source, agent, pay, judge), state=state,
         # Decodes frames of the next step, during the rollouts on half of the decoders.
         decoders=ThreadPoolExecutor(max(2, video.decode_threads() // 2)),
