@@ -80,7 +80,8 @@ def read_tasks(path, faults=None, unlabelled=False):
         problem = task_fault(row, unlabelled)
         if problem is None and str(row["id"]) in ids:
             problem = f"task ids are not unique: {row['id']} is there twice"
-        ids.add(str(row["id"]))
+        if problem is None:
+            ids.add(str(row["id"]))
         return problem
 
     return launch.read_jsonl(path, ("id",), fault, faults)
@@ -144,13 +145,12 @@ def label_fault(row, options):
 def late_window(task, end):
     """-> None, or why the video, which ends at `end` seconds, cannot show the answer or the
     evidence."""
-    windows = list(task.get("evidence") or [])
-    if task["type"] == "grounding" and task["answer"]:
-        windows.append(task["answer"])
-    for window in windows:
-        # Half of a window may lie beyond: annotators round, and end it a little late.
-        if sum(window) / 2 > end:
-            return f"{window} s lies beyond the video, which has {end:g} s"
+    for window in task.get("evidence") or []:
+        if window[0] >= end:
+            return f"evidence {window} begins at no second of the video, which has {end:g} s"
+    # Half of an answer may lie beyond: annotators round, and end it a little late.
+    if task["type"] == "grounding" and task["answer"] and sum(task["answer"]) / 2 > end:
+        return f"the answer, {task['answer']} s, lies beyond the video, which has {end:g} s"
     return None
 
 
@@ -243,7 +243,7 @@ def read_chats(path, faults=None):
             if row.get(name):
                 return f"a column {name!r}, which is not read; tools/convert.py reads such rows"
         if "messages" not in row:
-            return "missing 'messages': a task is for grpo.py and eval.py"
+            return "missing 'messages'; a task, for grpo.py and eval.py"
         tools = row.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             return "'tools' must be a list of tools, or null"

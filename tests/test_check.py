@@ -20,19 +20,14 @@ def check(start, toy):
     return check
 
 
-@pytest.mark.process  # five starts
+@pytest.mark.process  # two starts
 def test_sound_data_has_no_fault(check, toy, tmp_path):
     out = tmp_path / "run"
     code, said, _ = check(grpo, toy / "rl.jsonl", "--val", toy / "eval.jsonl", "--out", out)
-    assert code == 0 and re.findall(r"(\d) tasks, \1 videos", said) == ["6", "4"]
-    room = int(re.search(r"largest prompt has (\d+) tokens", said)[1]) + 32  # for the response
-    for less in (0, 1):
-        assert check(grpo, toy / "rl.jsonl", "--max-model-len", room - less)[0] == 2 * less
+    assert code == 0 and "no fault in" in said
     code, said, _ = check(sft, toy / "sft.jsonl", "--out", out)
     assert code == 0 and re.search(r"\d+ chats, the longest has \d+ tokens, of --max-len 20", said)
     assert not out.exists(), "--check writes nothing"
-    code, _, err = check(grpo, toy / "rl.jsonl", "--max-model-len", 10**6)
-    assert code == 2 and "positions" in err
 
 
 def test_each_fault_is_a_line(check, toy, tmp_path):
@@ -77,10 +72,8 @@ def test_faults_of_chats(check, toy, tmp_path):
     rows[2]["messages"][-1]["content"] = "word " * 5000
     del rows[3]["id"]
     file = write_rows(tmp_path / "chats.jsonl", rows)
-    code, out, err = check(sft, file)
+    code, out, err = check(sft, file, "--missing-videos", 1)
     assert code == 2 and "--check: 4 faults in" in err, err
     assert f"{file}:1: no assistant message" in out and f"{file}:4: missing 'id'" in out
     assert f"chat {rows[1]['id']} would be skipped" in out
     assert re.search(rf"chat {rows[2]['id']} has .*--max-len is 2048", out)
-    code, out, _ = check(sft, file, "--max-len", 10**6)  # the toy has 4,096 positions
-    assert code == 2 and re.search(rf"chat {rows[2]['id']} has .* checkpoint has 4096 pos", out)

@@ -106,19 +106,32 @@ def test_unreadable_subtitles_are_named(tmp_path, name, text):
 
 
 def test_aligned_lines_are_those_spoken_at_a_frame(tmp_path):
-    cues = [(0, 1, "a"), (2, 3, "b"), (3, 4, "b"), (5, 6, "c"), (8, 9, "b")]
-    (tmp_path / "a.json").write_text(json.dumps(
-        [{"start": start, "end": end, "line": text} for start, end, text in cues]))
+    rows = [(0, 1, "a"), (2, 3, "b"), (3.5, 4, "b"), (5, 6, "c"), (7, 7.5, ""), (8, 9, "b")]
+    cues = [{"start": start, "end": end, "line": text} for start, end, text in rows]
+    (tmp_path / "a.json").write_text(json.dumps(cues))
 
-    def shown(seconds, which="aligned", start=0.0):
-        task = {"subtitles": "a.json", "subtitle_start": start}
-        return data.task_subtitles(task, seconds, str(tmp_path), which)
+    def text(seconds, which="aligned", **more):
+        return data.task_subtitles({"subtitles": "a.json", **more}, seconds, str(tmp_path), which)
 
-    assert shown([], "full") == "a\nb\nc\nb"  # a line repeated at once is shown once
-    assert shown([1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"  # ends count
-    assert shown([2.0, 3.0]) == "b" and shown([1.5, 4.5]) == "" and shown([]) == ""
-    assert shown([0.5], start=5.0) == "c"  # the second of the file at which the video begins
+    assert text([], "full") == "a\nb\nc\nb"  # a line repeated at once is shown once
+    assert text([1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"  # ends count
+    assert text([2.0, 3.6]) == "b" and text([1.5, 4.5]) == ""
+    assert text([1.0, 1.5], subtitle_start=4.0) == "c"  # the video begins at the file's second 4
     assert data.task_subtitles({"subtitles": None}, [1.0], str(tmp_path), "full") == ""
+
+
+@pytest.mark.parametrize("name, lines", [
+    ("an8.srt", ["On the sign", "One Two"]), ("utf16.srt", ["Hello", "Second"]),
+    ("angle.srt", ["if a < b and c > d then stop", "I <3 you"])])
+def test_encodings_and_markup_of_files_found_in_the_wild(tmp_path, name, lines):
+    texts = {"an8.srt": ["{\\an8}On the sign", "{\\an8}One\\NTwo"]}.get(name, lines)
+    cues = [f"{n}\n00:00:0{n},000 --> 00:00:0{n},500\n{text}\n" for n, text in enumerate(texts)]
+    encoding = "utf-16" if name == "utf16.srt" else "utf-8"
+    (tmp_path / name).write_bytes("\n".join(cues).encode(encoding))
+    assert [text for _, _, text in data.read_subtitles(name, str(tmp_path))] == lines
+    (tmp_path / "gbk.srt").write_bytes("\n".join([*cues, "说话"]).encode("gbk"))
+    with pytest.raises(launch.UserError, match="gbk.srt.*iconv"):
+        data.read_subtitles("gbk.srt", str(tmp_path))
 
 
 @pytest.mark.process

@@ -229,14 +229,16 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     """SFT updates of the toy's base on this process group, all by the same chats -> loss, N, packs
     of this rank, full gradients, all of the last one, and the way of the weights."""
     (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
-    args = SimpleNamespace(video_root=None, min_pixels=1024, max_pixels=50176, max_len=2048)
+    args = SimpleNamespace(video_root=None, max_pixels=50176, max_len=2048, missing_videos=0,
+                           pack_tokens=pack_tokens)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
     policy = checkpoint.load_policy(str(toy / "init"), codec, device, replicas=replicas)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.frames)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.load)
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in policy.named_parameters()
               if p.requires_grad}
-    mine = data.balance_over_ranks([0, 1, 2, 3, 4, 5, 7], chats.cost, rank, world)
-    (packs, _), policy.features = sft.make_packs(chats, mine, codec, pack_tokens), vision
+    rows = [chats.rows[index] for index in (0, 1, 2, 3, 4, 5, 7)]
+    packs, _, _ = chats.packs(data.balance_over_ranks(rows, sft.cost, rank, world))
+    policy.features = vision
     optimizers = sft.build_optimizers(policy, LEARNING, device)
     for _ in range(steps):
         policy.zero_grad()

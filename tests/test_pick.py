@@ -41,13 +41,13 @@ def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
     assert episode.sample == 1 and len(episode.calls) == 3
     rows = pick.chats_of(episode)
     path = write_rows(tmp_path / "chats.jsonl", rows)
-    args = SimpleNamespace(video_root=str(toy), min_pixels=1024, max_pixels=50176, max_len=4096)
+    args = SimpleNamespace(video_root=str(toy), max_pixels=50176, max_len=4096, missing_videos=0)
     chats = sft.Chats(str(path), codec, args, video.FrameCache())
     subs = [call["sub"] for call in episode.calls if "sub" in call]
     contexts = [(episode.context.ids, episode.context.mask)] + [(s["ids"], s["mask"]) for s in subs]
     assert len(rows) == len(contexts) == 3
     for number, (ids, mask) in enumerate(contexts):
-        chat = chats[number]
+        chat, _ = chats.encode(chats.rows[number])
         assert list(chat.ids) == ids
         # A forced <think> is trained by SFT and not by RL.
         assert all(ours >= theirs for ours, theirs in zip(chat.mask, mask))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -35,7 +34,6 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch,
         launch.run_main(launch.start_process_group)
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1 and "make venv GPU=1" in said
-    assert "not compiled with CUDA" in said  # torch's own reason
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert launch.use_gpu(cpu=True) is False and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -49,7 +47,6 @@ def test_a_second_ctrl_c_ends_the_process_at_once(number, ends):
               f"assert asked.is_set()\nos.kill(os.getpid(), {number})\nprint('lives')")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -number * ends and ("lives" in done.stdout) == (not ends)
-    assert ("another Ctrl-C ends at once" in done.stderr) == ends
 
 
 @pytest.mark.parametrize("rank, saves", [({}, False), ({"RANK": "0"}, True)])  # torchrun's
@@ -84,48 +81,13 @@ def test_the_first_rank_of_a_machine_speaks_at_once(monkeypatch, capsys, local, 
     assert capsys.readouterr().err == f"a.py: rank {rank}: chat x\n"
 
 
-TALKS = """
-import sys, time
-import launch
-def main():
-    for number in range({lines}):
-        print(number, flush=number % 100 == 0)
-        if number == {lines} // 2:
-            print("a warning", file=sys.stderr)
-            open({out!r} + "half", "w").close()
-            time.sleep({pause})
-    open({out!r}, "w").close()
-launch.run_main(main)
-"""
-
-
-def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
-    """As `| head` does it: EPIPE, also of what is still in a buffer at the end."""
-    out = tmp_path / "ended"
-    script = TALKS.format(out=str(out), lines=20_000, pause=0)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout.readline() == b"0\n"
-    process.stdout.close()
-    assert process.stderr.read() == b"a warning\n" and not process.wait(60) and out.exists()
-    with open("/dev/full", "wb") as full:  # a log on a full disk
-        assert not subprocess.run(process.args, stdout=full, stderr=full, cwd=ROOT).returncode
-    reading, writing = os.pipe()  # as node leaves one: a write into a full pipe is an error
-    os.set_blocking(writing, False)
-    with subprocess.Popen(process.args, stdout=writing, cwd=ROOT), open(reading, "rb") as f:
-        os.close(writing)
-        time.sleep(1)
-        assert f.read().endswith(b"19999\n")
-
-
-def test_a_collective_waits_a_minute_longer_than_a_phase_and_patience_zero_for_both(monkeypatch):
+def test_a_collective_waits_a_minute_longer_than_a_phase(monkeypatch):
     phases, collectives = [], []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **_: phases.append(s))
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group",
                         lambda backend, timeout: collectives.append(timeout.total_seconds()))
     monkeypatch.setenv("RANK", "0")
-    for patience in (7, 0):
-        launch.start_process_group(patience)
-        launch.reset_watchdog(patience)
-    assert phases == [7] and collectives == [67, 30 * 86400]
+    launch.start_process_group(7)
+    launch.reset_watchdog(7)
+    assert phases == [7] and collectives == [67]
