@@ -243,7 +243,7 @@ def read_chats(path, faults=None):
             if row.get(name):
                 return f"a column {name!r}, which is not read; tools/convert.py reads such rows"
         if "messages" not in row:
-            return "missing 'messages'; a task, for grpo.py and eval.py"
+            return "missing 'messages': a task is for grpo.py and eval.py"
         tools = row.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             return "'tools' must be a list of tools, or null"
