@@ -26,7 +26,7 @@ import sft
 from plumbing import checkpoint
 
 HALF = torch.bfloat16
-SFT = ("--preset", "toy", "--optimizer", "adamw", "--lr", 1e-4, "--steps", 1, "--batch-size", 8,
+SFT = ("--preset", "toy", "--muon-lr", 0, "--lr", 1e-4, "--steps", 1, "--batch-size", 8,
        "--warmup", 0)
 UPDATE = ("--preset", "toy", "--beta", 0.01, "--lr", 1e-4)
 GRPO = (*UPDATE, "--prompts", 2, "--num-generations", 2, "--frames", 8,
@@ -40,20 +40,20 @@ def gpu_precisions():
 
     launch.import_shim()
     real_policy, real_dtype = model.wrap_policy, model.compute_dtype
-    real_save, policies = checkpoint.save_checkpoint, []
+    real_save, policies = checkpoint.save_run, []
 
     def wrapped(*args):
         policies.append(real_policy(*args))
         return policies[-1]
 
-    def save_checkpoint(*args):  # in fp32: a step of 1e-4 could not be seen in bf16
+    def save_run(*args):  # in fp32: a step of 1e-4 could not be seen in bf16
         with mock.patch.object(model, "compute_dtype", real_dtype):
             return real_save(*args)
 
     with (mock.patch.object(fsdp, "MixedPrecisionPolicy",
                             functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
           mock.patch.object(model, "wrap_policy", wrapped),
-          mock.patch.object(checkpoint, "save_checkpoint", save_checkpoint),
+          mock.patch.object(checkpoint, "save_run", save_run),
           mock.patch.object(grpo, "gap_tolerance", lambda *_: 0.1),
           mock.patch.object(model, "compute_dtype", lambda device: HALF)):
         yield policies

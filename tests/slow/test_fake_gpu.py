@@ -2,7 +2,7 @@
 Tests of the GPU's path without a GPU: python -m pytest tests/slow/test_fake_gpu.py -q
 
 Fake tensors on `cuda` have device, dtype and shape but no numbers, and torch's `fake` process group
-answers every collective at once. So one process plays one rank of eight: load_sharded, FSDP2, bf16
+answers every collective at once. So one process plays one rank of eight: load_policy, FSDP2, bf16
 compute, recomputation, the vision tower, an SFT step, a GRPO update and the weights for the engine
 run at the 8B's widths, each tensor as large as it would be.
 
@@ -55,7 +55,7 @@ import grpo
 import launch
 import model
 import sft
-from plumbing import checkpoint, policies, qwen35, runs
+from plumbing import checkpoint, qwen35
 from tools import plan
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -413,11 +413,10 @@ def stored(size, layers=None):
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     with torch.device("meta"):
-        shapes = {name: list(p.shape) for name, p in
-                  checkpoint.model_class(config)(config).named_parameters()}
+        hf = getattr(transformers, config.architectures[0])(config)
+        shapes = {name: list(p.shape) for name, p in hf.named_parameters()}
 
-    runs.content_digest = lambda _: ""
-    checkpoint.stored_shapes = lambda _: {name: (shape, "BF16") for name, shape in shapes.items()}
+    checkpoint.small_files = lambda _: {}
     torch.distributed.checkpoint.load = lambda *_, **__: None
     transformers.AutoConfig.from_pretrained = lambda *_, **__: deepcopy(config)
     return config, shapes
@@ -425,7 +424,7 @@ def stored(size, layers=None):
 
 def load(lora=0):
     """-> (policy, its optimizer with moments), as a step finds them."""
-    policy = checkpoint.load_sharded("nowhere", CODEC, DEVICE, True, lora=lora)
+    policy = checkpoint.load_policy("nowhere", CODEC, DEVICE, True, lora)
     devices = {x.device for x in (*policy.parameters(), *policy.buffers())}
     assert devices == {DEVICE}, "something stayed on the host"
     weights = model.trained_parameters(policy)
@@ -441,7 +440,7 @@ def load(lora=0):
 
 
 def load_reference():
-    return checkpoint.load_sharded("nowhere", CODEC, DEVICE, frozen=True)
+    return checkpoint.load_policy("nowhere", CODEC, DEVICE, frozen=True)
 
 
 def video_item(key):
@@ -494,7 +493,7 @@ def trace(memory, stage, size, ranks, layers, lora):
     reference, kept, computed, real = None, 0, [], model.patchify
     model.patchify = lambda codec, *given: computed.append(1) or real(codec, *given)
     if stage == "grpo":
-        reference = policies.AdapterReference(policy) if lora else load_reference()
+        reference = checkpoint.AdapterReference(policy) if lora else load_reference()
         keep_features(policy, reference)
     memory.peak = memory.now
     for seen in (waits, reduced, travelled):
@@ -525,7 +524,7 @@ def faults():
     from transformers import Qwen3VLForConditionalGeneration as Qwen
 
     plan_of, masks, chunk = model.attention_plan, model.block_mask, model.chunk_logprobs
-    load_whole, precision = checkpoint.load_sharded, torch.distributed.fsdp.MixedPrecisionPolicy
+    load_whole, precision = checkpoint.load_policy, torch.distributed.fsdp.MixedPrecisionPolicy
     host = torch.device("cpu")
 
     def plan_with(change):
@@ -554,7 +553,7 @@ def faults():
         "no compute in bf16": (torch.distributed.fsdp, "MixedPrecisionPolicy",
                                lambda param_dtype=None, **more: precision(**more)),
         "masters in the configuration's dtype": (Qwen, "float", lambda self: self),
-        "rotary table left behind": (checkpoint, "load_sharded", rotary_left),
+        "rotary table left behind": (checkpoint, "load_policy", rotary_left),
         "bias of banned ids on the host": (
             model, "chunk_logprobs", lambda h, w, y, bias, t: chunk(h, w, y, bias.cpu(), t)),
         "trees on the host": (model, "block_mask", lambda p, device: masks(p, host).to(device)),

@@ -19,14 +19,14 @@ import pytest
 from conftest import ROOT, run_script
 from scripted import LIVE
 
-from plumbing import runs
+from plumbing import checkpoint
 
 HEAD = """
     import os, signal, sys, time
     sys.path[:0] = [{root!r}, {root!r} + "/tests"]
     import torch
     import model, launch, reference, rewards, rollout, sft, grpo, video
-    from plumbing import checkpoint, runs
+    from plumbing import checkpoint
     rollout.make_engine = reference.make_engine
     rank = int(os.environ.get("RANK", 0))
 """
@@ -41,9 +41,9 @@ def command(toy, tmp_path):
         main = f"\nif __name__ == '__main__':\n    launch.run_main({script}.main)\n"
         path.write_text(textwrap.dedent(HEAD.format(root=ROOT)) + textwrap.dedent(fault) + main)
         common = {"grpo": ("--data", toy / "rl.jsonl", *LIVE),
-                  "sft": ("--data", toy / "sft.jsonl", "--batch-size=4", "--optimizer=adamw")}
+                  "sft": ("--data", toy / "sft.jsonl", "--batch-size=4", "--muon-lr=0")}
         return [path, "--preset", "toy", "--ckpt", toy / "init", "--video-root", toy,
-                "--out", tmp_path / "out", "--save-every", 1, "--set", "dp_replicate=1",
+                "--out", tmp_path / "out", "--save-every", 1, "--dp-replicate", 1,
                 *common[script], *flags]
 
     return command
@@ -65,11 +65,16 @@ def steps_of(out):
             if "grad_norm" in row]
 
 
-def goes_on(toy, tmp_path, steps, optimizer="adamw"):
+def newest(out):
+    return checkpoint.step_folders(str(out))[0]
+
+
+def goes_on(toy, tmp_path, steps, muon_lr=0):
     """The same command on one rank goes on from the newest whole checkpoint."""
     done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
                       toy / "sft.jsonl", "--video-root", toy, "--batch-size", 4, "--save-every", 1,
-                      "--optimizer", optimizer, "--steps", steps, "--out", tmp_path / "out")
+                      "--muon-lr", muon_lr, "--dp-replicate", 1, "--steps", steps,
+                      "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path / "out") == list(range(1, steps + 1))
 
@@ -77,7 +82,7 @@ def goes_on(toy, tmp_path, steps, optimizer="adamw"):
 AT_STEP = """
     def saved(step):
         out = sys.argv[sys.argv.index("--out") + 1]
-        while not (runs.newest_checkpoint(out) or "").endswith(f"step_{{step:06d}}"):
+        while not (checkpoint.step_folders(out) or [""])[0].endswith(f"step_{{step:06d}}"):
             time.sleep(0.1)
 
     real, calls = sft.forward_backward, []
@@ -124,40 +129,11 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     """
     fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=f"saved(1); {hang}"))
     fault += textwrap.dedent(less_patience)
-    done = run("sft", fault, "--steps", 4, "--set", "patience=60")
+    done = run("sft", fault, "--steps", 4, "--patience", 60)
     assert done.returncode != 0 and "step 0001/0004" in done.stdout
     assert "Timeout" in done.stderr  # faulthandler's
     assert re.search(r'sft_faulty.py", line \d+ in backward', done.stderr)  # where rank 1 hung
-    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000001")
-
-
-def test_grpo_ends_on_all_ranks_if_the_disk_of_one_has_gone(run, tmp_path):
-    """Else the other rank's films would be all that is trained on, to the end."""
-    done = run("grpo", """
-        real = grpo.sample_batch
-
-        def sample_batch(sampler, tasks, step, *more):
-            def gone(path):
-                raise video.VideoError(path, "the machine: is gone")
-
-            if rank == 1 and step:
-                video.identity = gone
-            return real(sampler, tasks, step, *more)
-
-        grpo.sample_batch = sample_batch
-    """, "--steps", 8)
-    assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "step 4: videos could not be read for 3 steps; is the disk there?" in done.stderr
-    rows = list(map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines()))
-    assert [row["skipped_update"] for row in rows][1:] == [1, 1]
-
-
-def test_a_run_whose_folder_goes_away_makes_no_other(run):
-    """The disk with --out is detached: the name stands for an empty folder of another disk."""
-    fault = AT_STEP.format(step=2, rank=0, what="saved(1); o = sys.argv[sys.argv.index('--out') + "
-                           "1]; os.rename(o, o + '2'); os.mkdir(o)")
-    done = run("sft", fault, "--steps", 3)
-    assert done.returncode != 0 and "step_000002 could not be written (No such file" in done.stderr
+    assert newest(tmp_path / "out").endswith("step_000001")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -170,12 +146,9 @@ def test_a_full_disk_stops_all_ranks_with_one_line_and_an_older_checkpoint(
     done = run("sft", fault, "--steps", 6)
     err = done.stderr
     assert done.returncode != 0
-    said = [line for line in err.splitlines() if "could not be written" in line
-            and line.startswith("sft_faulty.py:")]
-    assert len(said) == 1 and "step_000003" in said[0], err[-3000:]
-    assert "the newest whole one is" in said[0] and "step_000002" in said[0], err[-3000:]
-    # nothing half-written is left
-    left = sorted(n for n in os.listdir(tmp_path / "out") if "step" in n)
+    assert ".step.tmp" in err and "File too large" in err and "Traceback" not in err, err[-3000:]
+    # nothing half-written has a final name
+    left = sorted(n for n in os.listdir(tmp_path / "out") if n.startswith("step"))
     assert left == ["step_000001", "step_000002"]
     goes_on(toy, tmp_path, 4)
 
@@ -217,7 +190,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_loses_one_step(torchrun, toy, tm
     fault = AT_STEP.format(step=3, rank=1, what="saved(2); os.kill(os.getpid(), signal.SIGKILL)")
     code, out, err = finish(torchrun("sft", fault, "--steps", 4))
     assert code != 0 and "step 0002/0004" in out and "step 0003" not in out and not alive(tmp_path)
-    assert runs.newest_checkpoint(str(tmp_path / "out")).endswith("step_000002")
+    assert newest(tmp_path / "out").endswith("step_000002")
     goes_on(toy, tmp_path, 4)
 
 
@@ -225,7 +198,7 @@ def test_a_scheduler_that_warns_the_launcher_loses_no_step(torchrun, toy, tmp_pa
     """SIGTERM to torchrun, which hands it to its ranks and gives them half a minute."""
     fault = AT_STEP.format(step=3, rank=0, what="open(sys.argv[sys.argv.index('--out') + 1] "
                            "+ '/third', 'w').close(); time.sleep(1)")
-    process = torchrun("sft", fault, "--steps", 4, "--optimizer", "muon")
+    process = torchrun("sft", fault, "--steps", 4, "--muon-lr", 6e-3)
     until = time.monotonic() + 60
     while not (tmp_path / "out" / "third").exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -234,7 +207,7 @@ def test_a_scheduler_that_warns_the_launcher_loses_no_step(torchrun, toy, tmp_pa
     assert "stopped after step 3 of 4; the same command goes on" in out, err[-2000:]
     assert not alive(tmp_path), err[-2000:]
     assert steps_of(tmp_path / "out") == [1, 2, 3]
-    goes_on(toy, tmp_path, 4, "muon")
+    goes_on(toy, tmp_path, 4, 6e-3)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -266,14 +239,13 @@ def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
              "--rdzv_backend", "c10d", "--rdzv_endpoint", place, tmp_path / "varied.py",
              os.path.join(ROOT, "tests", "reference.py"), os.path.join(ROOT, "grpo.py"),
              "--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--out",
-             tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--set", "dp_replicate=2"]
+             tmp_path / "out", *LIVE, "--steps", 3, "--lr", 5e-3, "--dp-replicate", 2]
     nodes = [subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               text=True, cwd=ROOT) for _ in range(2)]
     ended = [finish(node) for node in nodes]
     assert [code for code, *_ in ended] == [0, 0], ended[0][2][-2000:] + ended[1][2][-2000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [m["step"] for m in rows] == [1, 2, 3]
-    assert all(m["groups"] == 2 and m["skipped_update"] == 0 for m in rows)
     assert all(m["gap"] < 1e-4 for m in rows)
     assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6
-    assert runs.is_complete(str(tmp_path / "out" / "last")) and not alive(tmp_path)
+    assert newest(tmp_path / "out").endswith("step_000003") and not alive(tmp_path)

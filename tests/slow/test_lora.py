@@ -34,8 +34,9 @@ def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_
     vllm = pytest.importorskip("vllm", reason="vllm is not installed")
     from vllm.lora.request import LoRARequest
 
-    folder = tmp_path / "adapters"
-    checkpoint.save_checkpoint(moved(adapted), codec, str(folder), {"step": 1})
+    optimizer = model.adamw(model.trained_parameters(adapted), 0.1, 0.9, CPU)
+    checkpoint.save_run(moved(adapted), optimizer, str(tmp_path), 1, {"settings": {}})
+    folder = tmp_path / "step_000001"
     ids = list(range(20, 60))
     tree = model.Tree(model.TokenSpan(ids, [0] + [1] * (len(ids) - 1)))
     with torch.no_grad():

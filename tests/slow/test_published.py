@@ -341,7 +341,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
     item = chat.vision_item(spec, source.load(spec))
     talk = chat.encode_chat(codec, [*rollout.main_messages(tasks[0], 4),
                                     {"role": "assistant", "content": RIGHT}], [item])
-    policy, reference = (checkpoint.load_sharded(ckpt, codec, CPU, frozen=frozen)
+    policy, reference = (checkpoint.load_policy(ckpt, codec, CPU, frozen=frozen)
                          for frozen in (False, True))
     pack = model.pack_trees(codec, [model.Tree(model.TokenSpan(talk.ids, talk.mask), talk.items)])
     vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
@@ -528,14 +528,16 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     ours."""
     if not os.path.isdir(OLD):
         pytest.skip("transformers 4.57 is not beside the environment: `make test-compat`")
-    policy, folder = checkpoint.load_sharded(ckpt, codec, CPU), tmp_path / "saved"
+    policy = checkpoint.load_policy(ckpt, codec, CPU)
     torch.manual_seed(0)
     with torch.no_grad():
         for p in policy.hf.model.language_model.parameters():  # trained: no longer the base
             p.add_(0.1 * p.std() * torch.randn(()) if p.ndim > 1 else 0.05)
             p.copy_(p.to(dtype))
     monkeypatch.setattr(model, "compute_dtype", lambda _: dtype)  # bf16: as on a GPU
-    checkpoint.save_checkpoint(policy, codec, str(folder), {"step": 1})
+    folder = tmp_path / "step_000001"
+    optimizer = model.adamw(model.trained_parameters(policy), 0.1, 0.9, CPU)
+    checkpoint.save_run(policy, optimizer, str(tmp_path), 1, {"settings": {}})
     spec = {"video": tasks[0]["video"], "frames": 4}
     frames = source.load(spec)
     item, task = chat.vision_item(spec, frames), {**tasks[0], "question": "Which is first?"}

@@ -215,7 +215,7 @@ def test_two_ranks_train_what_one_trains(world35, tmp_path, flags):
     for ranks in (1, 2):
         done = run_script("sft.py", "--preset", "toy", "--ckpt", world35 / "init", "--data",
                           world35 / "sft.jsonl", *flags, "--steps", 2, "--batch-size", 4,
-                          "--optimizer", "adamw", "--lr", 1e-2, "--warmup", 0, "--out",
+                          "--muon-lr", 0, "--lr", 1e-2, "--warmup", 0, "--out",
                           tmp_path / f"ranks{ranks}", ranks=ranks)
         assert done.returncode == 0, done.stderr[-2000:]
     one, two = (trained_weights(tmp_path / f"ranks{n}" / "last") for n in (1, 2))
