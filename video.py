@@ -770,14 +770,11 @@ def add_arguments(parser):
     add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
     # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
     add("--max-pixels", type=launch.positive, default=50176, help="of a frame after resizing")
-    add("--frame-cache-gb", type=launch.amount, default=4.0, help="GiB of decoded frames per rank")
-    add("--frame-cache-dir", help="decoded frames for later runs and other ranks")
-    add("--frame-cache-dir-gb", type=launch.amount, default=50.0, help="GiB kept there, at most")
+    add("--frame-cache-dir", help="50 GiB of decoded frames for later runs and other ranks")
     add("--missing-videos", type=launch.amount, default=0.01,
         help="share of the videos that may be missing at a start")
 
 
 def frame_cache(args):
     """The parsed flags -> the FrameCache of a stage."""
-    return FrameCache(int(args.frame_cache_gb * 2**30), decode_threads(), args.frame_cache_dir,
-                      int(args.frame_cache_dir_gb * 2**30))
+    return FrameCache(workers=decode_threads(), folder=args.frame_cache_dir)

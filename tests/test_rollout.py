@@ -543,7 +543,7 @@ def command(toy, tmp_path, monkeypatch, start):
 @pytest.mark.parametrize("flags, why", [
     (("--max-model-len", "60", "--frames", "64"), "--max-model-len 60 is too small"),
     (("--set", "sub_frames=x"), "sub_frames: invalid int value"), (("--out", "/tmp"), "folder"),
-    (("--frame-cache-dir-gb", "nan"), "--frame-cache-dir-gb"),
+    (("--missing-videos", "nan"), "--missing-videos"),
     (("--set", "sub_question=1"), "(choose from True, False)"),
     (("--video-root", "/no/such/place"), "no such folder"), (("--nonsense", "1"), "--nonsense 1\n"),
     (("--out", "/proc/nothing/r.jsonl"), "output folder"), (("--patience", "9"), "--set patience="),
