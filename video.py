@@ -265,7 +265,7 @@ class VideoTable:
     """When the frames of a video are displayed, and where a decoder can begin."""
 
     state: tuple  # real path, identity, CACHE_VERSION: another state of the file is another video
-    starts: np.ndarray  # [N] seconds, ascending, in steps of 0.1 ms, the first is 0; read-only
+    starts: np.ndarray  # [N] seconds, ascending, in steps of 0.1 ms, from 0 in a file; read-only
     ticks: np.ndarray  # [N] the same on the stream's own clock; numbers of a folder's images
     keys: np.ndarray  # [K] ticks of key frames; none of a file that is decoded in a row
     info: VideoInfo
