@@ -201,17 +201,18 @@ def expand(codec, compact, items):
     side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
     counts = []  # vision tokens of each frame
     for item in items:
-        counts += [(item.height // side) * (item.width // side)] * item.frames
+        tokens = (item.height // side) * (item.width // side)
+        counts += [tokens for _ in range(item.frames)]
     places = compact.count(codec.image_pad)
     if places != len(counts):
         raise ValueError(f"{places} placeholders in the prompt, {len(counts)} frames")
     out = []
     rest = iter(counts)
     for i in compact:
+        repeats = 1
         if i == codec.image_pad:
-            out += [i] * next(rest)
-        else:
-            out.append(i)
+            repeats = next(rest)
+        out += itertools.repeat(i, repeats)
     return out
 
 
@@ -289,7 +290,7 @@ def encode_chat(codec, messages, items=(), tools=None):
         else:
             new, _ = encode_prompt(codec, run, run_items, tools)
         ids += new
-        mask += [int(assistant)] * len(new)
+        mask += [int(assistant) for _ in new]
     if next(rest, None):
         raise ValueError("more frame sets than videos in the chat")
     return Sequence(ids, mask, list(items))
@@ -470,7 +471,7 @@ def token_bytes(tokenizer):
     char_to_byte = {char: byte for byte, char in bytes_to_unicode().items()}
     added = tokenizer.get_added_vocab()
     vocabulary = tokenizer.get_vocab()
-    pieces = [b""] * (max(vocabulary.values()) + 1)
+    pieces = [b"" for _ in range(max(vocabulary.values()) + 1)]
     for token, i in vocabulary.items():
         # Added tokens are written as they are, not by the table.
         if token in added or not all(char in char_to_byte for char in token):

@@ -22,6 +22,7 @@ import asyncio
 import functools
 import gc
 import importlib
+import itertools
 import os
 import random
 import sys
@@ -138,7 +139,7 @@ async def in_flight(pump: EngineLoop, episodes, live: int):
     steps, running = asyncio.create_task(pump.steps()), []
     try:
         while True:
-            while len(running) < live and (work := next(episodes, None)) is not None:
+            for work in itertools.islice(episodes, live - len(running)):
                 running.append(asyncio.create_task(work))
             if not running:
                 return

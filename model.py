@@ -183,7 +183,8 @@ def rope_positions(codec, ids, items):
     shell.get_vision_position_ids = functools.partial(backbone.get_vision_position_ids, shell)
     grids = []  # of each frame: time, rows and columns of patches
     for item in items:
-        grids += [[1, item.height // codec.patch, item.width // codec.patch]] * item.frames
+        grid = [1, item.height // codec.patch, item.width // codec.patch]
+        grids += [grid for _ in range(item.frames)]
     ids = torch.as_tensor(ids)[None]  # [1, L]
     kinds = (ids == codec.image_pad).int()  # 0 text, 1 image
     positions, _ = backbone.get_rope_index(shell, ids, kinds, image_grid_thw=torch.tensor(grids))
@@ -211,7 +212,7 @@ def pack_trees(codec, trees):
         start = cursor
         p = len(tree.prefix.ids)
         last_of_prefix = start + p - 1
-        if tree.prefix.mask and tree.prefix.mask[0]:
+        if tree.prefix.mask[0]:
             raise ValueError("the first token of a context has no predecessor to be predicted from")
         for number, span in enumerate([tree.prefix, *tree.branches]):
             n = len(span.ids)
@@ -228,23 +229,24 @@ def pack_trees(codec, trees):
             # The state BEFORE a token, in its own sequence, predicts it. For the first token of a
             # branch that is the end of the prefix. Its left neighbour belongs to another branch.
             predictor = np.where(trained == 0, last_of_prefix, cursor + trained - 1)
-            columns["ids"].append(ids)
-            columns["text"].append(text)
-            columns["axes"].append(axes)
-            columns["tree"].append(np.full(n, tree_number))
-            columns["branch"].append(np.full(n, number))
-            columns["predictor"].append(predictor)
-            columns["target"].append(ids[trained])
+            arrays = dict(ids=ids, text=text, axes=axes, tree=np.full(n, tree_number),
+                          branch=np.full(n, number), predictor=predictor, target=ids[trained])
+            for name, array in arrays.items():
+                columns[name].append(array)
             for name, numbers in span.values.items():
                 values[name].append(np.asarray(numbers, np.float32)[trained])
             items += span_items
             cursor += n
         layout.append((start, p, [len(branch.ids) for branch in tree.branches]))
-    joined = {name: torch.from_numpy(np.concatenate(x, -1)) for name, x in columns.items()}
+    joined = join(columns)
     # transformers takes four rows: the plain position, then the three axes. [4, 1, L]
     positions = torch.cat([joined.pop("text")[None], joined.pop("axes")])[:, None]
-    values = {name: torch.from_numpy(np.concatenate(x)) for name, x in values.items()}
-    return Pack(positions=positions, values=values, items=items, layout=layout, **joined)
+    return Pack(positions=positions, values=join(values), items=items, layout=layout, **joined)
+
+
+def join(columns):
+    """{name: arrays [.., n] of each span} -> {name: tensor [.., L]}"""
+    return {name: torch.from_numpy(np.concatenate(x, -1)) for name, x in columns.items()}
 
 
 def fill_packs(trees, budget):
@@ -260,7 +262,7 @@ def fill_packs(trees, budget):
             if piece.branches and len(piece) + len(branch.ids) > budget:
                 pieces.append(piece)
                 # The prefix's own trained tokens, if any, count in the first piece only.
-                silent = TokenSpan(tree.prefix.ids, [0] * len(tree.prefix.ids), tree.prefix.values)
+                silent = replace(tree.prefix, mask=[0 for _ in tree.prefix.ids])
                 piece = Tree(silent, tree.items)
             piece.branches.append(branch)
         pieces.append(piece)
