@@ -211,7 +211,6 @@ def pack_trees(codec, trees):
     for tree_number, tree in enumerate(trees):
         start = cursor
         p = len(tree.prefix.ids)
-        last_of_prefix = start + p - 1
         if tree.prefix.mask[0]:
             raise ValueError("the first token of a context has no predecessor to be predicted from")
         for number, span in enumerate([tree.prefix, *tree.branches]):
@@ -223,12 +222,12 @@ def pack_trees(codec, trees):
             if number == 0:
                 following = end  # the position after the prefix, where every branch goes on
             else:
-                text = text + p
-                axes = axes + following
+                text += p
+                axes += following
             trained = np.flatnonzero(span.mask)  # [n'] places in this span
             # The state BEFORE a token, in its own sequence, predicts it. For the first token of a
             # branch that is the end of the prefix. Its left neighbour belongs to another branch.
-            predictor = np.where(trained == 0, last_of_prefix, cursor + trained - 1)
+            predictor = np.where(trained == 0, start + p - 1, cursor + trained - 1)
             arrays = dict(ids=ids, text=text, axes=axes, tree=np.full(n, tree_number),
                           branch=np.full(n, number), predictor=predictor, target=ids[trained])
             for name, array in arrays.items():
