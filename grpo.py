@@ -271,7 +271,8 @@ def policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, beta, cli
         diff = ref_logps - logp  # [n]
         kl = torch.exp(diff) - diff - 1  # k3, an unbiased estimate of KL(policy || reference), >= 0
         loss = loss + beta * kl
-    return loss, [kl.detach(), (ratio - 1).abs() > clip_eps, weight > cap]
+    is_clipped = ((ratio - 1).abs() > clip_eps).float()
+    return loss, [kl.detach(), is_clipped, (weight > cap).float()]
 
 
 # -----------------------------------------------------------------------------
@@ -353,7 +354,7 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
             (world * loss.sum() / n).backward()
             gap = (old_logps - sampling_logps).abs()  # only rounding is allowed [n]
             numbers = [turn, torch.ones_like(gap), gap, loss.detach(), entropy, *stats]
-            measured.append(torch.stack([column.double() for column in numbers]))
+            measured.append(torch.stack(numbers))
 
         norms.append(model.reduce_and_clip(policy, MAX_GRAD_NORM))
         # The norm covers the gradients of all ranks, so all of them step or none does.
@@ -379,7 +380,7 @@ def token_numbers(measured):
 
     sums = torch.zeros(TURN_BINS, len(TOKEN_NUMBERS), dtype=torch.float64)
     for columns in measured:
-        sums.index_add_(0, columns[0].long().cpu(), columns.T.cpu())
+        sums.index_add_(0, columns[0].long().cpu(), columns.T.cpu().double())
     dist.all_reduce(sums)
     total = sums.sum(0)  # [columns]
     means = dict(zip(TOKEN_NUMBERS, (total / total[1]).tolist()))
@@ -566,6 +567,27 @@ def load_models(args, ckpt, codec, load, device, folder):
     return policy, reference, optimizer
 
 
+def drop_rollouts(folder, start):
+    """Deletes the rollouts of steps that are taken again, perhaps by fewer ranks."""
+    for name in os.listdir(folder):
+        if name >= f"step_{start:06d}":
+            os.remove(os.path.join(folder, name))
+
+
+def make_worker(args, ckpt, codec, agent, source, weights):
+    """-> RolloutWorker. weights: newer ones than those of ckpt, or None. Collective."""
+    engine = None
+    if not args.rollouts:
+        # On a GPU the engine shares the device with the trainer, so it starts asleep.
+        engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
+        if weights is not None:
+            engine.sync(weights)
+    pay = rewards.RewardConfig(args.answer_suffix, args.anchor, tool_weight=args.tool_reward)
+    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
+    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
+    return rollout.RolloutWorker(engine, codec, source, agent, pay, judge)
+
+
 def setup(args):
     """Flags -> what the loop works with; None if there is nothing to do. Everything that can be
     refused is refused here, before a model is built. Collective."""
@@ -580,39 +602,35 @@ def setup(args):
         tasks = read_data(args.data)
     val_tasks = read_data(args.val)
     subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
-    launch.make_out(os.path.join(args.out, "rollouts"))
+    folder_of_rollouts = os.path.join(args.out, "rollouts")
+    launch.make_out(folder_of_rollouts)
     launch.lock(args.out)
-    _, world, device = launch.start_process_group(args.patience, args.cpu)
+    rank, world, device = launch.start_process_group(args.patience, args.cpu)
     launch.reset_watchdog(args.patience)
     # The same command again goes on from the newest whole checkpoint in --out.
     folder, state = checkpoint.resume_point(args, {"data": tasks + records, "val": val_tasks})
     if state["step"] >= args.steps:
         launch.print0(f"nothing to do: {args.out} has {state['step']} steps of {args.steps}")
         return launch.end_process_group()
-    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
+    if rank == 0:
+        drop_rollouts(folder_of_rollouts, state["step"])
+    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine; "
+                  f"{args.prompts} prompts x {args.num_generations} rollouts a step, {world} ranks")
     agent, source = rollout.agent_settings(args, path)
     for name, rows in ((args.data, tasks), (args.val, val_tasks)):
         if rows:
             source.cache.check_present(args, name, rows)
     policy, reference, optimizer = load_models(args, ckpt, codec, source.load, device, folder)
-    engine, engine_dtype = None, model.engine_dtype(codec, device)
-    if not records:
-        # On a GPU the engine shares the device with the trainer, so it starts asleep.
-        engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
-        if folder:  # the engine has read --ckpt, but the resumed weights are newer
-            engine.sync(checkpoint.full_weights(policy, engine_dtype))
-    pay = rewards.RewardConfig(args.answer_suffix, args.anchor, tool_weight=args.tool_reward)
-    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
-    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
-    launch.print0(f"{args.prompts} prompts x {args.num_generations} rollouts a step, "
-                  f"{world} ranks on {device.type}")
+    engine_dtype, weights = model.engine_dtype(codec, device), None
+    if folder:  # the engine will read --ckpt, but the resumed weights are newer
+        weights = checkpoint.full_weights(policy, engine_dtype)
     return SimpleNamespace(
         tasks=tasks, val_tasks=val_tasks, records=records,
         policy=policy, reference=reference, optimizer=optimizer,
-        worker=rollout.RolloutWorker(engine, codec, source, agent, pay, judge), state=state,
+        worker=make_worker(args, ckpt, codec, agent, source, weights),
         # Decodes frames of the next step, during the rollouts on half of the decoders.
         decoders=ThreadPoolExecutor(max(2, video.decode_threads() // 2)),
-        engine_dtype=engine_dtype, gap_tolerance=gap_tolerance(engine and engine_dtype),
+        engine_dtype=engine_dtype, state=state,
         num_bad=0,  # steps in a row without a finite gradient
         log=Log(args.out, state["step"], args.steps, args))
 
@@ -637,7 +655,8 @@ def train_step(run, episodes, step, args):
     gap_sub = sub_agent_gap(run.policy, episodes, step, args.temperature)
     stats = update(run.policy, run.reference, run.optimizer, trees, num_tokens, args)
     stats["gap_sub"] = gap_sub
-    check_gap(step + 1, stats, run.gap_tolerance)
+    engine_dtype = None if args.rollouts else run.engine_dtype
+    check_gap(step + 1, stats, gap_tolerance(engine_dtype))
     # A single bad step moves no weight. Three of them would go on for ever.
     run.num_bad = run.num_bad + 1 if stats["bad_updates"] else 0
     if run.num_bad == 3:

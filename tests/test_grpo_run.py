@@ -258,7 +258,9 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     flags = ("--data", toy / "rl.jsonl", *LIVE, "--frames", "gated")
     straight, m, folder = run_grpo(*flags, "--steps", 4, "--save-every", 3, out="straight")
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000004"]
-    run_grpo(*flags, "--steps", 2, out="parts")
+    _, _, other = run_grpo(*flags, "--steps", 2, out="parts")
+    # Of a second rank, which the run had before a kill.
+    (other / "rollouts" / "step_000002.rank1.jsonl").touch()
     parts, n, other = run_grpo(*flags, "--steps", 4, "--resume", out="parts")
     a, b = read_rollouts(folder), read_rollouts(other)
     for key in ("task", "K", "group", "sample", "policy_step", "ids"):

@@ -246,6 +246,6 @@ def test_two_nodes_share_nothing_but_folders(toy, tmp_path):
     assert [code for code, *_ in ended] == [0, 0], ended[0][2][-2000:] + ended[1][2][-2000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [m["step"] for m in rows] == [1, 2, 3]
-    assert all(m["gap"] < 1e-4 for m in rows)
+    assert all(m["signal_groups"] == 2 and m["gap"] < 1e-4 for m in rows)
     assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 6
     assert newest(tmp_path / "out").endswith("step_000003") and not alive(tmp_path)

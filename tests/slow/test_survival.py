@@ -144,7 +144,7 @@ def test_an_engine_that_samples_from_another_policy_stops_the_run(
     monkeypatch.setattr(ReferenceEngine, "sync", lambda engine, weights: real(
         engine, broken(weights, "two layers swapped")))
     with pytest.raises(launch.RunError,
-                       match="step 1: mean .log-prob gap. between engine and trainer is"):
+                       match="step 1: gap, the mean .log-prob gap. between engine and trainer, is"):
         train("grpo", "--steps", 2)
 
 
