@@ -226,7 +226,7 @@ def whole_checkpoint(args):
     from plumbing import checkpoint  # imports torch, which an endpoint does not need
 
     ckpt = checkpoint.resolve(args.ckpt)
-    return ckpt, runs.content_digest(ckpt)
+    return ckpt, checkpoint.content_digest(ckpt)
 
 
 def pending_tasks(suites: list[Suite], args) -> list[tuple]:

@@ -14,7 +14,6 @@ Reads JSONL files; writes small text files, each whole or not at all.
 """
 import argparse
 import contextlib
-import errno
 import faulthandler
 import functools
 import hashlib
@@ -28,12 +27,10 @@ import sys
 import time
 import traceback
 import warnings
-from pathlib import Path
 
 # Segments that grow fragment less, since packs differ in length. torch reads this at its first
 # allocation. vLLM turns the option off around its own pool, which cannot use it.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-os.environ.pop("PYTHONSAFEPATH", None)  # else decode workers do not find the files beside theirs
 
 # ------------------------------------------------------------------------------------------------
 # Errors and main()
@@ -495,49 +492,23 @@ def our_commit():
         return ""
 
 
-MACHINE = "the machine: "
-
-
-def machine_mark(error, own=("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG")):
-    """-> MACHINE for the text of an OSError that does not lie in the file itself; else "". own:
-    errors that do."""
-    # EACCES is none of these: a mount's ticket may have ended. Nor is ELOOP: containers answer so
-    # where a mount is missing. Nor are PyAV's own large numbers.
-    code = getattr(error, "errno", 0) or 0
-    return MACHINE * (0 < code < 4096 and errno.errorcode.get(code) not in own)
+MACHINE = "the machine: "  # marks the text of an error that the file did not cause
 
 
 def read_file(path):
-    """-> bytes of a whole file. Raises OSError, also if the disk ends it early: some network disks
-    do so without an error."""
-    with open(path, "rb") as f:
-        size, content = os.fstat(f.fileno()).st_size, f.read()
-    if len(content) < size:
-        raise OSError(errno.EIO, "the disk ended it early", path)
-    return content
+    """-> bytes of a whole file."""
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def parse_json(text):
     """json.loads of text or UTF-8 bytes. Every error is a ValueError: nested too deep, too."""
     try:
-        return json.loads(text.decode() if isinstance(text, bytes) else text)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
 
 
-def walk(path):
-    """As os.walk, but a folder that cannot be read raises: os.walk would leave it out. One that
-    belongs to somebody else, as lost+found, is left out with a line."""
-    def fail(error):
-        if isinstance(error, PermissionError):
-            print(f"left out: {error}", file=sys.stderr, flush=True)
-        elif not isinstance(error, FileNotFoundError):
-            raise error
-    return os.walk(path, onerror=fail)
-
-
 def is_file(path, folders=False):
-    """As os.path.isfile, but for an error of the disk, which that takes for no file. folders: a
-    folder counts, too."""
-    # A longer name is an error, too.
-    return len(Path(path).name) < 256 and (Path(path).is_file() or folders and Path(path).is_dir())
+    """As os.path.isfile. folders: a folder counts, too."""
+    return os.path.isfile(path) or (folders and os.path.isdir(path))

@@ -51,7 +51,7 @@ from plumbing.log import TRACKERS, Log, check_tracker
 # Arguments
 
 
-def parse_args():
+def build_parser():
     parser = launch.parser(__doc__)
     add = parser.add_argument_group("input and output").add_argument
     add("--ckpt", required=True, help="checkpoint folder to start from, or a name on the Hub")
@@ -95,6 +95,11 @@ def parse_args():
         help="seconds a phase may take before the run ends with its stacks")
     # No flags: AdamW's second beta, and the final learning rate as a fraction of the peak.
     parser.set_defaults(beta2=0.999, min_lr=0.1)
+    return parser
+
+
+def parse_args():
+    parser = build_parser()
     # Read twice: the preset changes defaults, which any flag still overrides.
     if parser.parse_args().preset == "toy":
         # A model of a million parameters from random weights: large steps, few of them, and less
@@ -134,7 +139,6 @@ class Chats:
         for row in self.rows:
             names += [item["video"] for item in chat.videos_in(row["messages"])]
         self.missing = data.missing_videos(names, self.root, args.missing_videos, path)
-        self.told = set()  # ids of skipped chats that the terminal has named
 
     def load(self, spec):
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
@@ -151,9 +155,7 @@ class Chats:
             # What the disk does is not the fault of the chat.
             if isinstance(error.__cause__, OSError):
                 raise launch.RunError(error) from error
-            if row["id"] not in self.told:
-                self.told.add(row["id"])
-                print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
+            print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             return None, []
         items = [chat.vision_item(spec, loaded) for spec, loaded in zip(specs, frames)]
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))

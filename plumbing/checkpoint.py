@@ -379,7 +379,7 @@ def save_run(policy, optimizer, out, step, state):
         save_files(temp, policy.files, weights)
         if adapters:
             save_adapter_config(temp, policy.base, adapters)
-        write_card(temp, out, state)
+        write_card(temp, state)
     launch.any_rank(False)  # a barrier: the folder is there
     moments = get_optimizer_state_dict(policy, optimizer)
     # With one rank, save without collectives: gloo would start its own thread pool, the cores would
@@ -434,23 +434,17 @@ def save_adapter_config(folder, base, adapters):
     launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
 
 
-def write_card(folder, out, state):
-    """Writes README.md of a checkpoint: the commit of this code, the settings, the last numbers of
-    the log. It claims nothing."""
-    settings = {}
+def write_card(folder, state):
+    """Writes README.md of a checkpoint: the commit of this code, the step, the settings. It claims
+    nothing."""
+    made = {"step": state["step"], "commit": state["code"]}
     for name, value in state["settings"].items():
-        settings[name] = value
+        made[name] = value
         # Of a local path the base name alone, because cards are published.
         if isinstance(value, str) and os.path.exists(value):
-            settings[name] = os.path.basename(value.rstrip("/"))
-    made = {"step": state["step"], "commit": state["code"], "settings": settings}
+            made[name] = os.path.basename(value.rstrip("/"))
     text = ("---\nlibrary_name: transformers\n---\n\nTrained with ParaVT in flat scripts:\n"
             f"```json\n{json.dumps(made, indent=1)}\n```\n")
-    log = os.path.join(out, "log.jsonl")
-    if os.path.exists(log):
-        with open(log, encoding="utf-8") as file:
-            last = file.readlines()[-1:]
-        text += f"The last line of its log:\n```json\n{''.join(last)}```\n"
     launch.write_atomic(os.path.join(folder, "README.md"), text)
 
 

@@ -190,7 +190,7 @@ def videos_below(path):
     if os.path.isfile(path):
         yield path
     names = r"(?i)\.(mp4|mkv|webm|mov|avi|m4v|mpe?g|vob|m?ts|m2ts|mxf|flv|wmv|asf|ogv|3gp|gif)$"
-    for folder, below, files in launch.walk(path):
+    for folder, below, files in os.walk(path):
         if {"fps", "times.txt"} & set(files):  # see docs/your-own-data.md
             below.clear()
             yield folder
