@@ -345,7 +345,8 @@ def run_jobs(jobs, engine, codec, protocol, args, name, quiet):
             tools, show = scores.split_mode(mode)
             agent = replace(suite.agent, tools=tools == "on")
             source = replace(suite.source, show=show)
-            sampler = rollout.RolloutWorker(meter, codec, source, agent, max_live=args.live or None)
+            sampler = rollout.RolloutWorker(meter, codec, source, agent,
+                                            max_live=args.live or None)
             if show == "options":
                 todo = [shuffle_options(task) for task in todo]
             with results.open_append(os.path.join(suite.out, name)) as f:

@@ -463,7 +463,7 @@ def sample_batch(run, step, args):
     worker = run.worker
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
     mine = rank_tasks(run.tasks, step, args)
-    pump = EngineLoop(worker.engine, worker.threads)
+    pump = EngineLoop(worker.engine, video.decode_threads())
     if step + 1 < args.steps:
         prefetch_overviews(run.decoders, run.tasks, step + 1, args, worker.source, pump.quiet)
     try:

@@ -2,12 +2,11 @@
 rewards.py (tests/test_rewards.py): from the text that a policy wrote to the reward, and to the
 tokens that carry credit.
 
-  R_task = R_acc + w_tool R_tool + w_win IoU - c calls
+  R_task = R_acc + w_tool R_tool
   R      = R_task + w_fmt R_fmt                             one number per rollout  score
-  R_acc  = [letter == gold] | IoU of times | F1 | share     from <answer> alone     accuracy
+  R_acc  = [letter == gold] | F1 of words | share of list items | IoU of times      accuracy
   R_fmt  = clip(R_base + lambda R_anchor, 0, 1)             <= 0.5, tags misused    format_reward
-  R_tool = 0 | 0.1 parseable | 0.3 executed | +0.5 if executed and R_acc > 0        tool_term
-  IoU    = of the union of executed windows with the evidence; w_win = 0            window_scores
+  R_tool = 0 | 0.1 a call parses | 0.3 one was run | +0.5 if one was run and R_acc > 0
   A_task = (R_task - mean) / sigma                          every sampled token     group_advantages
   A_fmt  = w_fmt (R_fmt - mean) / sigma                     tokens in struct(o)     structural_mask
   sigma  = population std of R over the rollouts of one prompt; at least 1e-3 as a divisor, where
@@ -19,23 +18,17 @@ Departures from the ParaVT paper and the authors' code, and why:
   - Misused tags cap R_fmt, R_fmt stays in [0, 1], and an empty tag pair earns nothing. Otherwise
     garbage would cost nothing.
   - The episode counts executed calls. They are never read from the text, because a model can write
-    <tool_response> by itself.
-  - The bonus for a right answer needs an executed call. A call that only parses is not enough.
-  - Only the last non-empty <answer> of the last turn, outside thought, is graded. Drafts and stray
-    letters do not count.
-  - Letters and spans are extracted without seeing the gold answer. An ambiguous answer is none.
+    <tool_response> by itself. The bonus for a right answer needs an executed call.
+  - Only the last non-empty <answer> of the last turn, outside thought, is graded, by one plain rule
+    for each type of task. evaluation/answers.py reads answers out of the prose of other models.
 
-A training step passes through the part above the ruled line. The part below has numbers for the
-log, and reads calls, answers, letters and times. Standard library only; no file is read or written;
-no text raises an error.
+Standard library only; reads and writes no file; no text raises an error.
 
     >>> turns = ["Look.</think><tool_call>{}</tool_call>", "A dog.</think><answer>B</answer>"]
-    >>> task = {"type": "mcq", "answer": "B", "options": ["cat", "dog"]}
-    >>> result = score(turns, task, calls=[])
+    >>> result = score(turns, {"type": "mcq", "answer": "B"}, calls=[])
     >>> [round(result[key], 2) for key in ("acc", "fmt", "tool", "total")]
     [1.0, 0.95, 0.0, 1.95]
 """
-
 import json
 import math
 import re
@@ -43,214 +36,222 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 
-# ------------------------------------------------------------------------------------------------
-# Rewards of one episode
+# A tool_call holds JSON, or XML as Qwen3.5 writes it; a tool_code, which some models write by
+# themselves, holds code. All other angle brackets are text. Lower case, no attributes: as the cold
+# start teaches.
+TAG = re.compile("</?(?:think|tool_call|tool_code|answer)>")
+
+# -----------------------------------------------------------------------------
+# Reward
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The terms that a rollout is paid by, set by flags of grpo.py. Defaults: the paper's."""
+    """The terms that a rollout is paid by. Defaults: the paper's."""
 
     answer_suffix: bool = True  # R_base pays 0.3 + 0.2 for an <answer> block; else 0.2 + 0.1
     anchor: float = 0.5  # lambda: weight of R_anchor in R_fmt
     gamma: float = 0.3  # penalty inside R_anchor of a thought that never closes
     format_weight: float = 1.0  # w_fmt
-    tool_weight: float = 1.0  # w_tool, flag --tool-reward
-    window_weight: float = 0.0  # w_win
-    call_cost: float = 0.0  # c: price of each executed call, taken from the task part
+    tool_weight: float = 1.0  # w_tool
 
 
-def score(turns: list[str], task: dict, calls=(), think_open=True, pay: RewardConfig | None = None,
-          tokens: int = 0, verdict: bool | None = None) -> dict:
+PAPER = RewardConfig()
+
+
+def score(turns, task, calls, think_open=True, pay=PAPER, verdict=None):
     """
     All reward terms of one rollout. R is composed HERE and only here, for the log and the gradient.
 
     turns: sampled text of each main turn, special tokens removed. task: {"type", "answer",
-    "options"?, "evidence"?}, see accuracy and window_scores. calls: the episode's records of calls,
-    in which "parseable", "status", "start" and "end" count. think_open: every turn began inside a
-    thought whose <think> is not in the text. tokens: sampled tokens of the main agent. No term uses
-    them, but a length penalty would.
-    verdict: of a judge on the answer, which R_acc then is; None: R_acc is `accuracy`.
+    "evidence"?}. calls: the episode's records of calls, in which "turn", "parseable", "status",
+    "start" and "end" count. think_open: every turn began inside a thought whose <think> is not in
+    the text. verdict: of a judge on the answer; None: the rule of the task's type.
 
     -> {"acc", "fmt", "tool": R_acc, R_fmt, R_tool; "paid_task", "paid_fmt": the two weighted parts,
-    from which the advantages are made; "total": R, the sum of the two; "windows": window_scores of
-    the executed calls, if the task has evidence}
+    from which the advantages are made; "paid_base", "paid_anchor": the two parts of
+    paid_fmt, of R_base and of R_anchor; "total": R;
+    "windows": window_scores of the executed calls, if the task has evidence}
     """
-    pay, answer = pay or RewardConfig(), final_answer(turns, think_open)
-    acc = accuracy(answer, task["type"], task["answer"], task.get("options"))
-    acc = acc if verdict is None else float(verdict)
-    form = format_reward(turns, think_open, pay)
-    fmt = form["total"]
-    # Count the calls that the episode ran. A model can write <tool_response> by itself.
+    answer = final_answer(turns, think_open)
+    acc = accuracy(answer, task) if verdict is None else float(verdict)
+    form = format_reward(turns, calls, think_open, pay)
     executed = [call for call in calls if call["status"] == "ok"]
-    tool = tool_term(sum(call["parseable"] for call in calls), len(executed), acc)
+    parseable = sum(call["parseable"] for call in calls)
+    if executed:
+        tool = 0.8 if acc > 0 else 0.3
+    else:
+        # A call that parses but did not run is worth 0.1, even if the answer is right.
+        tool = 0.1 if parseable > 0 else 0.0
     # A term added here reaches the log and the gradient alike. The task part is credited at every
     # sampled token, the format part at the tokens that --format-credit names.
-    paid_task = acc + pay.tool_weight * tool - pay.call_cost * len(executed)
-    paid_fmt = pay.format_weight * fmt
-    extra = {}
-    if evidence := task.get("evidence"):
-        extra["windows"] = window_scores([(c["start"], c["end"]) for c in executed], evidence)
-        # The IoU: recall would pay for the whole video, and a sum over windows for copies of one.
-        paid_task += pay.window_weight * (extra["windows"]["iou"] or 0.0)
-    # For --format-credit anchor: R_base as it is paid, and what R_anchor adds to it.
+    paid_task = acc + pay.tool_weight * tool
+    paid_fmt = pay.format_weight * form["total"]
     paid_base = pay.format_weight * form["paid_base"]
-    return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": paid_task, "paid_fmt": paid_fmt,
-            "paid_base": paid_base, "paid_anchor": paid_fmt - paid_base,
-            "total": paid_task + paid_fmt, **extra}
+    result = {
+        "acc": acc,
+        "fmt": form["total"],
+        "tool": tool,
+        "paid_task": paid_task,
+        "paid_fmt": paid_fmt,
+        "paid_base": paid_base,
+        "paid_anchor": paid_fmt - paid_base,
+        "total": paid_task + paid_fmt,
+    }
+    if task.get("evidence"):
+        windows = [(call["start"], call["end"]) for call in executed]
+        result["windows"] = window_scores(windows, task["evidence"])
+    return result
 
 
-def accuracy(response, task_type, gold, options=None):
-    """R_acc in [0, 1] of an answer body (None: no answer, 0.0). gold: the label, in the form that
-    `task_types` names. Raises KeyError for another task_type."""
-    kind = task_types()[task_type]
-    return 0.0 if response is None else kind.score(kind.read(response, options), gold)
-
-
-def tool_term(parseable: int, executed: int, acc: float) -> float:
-    """R_tool: 0 without a parseable call, 0.1 with one, 0.3 if one was run, 0.8 if also acc > 0."""
-    # A call that parses but did not run is worth 0.1, even if the answer is right.
-    if parseable <= 0 or executed <= 0:
-        return 0.1 if parseable > 0 else 0.0
-    return 0.8 if acc > 0 else 0.3
-
-
-def format_reward(turns: list[str], think_open=True, pay: RewardConfig | None = None) -> dict:
+def format_reward(turns, calls, think_open=True, pay=PAPER):
     """
-    R_fmt of one episode, with its parts and the conditions for them.
-
-    turns, think_open, pay: see score.
+    R_fmt of one episode -> {"total": R_fmt, "base": R_base, "anchor": R_anchor, "paid_base": what
+    R_fmt would be without R_anchor}. turns, calls, think_open, pay: see score.
 
     R_base: with the Answer Suffix, without it
-      think             last turn's thought, closed, >= 10 characters beside tags     0.2   0.3
-      answer_opened     last turn has a non-empty <answer> body outside thought       0.3   0.2
-      answer_closed     and that body is closed                                       0.2   0.1
-      think_before_call a turn with a valid call closed its thought before any call   0.3   0.3
-      balanced          every turn's tags pair up, if anything above scored           0.1   0.1
+      the last turn's thought is closed and has 10 characters or more            0.2   0.3
+      the last turn has a non-empty <answer> body outside thought                0.3   0.2
+      and that body is closed                                                    0.2   0.1
+      a turn with a call that parses closed its thought before any call          0.3   0.3
+      every turn's tags pair up, if anything above scored                        0.1   0.1
     R_anchor
-      think_closed      every turn opens one thought, closes it and has a word in it  0.4
-      flow              think_closed, and the last turn is think, answer, in order    0.3
-      never_closed      a turn ends inside a thought                                  -gamma
+      every turn opens one thought, closes it and has a word in it               0.4
+      and the last turn is thought, answer, in this order                        0.3
+      a turn ends inside a thought                                               -gamma
 
-    total = clip(R_base + pay.anchor * R_anchor, 0, 1), at most 0.5 if `capped`: a tag is
-    unbalanced, nested or opened again, or the model wrote a tool response. "anchor" in the result:
-    R_anchor before the weight. `well_formed`: the flow holds and the reward is not capped.
+    R_fmt = clip(R_base + pay.anchor * R_anchor, 0, 1), at most 0.5 if a tag is unbalanced, nested
+    or opened again, or if the model wrote a tool response.
     """
-    pay = pay or RewardConfig()
-    # With the forced <think> put back, so that the thought counts as opened.
-    texts = ["<think>\n" * think_open + turn for turn in turns]
+    if not turns:
+        return {"total": 0.0, "base": 0.0, "anchor": 0.0, "paid_base": 0.0}
+    texts = [with_forced_start(turn, think_open) for turn in turns]
+    orders = ["".join(TAG.findall(text)) for text in texts]  # the tags of each turn
     thoughts = [closed_thought(text) for text in texts]
-    orders = ["".join(tag[0] for tag in TAG.finditer(text)) for text in texts]  # tags of a turn
-    body, is_closed = last_answer(turns[-1], think_open) if turns else (None, False)
-    think_before_call = False  # a valid call, and a thought with a word closed before any call
-    for turn, thought in zip(turns, thoughts):
+    answer, answer_closed = last_answer(texts[-1])
+    # The calls were parsed once, when they were run: what is run and what is paid cannot differ.
+    turns_with_calls = {call["turn"] for call in calls if call["parseable"]}
+    think_before_call = False
+    for number in turns_with_calls:
         # A call tag before the end of the thought, even in a draft: the thought was not first.
-        draft = any(f"<{kind}>" in turn.partition("</think>")[0] for kind in CALLS)
-        valid = any(call.error is None for call in parse_tool_calls(turn, think_open))
-        think_before_call |= valid and not draft and thought != ""
-    checks = {
-        "think": bool(turns) and len(thoughts[-1]) >= 10,
-        "answer_opened": body is not None,
-        "answer_closed": is_closed,
-        "think_before_call": think_before_call,
-        "balanced": all(BALANCED.fullmatch(tags) for tags in orders),
-        "think_closed": bool(turns) and all(thoughts),
-        "never_closed": any(never_closed(turn, think_open) for turn in turns),
-    }
-    # The flow is strict about the order of the tags, and any text may stand between them.
-    ordered = orders[-1:] == ["<think></think><answer></answer>"]
-    checks["flow"] = checks["think_closed"] and checks["answer_closed"] and ordered
+        draft = re.search("<tool_(call|code)>", turns[number].partition("</think>")[0])
+        if thoughts[number] and not draft:
+            think_before_call = True
+    # Tags pair up without nesting; calls alone may come twice.
+    pairs = r"(?!.*<(think|answer)>.*<\1>)(<(\w+)></\3>)*"
+    balanced = all(re.fullmatch(pairs, order) for order in orders)
+    all_closed = all(thoughts)
+    flow = all_closed and answer_closed and orders[-1] == "<think></think><answer></answer>"
+    never_closed = any(text.rfind("</think>") < text.rfind("<think>") for text in texts)
     # If a tool response were paid, the model would learn to answer its own calls.
-    faked = any(re.search("</?tool_response>", turn) for turn in turns)
-    checks["capped"] = faked or not checks["balanced"]
-    checks["well_formed"] = checks["flow"] and not checks["capped"]
+    faked = re.search("</?tool_response>", "\n".join(turns)) is not None
 
     # Without the Answer Suffix (the authors' plain GRPO) a thought earns more than an answer.
-    think, start, end = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
-    base = think * checks["think"] + start * checks["answer_opened"] + end * checks["answer_closed"]
-    base += 0.3 * checks["think_before_call"]
-    base += 0.1 * (checks["balanced"] and base > 0)  # no credit for having no tags at all
-    anchor = 0.4 * checks["think_closed"] + 0.3 * checks["flow"]
-    anchor -= pay.gamma * checks["never_closed"]
-    limit = 0.5 if checks["capped"] else 1.0
+    think, opened, closed = (0.2, 0.3, 0.2) if pay.answer_suffix else (0.3, 0.2, 0.1)
+    base = 0.0
+    if len(thoughts[-1]) >= 10:
+        base += think
+    if answer is not None:
+        base += opened
+    if answer_closed:
+        base += closed
+    if think_before_call:
+        base += 0.3
+    if balanced and base > 0:  # no credit for having no tags at all
+        base += 0.1
+    anchor = 0.0
+    if all_closed:
+        anchor += 0.4
+    if flow:
+        anchor += 0.3
+    if never_closed:
+        anchor -= pay.gamma
+    limit = 0.5 if faked or not balanced else 1.0
     total = min(max(base + pay.anchor * anchor, 0.0), limit)
-    paid_base = min(base, limit)  # what the reward would be without R_anchor
-    return {"base": base, "anchor": anchor, "total": total, "paid_base": paid_base, **checks}
+    return {"total": total, "base": base, "anchor": anchor, "paid_base": min(base, limit)}
 
 
-# ------------------------------------------------------------------------------------------------
-# Tags and thoughts
+def window_scores(windows, evidence):
+    """
+    How well windows meet the evidence, both lists of (start, end) in seconds. Only the unions
+    count, so copies of a window change nothing.
 
-# The structural tag pairs; a call has two dialects. All other angle brackets are text. Balance,
-# closure, parsing and credit all follow from the next three lines.
-CALLS = ("tool_call", "tool_code")
-KINDS = ("think", *CALLS, "answer")
-TAG = re.compile(rf"<(/?)({'|'.join(KINDS)})>")  # lower case, no attributes: as SFT teaches
-ANY_TAG = re.compile(r"<(?![0-9])[^<>]*>")  # but "<12.5 seconds>", a frame's stamp, is text
+    -> {"recall": share of the evidence that is looked at, "precision": share of the seconds looked
+    at that are evidence (None without windows), "iou": of the two unions, "hit": 1.0 if any window
+    meets the evidence}. All None if the evidence is empty.
+    """
+    cuts = sorted({second for span in (*windows, *evidence) for second in span})
+    looked = gold = overlap = 0.0  # seconds
+    for a, b in zip(cuts, cuts[1:]):  # no span starts or ends between two cuts
+        in_window = any(start <= a and b <= end for start, end in windows)
+        in_evidence = any(start <= a and b <= end for start, end in evidence)
+        if in_window:
+            looked += b - a
+        if in_evidence:
+            gold += b - a
+        if in_window and in_evidence:
+            overlap += b - a
+    if gold == 0:
+        return {"recall": None, "precision": None, "iou": None, "hit": None}
+    return {
+        "recall": overlap / gold,
+        "precision": overlap / looked if looked > 0 else None,
+        "iou": overlap / (looked + gold - overlap),
+        "hit": float(overlap > 0),
+    }
 
 
-def without_thoughts(text, think_open=False):
-    """The text of one turn with every closed thought replaced by a newline. An unclosed thought is
-    not removed: its calls are answered and its <answer> is graded. The format reward punishes it
-    instead. think_open: the turn began inside a thought. A turn whose first think tag is a closing
-    one is treated the same."""
-    head, closing, tail = text.rpartition("</think>")
-    if closing and (think_open or "</think>" in text.partition("<think>")[0]):
-        head = "<think>" + head
-    # The tail is not searched, because an unclosed opening tag would make the search quadratic.
-    # A newline, because with "" the text "<ans<think>x</think>wer>" would become a tag.
-    return re.sub("(?s)<think>.*?</think>", "\n", head + closing) + tail
+# -----------------------------------------------------------------------------
+# Thoughts and answers of a turn
 
 
-def never_closed(text, think_open=False):
-    """Whether a turn ends inside a thought. think_open: the turn began inside a thought."""
-    reopened = text.rfind("</think>") < text.rfind("<think>")
-    return reopened or (think_open and "</think>" not in text)
+def with_forced_start(turn, think_open):
+    """The turn with the <think> that it began in, if that is not part of its text."""
+    return "<think>\n" + turn if think_open else turn
 
 
 def has_word(text):
-    """Whether a letter or digit is left without the tags: <answer><b></b></answer> is empty."""
-    return any(char.isalnum() for char in ANY_TAG.sub("", text))
-
-
-# The tags of a turn pair up without nesting. Only calls may come twice.
-BALANCED = re.compile(r"(?!.*<(think|answer)>.*<\1>)(?:<(\w+)></\2>)*")
+    """Whether a letter or digit is left without the tags: <answer><b></b></answer> is empty. The
+    time of a frame, "<12.5 seconds>", is no tag."""
+    return any(char.isalnum() for char in re.sub(r"<(?![0-9])[^<>]*>", "", text))
 
 
 def closed_thought(text):
     """The text of a turn's only thought; "" unless one opens, closes and holds a word."""
     parts = re.split("(</?think>)", text)  # text, tag, text, ..
-    one = parts[1::2] == ["<think>", "</think>"] and has_word(parts[2])
-    return ANY_TAG.sub("", parts[2]).strip() if one else ""
+    if parts[1::2] == ["<think>", "</think>"] and has_word(parts[2]):
+        return re.sub(r"<(?![0-9])[^<>]*>", "", parts[2]).strip()
+    return ""
 
 
-def tag_blocks(text, kinds):
-    """[(kind, body, closed)] of every opening tag of these kinds; the next tag ends a body."""
-    # One scan for all tags. A search for each closing tag is quadratic on "<answer>" * 1e5.
-    parts = re.split(rf"<(/?(?:{kinds}))>", text)  # text, tag, text, ..
-    return [(tag, body, after == "/" + tag)
-            for tag, body, after in zip(parts[1::2], parts[2::2], [*parts[3::2], None])
-            if tag[0] != "/"]
+def without_thoughts(text):
+    """A turn without its closed thoughts. One that never closes stays: its calls are answered and
+    its <answer> is graded. The format reward punishes it instead."""
+    head, closing, tail = text.rpartition("</think>")
+    # The tail is not searched: an opening tag without its end would make that quadratic.
+    # A newline, because with "" the text "<ans<think>x</think>wer>" would become a tag.
+    return re.sub("(?s)<think>.*?</think>", "\n", head + closing) + tail
 
 
-def last_answer(text, think_open=False):
+def last_answer(text):
     """(body, closed) of the last non-empty <answer> of a turn outside thought, or (None, False)."""
-    for _, body, closed in reversed(tag_blocks(without_thoughts(text, think_open), "answer")):
+    blocks = without_thoughts(text).split("<answer>")[1:]
+    for block in reversed(blocks):
+        body, closing, _ = block.partition("</answer>")
         if has_word(body):
-            return body.strip(), closed
+            return body.strip(), closing != ""
     return None, False
 
 
-def final_answer(turns, think_open=False):
-    """The answer that training grades: last_answer of the last turn, None without an <answer>."""
-    return last_answer(turns[-1], think_open)[0] if turns else None
+def final_answer(turns, think_open):
+    """The answer that training grades: of the last turn; None without an <answer>."""
+    if not turns:
+        return None
+    return last_answer(with_forced_start(turns[-1], think_open))[0]
 
 
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Credit
-
-TAG_BYTES = re.compile(TAG.pattern.encode())
-LETTER_BYTES = re.compile(rb"[0-9A-Za-z\x80-\xff]")  # ASCII, or part of any other character
 
 
 def structural_mask(pieces):
@@ -258,9 +259,8 @@ def structural_mask(pieces):
     struct(o) of ONE turn: which sampled tokens carry format credit.
 
     pieces: the bytes of each sampled token; a piece may be empty and may cut a tag or a UTF-8
-    character anywhere. A token is in if one of its bytes lies in a literal tag (think, tool_call,
-    tool_code, answer; opening or closing). The last token of the turn is in too: if a tag is
-    missing, ending there was the decision.
+    character anywhere. A token is in if one of its bytes lies in a tag, opening or closing. The
+    last token of the turn is in too: if a tag is missing, ending there was the decision.
 
     A token that also holds a letter or a digit outside the tag is not in. In Qwen's vocabulary
     "<answer>B" ends in the single token ">B". If ">B" were credited, a lost tag (A_fmt = -1) would
@@ -270,310 +270,196 @@ def structural_mask(pieces):
         [b"<", b"answer", b">B", b"</", b"answer", b">", b"<|im_end|>"] -> [T, T, F, T, T, T, T]
     """
     # Bytes, not ids or decoded text: <think> is one token in Qwen3, <answer> is several.
-    # The bytes of tags become zeros, so a token that overlaps a tag differs from its blanked bytes.
-    blanked, mask = TAG_BYTES.sub(lambda tag: bytes(len(tag[0])), b"".join(pieces)), []
+    text = b"".join(pieces)
+    in_tag = bytearray(len(text))  # 1 where a byte lies in a tag
+    for tag in re.finditer(TAG.pattern.encode(), text):
+        for i in range(tag.start(), tag.end()):
+            in_tag[i] = 1
+    mask = []
     at = 0  # offset in bytes of the next token
     for piece in pieces:
-        outside = blanked[at : at + len(piece)]
-        mask.append(outside != piece and not LETTER_BYTES.search(outside))
+        places = range(at, at + len(piece))
+        outside = bytes(text[i] for i in places if not in_tag[i])
+        # Part of a word: ASCII, or part of any other character.
+        holds_word = re.search(rb"[0-9A-Za-z\x80-\xff]", outside) is not None
+        mask.append(any(in_tag[i] for i in places) and not holds_word)
         at += len(piece)
-    return [*mask[:-1], True] if mask else []
+    if mask:
+        mask[-1] = True
+    return mask
 
 
-def group_advantages(task: list[float], fmt: list[float]) -> tuple:
+def group_advantages(task, fmt):
     """
     The two paid parts of each rollout of a prompt -> (A_task, A_fmt, sigma), in the same order.
 
     A_task + A_fmt is GRPO's advantage of R = task + fmt. sigma: population std of R; below 1e-6 all
     advantages are 0, because the group has no signal, and below 1e-3 they are divided by 1e-3.
-    Raises ValueError if the lengths differ.
     """
+    size = len(task)
     reward = [t + f for t, f in zip(task, fmt, strict=True)]  # R of each rollout
-    size = len(reward) or 1  # an empty group has no signal either
     # Means of the parts add up to the mean of the sum, so the two advantages add up to GRPO's.
-    # Both parts share sigma. With a sigma of its own, a part that hardly varies would be blown up.
-    mean, mean_task, mean_fmt = (math.fsum(values) / size for values in (reward, task, fmt))
-    sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in reward) / size)
+    mean = math.fsum(reward) / size
+    mean_task = math.fsum(task) / size
+    mean_fmt = math.fsum(fmt) / size
+    sigma = math.sqrt(math.fsum((r - mean) ** 2 for r in reward) / size)
     if sigma < 1e-6:
-        return [0.0] * len(reward), [0.0] * len(reward), sigma
+        return [0.0 for _ in task], [0.0 for _ in fmt], sigma
+    # Both parts share sigma. With a sigma of its own, a part that hardly varies would be blown up.
     divisor = max(sigma, 1e-3)  # smaller differences stay small; other groups are as without it
-    a_task = [(value - mean_task) / divisor for value in task]
-    return a_task, [(value - mean_fmt) / divisor for value in fmt], sigma
+    a_task = [(t - mean_task) / divisor for t in task]
+    a_fmt = [(f - mean_fmt) / divisor for f in fmt]
+    return a_task, a_fmt, sigma
 
 
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Tool calls
+
+MAX_CALL_CHARS = 4000  # a usual call has 100; bounds the work on a body of any text
+
 
 @dataclass
 class ToolCall:
-    """One call as written. start, end: seconds, None if unreadable. error None: it may run."""
+    """One call as written."""
+
     name: str = ""
-    start: float | None = None
-    end: float | None = None
-    num_frames: int | None = None
-    error: str | None = None
+    arguments: dict | None = None  # as the tool's parse returns them; None: it cannot be run
+    error: str | None = None  # why not, for the model
 
 
-def parse_tool_calls(text, think_open=False):
-    """Every tool call of one turn, good or bad, in the order written; linear time. think_open: the
-    turn began inside a thought. A call inside a closed thought is left out, inside an unclosed one
-    it counts. Dialects: JSON in <tool_call>, or `<function=..>` as in Qwen3.5; Python-like calls in
-    <tool_code> (never evaluated). Aliases: start, end. video_path and unknown arguments are
-    ignored."""
+def parse_tool_calls(text, tools, think_open):
+    """
+    Every call of one turn, good or bad, in the order written -> [ToolCall]; never raises.
+
+    tools: {name: tool}. tool.parse(arguments) returns a dict, or raises ValueError with a text for
+    the model. think_open: see score. A call inside a closed thought is left out, inside an unclosed
+    one it counts; a call whose closing tag was cut off counts if it is whole.
+    """
+    text = without_thoughts(with_forced_start(text, think_open))
     calls = []
-    for kind, body, closed in tag_blocks(without_thoughts(text, think_open), "|".join(CALLS)):
-        if len(body) > MAX_CALL_CHARS:
-            calls.append(ToolCall(error="the call is too long, expected one short call"))
-        elif kind == "tool_code":
-            calls += parse_code_calls(body)
-        else:
-            is_xml = body.lstrip().startswith("<function=")
-            calls.append((parse_xml_call if is_xml else parse_json_call)(body, closed))
+    # A body ends at the next tag of a call. Last, Qwen3.5's XML without any tag around it: were it
+    # no call, the turn would count as the answer, and the model would never be told.
+    pattern = (
+        r"(?s)<(tool_call|tool_code)>(.*?)(?:(</\1>)|(?=</?(?:tool_call|tool_code)>)|\Z)|<function="
+    )
+    for match in re.finditer(pattern, text):
+        tag, body, closing = match.groups()
+        try:
+            if tag is None:
+                raise ValueError("a call must stand between <tool_call> and </tool_call>")
+            if len(body) > MAX_CALL_CHARS:
+                raise ValueError("the call is too long, expected one short call")
+            if tag == "tool_code":
+                written = read_code_calls(body, tools)
+            else:
+                written = [read_call(body, closing is not None, tools)]
+        except ValueError as error:
+            calls.append(ToolCall(error=str(error)))
+            continue
+        calls += [check_call(name, arguments, tools) for name, arguments in written]
     return calls
 
 
-# ---- below: numbers for the log, how text is read (a reader of the step may stop here) ----------
+def check_call(name, arguments, tools):
+    """A name and an argument dict, whichever dialect they came from -> ToolCall."""
+    if name not in tools:
+        # Of a name that the model wrote: printable ASCII, no < or >, thus no tag.
+        name = re.sub(r"[^ -;=?-~]", "", name)[:40]
+        return ToolCall(name, error=f"unknown tool '{name}', expected {' or '.join(tools)}")
+    try:
+        return ToolCall(name, tools[name].parse(arguments))
+    except ValueError as error:
+        return ToolCall(name, error=str(error))
 
 
-def closure_counts(turns, think_open=True):
-    """{kind: [opened, closed]} over all turns. A stray closing tag is not counted."""
-    texts = ["<think>\n" * think_open + turn for turn in turns]
-    # Each kind alone, nesting ignored. The newline keeps a pair from spanning two turns.
-    tags = {kind: "\n".join("".join(re.findall(f"</?{kind}>", t)) for t in texts) for kind in KINDS}
-    return {kind: [order.count(f"<{kind}>"), order.count(f"<{kind}></{kind}>")]
-            for kind, order in tags.items()}
+def read_call(body, closed, tools):
+    """The body of a <tool_call> -> (name, arguments). Raises ValueError."""
+    body = body.strip()
+    if body.startswith("<function="):  # Qwen3.5's XML
+        inner, end, more = body.removeprefix("<function=").partition("</function>")
+        name, _, rest = inner.partition(">")
+        pairs = re.findall(r"<parameter=([^<>]+)>([^<]*)</parameter>", rest)
+        whole = end and len(pairs) == rest.count("<parameter=") and not (closed and more)
+        if not whole:
+            raise ValueError("not a whole call, expected <function=..>, its parameters closed")
+        return name.strip(), {key.strip(): value.strip() for key, value in pairs}
+    example = f'{{"name": "{next(iter(tools))}", "arguments": {{...}}}}'
+    try:
+        call, end = json.JSONDecoder().raw_decode(body)
+        if closed and end < len(body):  # without the closing tag, the rest is ignored
+            raise ValueError
+        match call:
+            case {"arguments": str(text)}:
+                call["arguments"] = json.loads(text)  # quoted twice by some templates
+    except (ValueError, RecursionError):  # RecursionError: a thousand brackets
+        raise ValueError(f"not valid JSON, expected {example}") from None
+    match call:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return name, arguments
+    raise ValueError(f"expected one object with name and arguments: {example}")
 
 
-def window_scores(windows, evidence) -> dict[str, float | None]:
-    """
-    How well windows meet the evidence, both lists of (start, end) in seconds. Only the unions
-    count, so copies of a window change nothing.
-
-    -> {"recall": share of the evidence that is looked at, "precision": share of the seconds looked
-    at that are evidence (None without windows), "iou": of the two unions, "hit": 1.0 if any window
-    meets the evidence}. All None if the evidence is empty.
-    """
-    cuts = sorted({t for span in (*windows, *evidence) for t in span})
-    looked = gold = overlap = 0.0  # seconds
-    for a, b in zip(cuts, cuts[1:]):  # no span starts or ends between two cuts
-        covered, right = (any(s <= a and b <= e for s, e in spans) for spans in (windows, evidence))
-        looked += (b - a) * covered
-        gold += (b - a) * right
-        overlap += (b - a) * (covered and right)
-    if not gold:
-        return dict.fromkeys(("recall", "precision", "iou", "hit"))
-    return {"recall": overlap / gold, "precision": overlap / looked if looked else None,
-            "iou": overlap / (looked + gold - overlap), "hit": float(overlap > 0)}
-
-
-# ------------------------------------------------------------------------------------------------
-# Calls
-
-MAX_CALL_CHARS = 4000  # a usual call has 100; JSON nested deeper than this allows would raise
-# SS.f with a sign, or [H:]MM:SS[.f]: 90:00 is fine, 1:75 is not. [0-9] instead of \d, which matches
-# digits of other scripts too.
-SECONDS_OR_CLOCK = re.compile(
-    r"(?:[0-9]{1,9}(?::[0-5]?[0-9])?:[0-5]?[0-9]|[+-]?(?=\.?[0-9])[0-9]{0,9})(?:\.[0-9]{0,20})?")
-XML_PARAMETER = re.compile("<parameter=([^<>]*)>([^<]*)</parameter>")
-XML_CALL = re.compile(rf"<function=([^<>]+)>((?:\s*{XML_PARAMETER.pattern})*)\s*</function>")
-# A name and its brackets with no call inside: of print(crop_video(..)) the inner call.
-CODE_CALL = re.compile(r"""(?<![\w.])([\w.]+)\s*\(((?:"[^"\n]*"|'[^'\n]*'|[^()"'])*)\)""")
-CODE_ARGUMENT = re.compile(r"""(?:(\w+)\s*=\s*)?("[^"\n]*"|'[^'\n]*'|[^\s,="'][^,="']*)""")
+def read_code_calls(body, tools):
+    """The body of a <tool_code>, as print(crop_video(start_time=1, end_time='0:09')) -> (name,
+    arguments) of each call, given by name. Nothing is evaluated. Raises ValueError."""
+    found = re.findall(r"(\w+)\s*\(([^()]*)\)", body)
+    if not found:
+        raise ValueError(f"not a whole call, expected {next(iter(tools))}(name=value, ..)")
+    calls = []
+    for name, arguments in found:
+        pairs = re.findall(r"(\w+)\s*=\s*([^,]+)", arguments)
+        calls.append((name, {key: value.strip(" \n\t\"'") for key, value in pairs}))
+    return calls
 
 
 def to_seconds(value):
-    """Seconds as float from a number, "12.5", "MM:SS" or "H:MM:SS(.f)"; else None."""
-    if not isinstance(value, str):
-        # bool is an int in Python, so true would be second 1. No NaN; float(10**400) raises.
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return float(value) if number and abs(value) < 1e9 else None
-    if not SECONDS_OR_CLOCK.fullmatch(value.strip()):
-        return None
-    hours, minutes, seconds = map(float, ["0", "0", *value.split(":")][-3:])
-    return 3600.0 * hours + 60.0 * minutes + seconds
+    """12.5, "12.5", "MM:SS" or "H:MM:SS" -> seconds. Raises ValueError."""
+    text = str(value).strip()  # str(True) is no number
+    if not re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|([0-9]+:){1,2}[0-9.]+", text):
+        raise ValueError("not a time")
+    seconds = 0.0
+    for part in text.split(":"):
+        seconds = 60 * seconds + float(part)
+    if abs(seconds) >= 1e9:
+        raise ValueError("not a time in any video")
+    return seconds
 
 
-def make_call(name, arguments):
-    """A ToolCall from a name and an argument dict, whichever dialect they came from."""
-    name = name.strip() if isinstance(name, str) else ""
-    if not name:
-        return ToolCall(error='the call has no tool name, expected "name": "crop_video"')
-    if name != "crop_video":
-        # Of a name that the model wrote: printable ASCII, no < or >, thus no tag.
-        name = re.sub(r"[^ -;=?-~]", "", name[:400])[:40]
-        return ToolCall(name, error=f"unknown tool '{name}', the only tool is crop_video")
-    if not isinstance(arguments, dict):
-        return ToolCall(name, error="arguments must be an object with start_time and end_time")
-    start = to_seconds(arguments.get("start_time", arguments.get("start")))
-    end = to_seconds(arguments.get("end_time", arguments.get("end")))
-    frames = arguments.get("num_frames")  # 8, 8.0 or "8"; "1:00" is a time, not a count
-    number = None if isinstance(frames, str) and ":" in frames else to_seconds(frames)
-    count, error = int(number) if number and number >= 1 and number.is_integer() else None, None
-    if start is None or end is None:
-        key = "start" if start is None else "end"
-        fault = "not a time" if {key, f"{key}_time"} & {*arguments} else "missing"
-        error = f'{key}_time is {fault}, expected seconds or "MM:SS"'
-    # A negative start is no error here, because the episode clamps windows to the video.
-    elif end <= start:
-        error = "the window is empty or reversed, end_time must be greater than start_time"
-    elif frames is not None and count is None:
-        error = "num_frames must be a whole number of at least 1"
-    return ToolCall(name, start, end, count, error)
-
-
-def parse_json_call(body, closed):
-    """The ToolCall of one <tool_call> body. closed: the closing tag was written."""
-    try:
-        # A closed body must be one object alone. In an unclosed one, the rest is ignored.
-        call = json.loads(body) if closed else json.JSONDecoder().raw_decode(body.lstrip())[0]
-        if isinstance(call, dict) and isinstance(call.get("arguments"), str):
-            call["arguments"] = json.loads(call["arguments"])  # quoted twice by some templates
-    except (ValueError, RecursionError):  # ValueError also for an integer of thousands of digits
-        return ToolCall(error='not valid JSON, expected {"name": "crop_video", "arguments": {...}}')
-    if not isinstance(call, dict):
-        return ToolCall(error="a call must be one JSON object with name and arguments")
-    return make_call(call.get("name"), call.get("arguments"))
-
-
-def parse_xml_call(body, closed):
-    """The ToolCall of a <tool_call> body that holds <function=name>, one <parameter=name> value
-    </parameter> after another, </function>. closed: as in parse_json_call."""
-    call = (XML_CALL.fullmatch if closed else XML_CALL.match)(body.strip())
-    if not call:
-        return ToolCall(error="not a whole call, expected <function=crop_video> with "
-                        "<parameter=start_time> and <parameter=end_time>, each closed")
-    pairs = XML_PARAMETER.findall(call[2])
-    return make_call(call[1], {key.strip(): value.strip() for key, value in pairs})
-
-
-def parse_code_calls(body):
-    """The ToolCalls of a <tool_code> body: crop_video(1, end_time=2), or print(crop_video(..)).
-    By place: start_time, end_time, num_frames, after an optional quoted path."""
-    calls = []
-    for name, arguments in CODE_CALL.findall(body):
-        named, positional = {}, []
-        for key, written in CODE_ARGUMENT.findall(arguments):
-            value = written.strip(" \n\t\"'")
-            if key:
-                named[key] = value
-            elif positional or written[0] not in "\"'" or to_seconds(value) is not None:
-                positional.append(value)  # else: the path, which stands first
-        by_place = dict(zip(("start_time", "end_time", "num_frames"), positional))
-        calls.append(make_call(name, by_place | named))
-    # A last call that was cut off has no closing bracket.
-    if not calls or re.search(r"\([^()]*$", body):
-        calls += [ToolCall(error="not a whole call, expected crop_video(start_time=1, end_time=2)")]
-    return calls
-
-
-# ------------------------------------------------------------------------------------------------
-# Types of tasks
-
-
-@dataclass(frozen=True)
-class TaskType:
-    """How tasks of one type are asked, read and paid, and which labels they may have."""
-
-    prompt_suffix: str  # the end of the question, which asks for a form that `read` can read
-    read: callable  # (answer body, options) -> what the answer says
-    score: callable  # (what the answer says, label) -> R_acc in [0, 1]
-    render_label: callable  # (label, options) -> the answer that says it; None: no such label
-    label_format: str  # of a label, for messages
-    judged: bool = False  # a judge, if a run has one, pays instead
-    within: callable = lambda label, seconds: True  # whether a video of this length can show it
-
-
-def task_types():
-    """{"type" of a task: TaskType}. Another type is one more entry here."""
-    def text(label, options):
-        return label if isinstance(label, str) and label.strip() else None
-
-    return {
-        "mcq": TaskType("Answer with the letter of one option.", extract_letter,
-                        lambda letter, gold: float(letter == gold.strip().upper()),
-                        lambda label, options: text(label, None) if options else None,
-                        "the letter of one of the task's options"),
-        "open": TaskType("Answer with a few words.", answer_text, token_f1, text,
-                         "a text with a letter or a digit, and no tags", judged=True),
-        "list": TaskType("Answer with a list, in order, separated by commas.", answer_text,
-                         list_share, text, "items in order, commas between, a letter or a digit"),
-        "grounding": TaskType(
-            "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
-            lambda answer, options: extract_span(answer), temporal_iou, span_text,
-            "[start, end] in seconds, 0 <= start < end",
-            # Half of the span may lie beyond: annotators round, and end a span a little late.
-            within=lambda gold, end: min(gold[1], end) - gold[0] >= (gold[1] - gold[0]) / 2),
-    }
-
-
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Answers
 
-MAX_ANSWER_CHARS = 50_000  # longer is no answer. Bounds the work below: NFKC may grow a text 18x
-# A block is no answer, and its numbers are no span. One that never closes takes all text after it,
-# so no second search runs to the end.
-BLOCK = re.compile(r"(?s)<(tool_[a-z]+|action|observation|score|clip)>(?:.*?</\1>|.*)")
+
+def accuracy(answer, task):
+    """R_acc in [0, 1] of an answer body (None: no answer, 0.0). task: {"type", "answer"}, a letter,
+    a text, items with commas between, or [start, end] in seconds. Another type: KeyError."""
+    graders = {
+        "mcq": grade_letter,
+        "open": grade_words,
+        "list": grade_list,
+        "grounding": grade_span,
+    }
+    grade = graders[task["type"]]
+    return 0.0 if answer is None else grade(answer, task["answer"])
 
 
-def answer_or_tail(turns, think_open=False):
-    """The text that evaluation grades: the final answer, else the last turn after the thought."""
-    answer = final_answer(turns, think_open)
-    # An unclosed thought has no tail. Reading an answer out of reasoning would grade drafts.
-    if answer is not None or not turns or never_closed(turns[-1], think_open):
-        return answer
-    text = BLOCK.sub("\n", turns[-1].rpartition("</think>")[2])
-    return text.strip() if has_word(text) else None
+def grade_letter(answer, gold):
+    """1.0 for the right letter, alone or as a label: "B", "(B)", "B. dog", "B: dog"."""
+    label = re.match(r"\W*([A-Za-z])(?:[).:]|\W*\Z)", answer)
+    return float(label is not None and label[1].upper() == gold.strip().upper())
 
 
-def nfkc(text):
-    """NFKC: full-width characters to ASCII. But 10² becomes 10^2, which NFKC would make 102."""
-    text = unicodedata.normalize("NFKC", re.sub("(?<=[0-9])[⁻⁰¹²³⁴-⁹ⁿ]+", r"^\g<0>", text))
-    return text.replace("。", ". ").replace("’", "'")
-
-
-def answer_lines(response, blank=False):
-    """The lines of a response that are graded: of an answer body all, of a turn those after the
-    thought. blank: keep empty lines."""
-    text = answer_or_tail([response]) or ""
-    if len(text) > MAX_ANSWER_CHARS:
-        return []
-    # A LaTeX box declares the answer. The last box counts.
-    text = re.sub(r"\\(?:text|math)[a-z]{0,6} ?\{([^{}]*)\}", r"\1", text)
-    text = nfkc([text, *re.findall(r"\\boxed ?\{([^{}]*)\}", text)][-1])
-    # Single spaces also keep the patterns below from backtracking over long blanks.
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    return [line for line in lines if line or blank]
-
-
-def answer_text(response, options=None):
-    """The part of a response that is graded, on one line. options: of a TaskType, not read."""
-    return " ".join(answer_lines(response))
-
-
-# ------------------------------------------------------------------------------------------------
-# Open answers
-
-UNITS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-         "fifteen sixteen seventeen eighteen nineteen").split()  # fmt: skip
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-SPELLED = dict(zip(UNITS, range(20))) | dict(zip(TENS, range(20, 100, 10))) | {"%": "percent"}
-COMPOUND = re.compile(rf"\b({'|'.join(TENS)})[ -]({'|'.join(UNITS[1:10])})\b")  # twenty-one
-# Of texts in which all but word characters and these signs are blanks: a number that stands alone,
-# with sign and point; percent; a word.
-WORD = re.compile(
-    r"(?<![^\s.%+#-])-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\s.%+#-])|(?<![^\s.%+#-])-[0-9]+|%|"
-    r"[^\s.%+#-]+[+#]*")
-# Chinese characters and kana: texts without blanks between words.
-IDEOGRAPH = "\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-NEGATIONS = ("not no never neither nor cannot cant isnt wasnt arent dont doesnt didnt except wrong "
-             "incorrect").split()  # fmt: skip
+def words(text):
+    """Lower-case words: runs of letters, marks and digits. Signs that change the meaning stay: 1.5,
+    -5, 50%, C++. Articles go, unless nothing else is there."""
+    tokens = re.findall(r"(?<!\S)-?[0-9]+\.[0-9]+|(?<!\S)-[0-9]+|[^\s.-]+", word_characters(text))
+    return [token for token in tokens if token not in ("a", "an", "the")] or tokens
 
 
 def word_characters(text):
-    """The text with a blank in place of each character that is no letter, mark, digit or one of the
-    signs . - % + #, and without the vowel points of Hebrew, Arabic and Syriac."""
+    """The text in lower case, with a blank in place of each character that is no letter, mark,
+    digit or one of the signs . - % + #, and without the vowel points of Hebrew and Arabic."""
     kept = [" "]
-    for char in text:
+    for char in unicodedata.normalize("NFKC", text).casefold():
         # Points (Unicode's classes 10 to 36) are usually left out; the last makes an emoji of "1".
         if 10 <= unicodedata.combining(char) <= 36 or char == "\ufe0f":
             continue
@@ -585,263 +471,45 @@ def word_characters(text):
     return "".join(kept)
 
 
-def normalise(text):
-    """The tokens by which open answers are compared. Case, articles, punctuation, hyphens and
-    thousands commas are removed. The exponent of a letter joins the letter, number words become
-    digits. A minus sign, a decimal point, % and C++ stay, because they change the meaning."""
-    text = nfkc(text).casefold()
-    text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
-    text = re.sub("['`]", "", text).replace("−", "-")  # don't -> dont
-    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
-    text = COMPOUND.sub(lambda match: f" {SPELLED[match[1]] + SPELLED[match[2]]}", text)
-    tokens = []
-    for word in WORD.findall(word_characters(text)):
-        # 05 -> 5, 5.0 -> 5, .5 -> 0.5. As text: int() refuses thousands of digits. Without the
-        # possessive repeats a long row of zeros would take quadratic time.
-        if number := re.fullmatch(r"(-?)0*+([0-9]*+)(\.[0-9]+)?", word):
-            word = number[1] + (number[2] or "0") + (number[3] or "").rstrip("0").rstrip(".")
-        tokens.append(str(SPELLED.get(word, word)))
-    # If only articles are left, keep them. Otherwise gold "A" would equal "the", and both ".".
-    return [token for token in tokens if token not in ("a", "an", "the")] or tokens
+def grade_words(answer, gold):
+    """F1 of two bags of words. A part of the answer earns a part: a slope to climb."""
+    given, wanted = bag_of_words(answer), bag_of_words(gold)
+    return 2.0 * (given & wanted).total() / max(1, given.total() + wanted.total())
 
 
-def token_f1(answer, gold):
-    """F1 in [0, 1] of two token multisets: a repeated word counts as often as both have it. A part
-    of the answer earns a part: a slope to climb. Chinese and Japanese count by characters."""
-    bags = []
-    for text in (answer, gold):
-        bag = Counter()
-        for token in normalise(text):
-            bag.update(re.findall(f"[{IDEOGRAPH}]|[^{IDEOGRAPH}]+", token))
-        bags.append(bag)
-    tokens, wanted = bags
-    return 2.0 * (tokens & wanted).total() / max(1, (tokens + wanted).total())
+def bag_of_words(text):
+    """Counter of the words; Chinese characters and kana, written without blanks, one by one."""
+    ideographs = "\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+    bag = Counter()
+    for word in words(text):
+        bag.update(re.findall(f"[{ideographs}]|[^{ideographs}]+", word))
+    return bag
 
 
-def list_share(answer, gold):
-    """Share in [0, 1] of the places of the longer list that hold the same item in both lists.
-    Unlike token F1, this pays nothing for a wrong order. A piece without a word is no item."""
-    items, wanted = ([" ".join(normalise(item)) for item in text.split(",") if has_word(item)]
-                     for text in (answer, gold))
-    return sum(a == b for a, b in zip(items, wanted)) / max(len(items), len(wanted), 1)
+def grade_list(answer, gold):
+    """Share of the places of the longer list that hold the same item in both lists. Unlike F1 of
+    words, this pays nothing for a wrong order. A piece without a word is no item."""
+    given = [words(item) for item in answer.split(",") if has_word(item)]
+    wanted = [words(item) for item in gold.split(",") if has_word(item)]
+    same = sum(a == b for a, b in zip(given, wanted))
+    return same / max(1, len(given), len(wanted))
 
 
-# ------------------------------------------------------------------------------------------------
-# Option letters
-
-# Each pattern sees single spaces and newlines. None has two open-ended repeats in a row, so all
-# take linear time. Of brackets they see round ones alone, see strip_markdown. A table of the tests
-# has a reply for each alternative.
-OPTION = r"(?:option )?\(?"
-END = r"(?![-']?\w|\+\+|#|\.\w\.)"  # alone: not Apples, A's, B-roll, C++, C#, A.M.
-IS = r" (?:is|(?:would|should|must) be)(?: most)?(?: \w{1,9}ly)?"
-DECLARED = re.compile(  # "answer: B", "correct option is B", "it's B", "I choose B", "B is correct"
-    rf"(?i)\b(?:answer(?:{IS})?|(?:option|choice|it)(?:{IS}|:|'s)|I(?:'d|'ll| would| will)? "
-    rf"(?:choose|select|pick|go with))[ \n:=→-]{{0,8}}{OPTION}([a-z]){END}|"
-    r"([a-z])\)? is(?: \w{1,9}ly)?(?: the)?(?: best)? (?:correct|answer|option|choice)")
-LEADING = re.compile(rf"(?i)\A{OPTION}([a-z]){END}(?!\)? (?:is|has))")
-CAPITAL = re.compile(rf"(?<![\w.°])([A-Z]|(?<=ption )[a-z]){END}")
-LABEL = re.compile(r"\(?([A-Za-z])(?:[):.]+(?: |$)|$)")  # "B. ", "(B)", "B"
-# The start of a line: "Option ", "The correct answer is: "
-STARTER = re.compile(r"(?i)\A(?:the )?(?:\w{4,7} )?(?:answer|option)(?: is)?:? ")
-# "or C" after a stated letter; after a comma or a space only if the text says no more of C.
-ALTERNATIVE = re.compile(
-    r"(?i)(?:\)?\.?,? \(?(?:or|and|as well as)(?: possibly)? |\)? ?[/&] ?|"
-    rf"((?:\)?,)? (?=(?:option )?\(?[A-Z]\)?(?:[,.;\n]|$)))){OPTION}([A-Z]){END}")
-JOINT = re.compile(r",? ?(?:and|n?or|[/&])? ?")  # from "A" to "B" in "A and B"
-NOT_BEFORE = re.compile(
-    r"(?i)(?:not|never|neither|rather than|instead of|ruled out|doubt|anything but|unlikely|n't|"
-    r"不[是选])(?: option| answer| it| is| be| choose| pick| think| believe| that| it's| to|"
-    r" happen| from| between| (?:[A-Z]|[0-9][0-9.: s–-]{0,16}) n?or)*[ (]*$")
-NOT_AFTER = re.compile(  # "is wrong", "and B are wrong", "has been eliminated"
-    r"(?i)\)?(?:(?:,? (?:and )?\(?[A-Z]\)?)+(?= are))? (?:is|are|can|does|seems|has been)(?: be)? ?"
-    r"(?:not|n?'t|(?:\w{1,9}ly )?(?:wrong|incorrect|ruled out|excluded|eliminated|unlikely))")
-# An option is named after punctuation or one of these words: "so C", but not "vitamin C". The
-# Chinese ones end "answer is", "choose", "or" and "and".
-BEFORE = re.compile(
-    r"(?i)(?:[^\w ]|[是为选择或和]|\b(?:(option|choice)|answer|choose|select|pick|with|is|be|s|so|"
-    r"but|as|thus|hence|say|matches|and|towards|like|leaving|\w{1,9}ly|n?or|neither)) ?$")
-# A letter before a word is an article or a stray letter ("A man", "I think"). Exceptions are words
-# that no article precedes: "A because", "A The", "A B", a Chinese word.
-STRAY = re.compile(r" (?!(?i:because|since|as|n?or|and|is|but|rather than|that|the|this|there|its?|"
-                   "in|seems|best|has|[A-Z])\\b(?!-)|[\u2e80-\u9fff])\\w")
-
-
-def is_letter(text, at):
-    """Whether text[at] names an option, so is no article, pronoun, initial or name. One rule serves
-    all letters, so that no letter is easier to state than another."""
-    before = BEFORE.search("\n" + text[:at] if at < 16 else text[at - 16 : at])
-    # The A of "option A depicts .." is no article, whichever word follows.
-    return bool(before[1] or not STRAY.match(text, at + 1)) if before else False
-
-
-def is_denied(text, start, end):
-    """Whether a letter or a range at text[start:end] is said not to be the answer."""
-    # Short windows of the text, so that each look around a match has a constant cost.
-    before, after = text[max(0, start - 40) : start], text[end : end + 30]
-    return bool(NOT_BEFORE.search(before) or NOT_AFTER.match(after))
-
-
-def strip_markdown(text):
-    """A line without Markdown, bullets and quotes, all brackets as round ones, with a space
-    wherever a Chinese word begins or ends."""
-    text = re.sub(r"^[-•>#]+ |[*_`$\"“”【】「」]|(?<!\w)'|'(?!\w)", "", text)
-    text = text.translate(str.maketrans("[]{}", "()()"))
-    return re.sub("(?<=[!-~])(?=[\u2e80-\u9fff])|(?<=[\u2e80-\u9fff])(?=[!-~])", " ", text)
-
-
-def lists_options(text, letter, letters):
-    """`text` follows the label of an option. -> whether the labels of the next two options follow
-    on the same line, as in the question. letters: of all options."""
-    labels = re.findall(r" \(?([A-Z])[).:]+ ", text[:2000].partition("\n")[0])
-    return letter == "A" and labels != [] and labels[:2] == [*letters[1:3]]
-
-
-def named_letters(pattern, text, letters):
-    """{letter: index after the match} of all letters that a pattern names in text, by last
-    mention. Denied letters are left out, and so is a letter that begins a list of the options."""
-    named, valid, end = {}, True, 0
-    for match in pattern.finditer(text):
-        at = match.start(match.lastindex)
-        # "labels A and C" names neither.
-        valid = is_letter(text, at) and (valid or not JOINT.fullmatch(text, end, at))
-        end = match.end()
-        if valid and not is_denied(text, *match.span()):
-            named.pop(text[at].upper(), None)
-            named[text[at].upper()] = end
-    # "Answer: A. cat B. dog C. hot dog" repeats the question.
-    single = {k: end for k, end in named.items() if not lists_options(text[end:], k, letters)}
-    return single if pattern is not CAPITAL or single == named else {}
-
-
-def stated_letter(pattern, text, letters):
-    """{the last letter that a pattern states}, {} if there is none, both letters of "B or C"."""
-    # The last one counts: "The answer is A. No, wait: the answer is C."
-    for letter, end in reversed(named_letters(pattern, text, letters).items()):
-        alternative = ALTERNATIVE.match(text, end)
-        two = alternative and (alternative[1] or is_letter(text, alternative.start(2)))
-        two = two and not is_denied(text, *alternative.span(2))
-        return {letter, alternative[2].upper()} if two else {letter}
-    return set()
-
-
-def letters_by_text(answer, texts, letters):
-    """The letters of the options whose text is said and not denied. answer, texts: normalised."""
-    # Longer texts first, so that "hot dog" does not name "dog". A lone letter is a label.
-    names = {text for text in texts if text.upper() not in {"", *letters}}
-    any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    matched = names & {*re.findall(f"(?<= )(?:{any_name})(?= )", f" {answer} ")}
-    # An option's text may hold a "not", so look beside it.
-    rest = f" {answer} ".replace(f" {[*matched][0]} ", " ").split() if len(matched) == 1 else []
-    matched = matched if set(NEGATIONS).isdisjoint(rest) else set()
-    return {letter for letter, text in zip(letters, texts) if text in matched}
-
-
-def line_letter(line, letters, texts):
-    """The letter of a line that holds only an answer: "B", "Option B.", "(B) dog", "Answer: dog".
-    "?" if label and text contradict each other. Else None."""
-    line = STARTER.sub("", line, count=1)
-    label = LABEL.match(line)
-    letter = label[1].upper() if label else ""
-    statement = " ".join(normalise(line[label.end() if label else 0 :]))
-    named, wholly = ([at for at, text in zip(letters, texts) if text == form]
-                     for form in (statement, f"{letter.lower()} {statement}".strip()))  # fmt: skip
-    if letter and (named or not statement):
-        return letter if letter in (named if statement else letters) else "?"
-    return wholly[0] if len(wholly) == 1 else None  # no label: an option begins so: "B. B. King"
-
-
-def extract_letter(response, options):
-    """The option letter that a response settles on, or None. Never sees the gold answer. options:
-    texts, labelled ("A. ..", "(A) ..") or bare; without options A to J are allowed. The first step
-    that names a letter decides: 1. the last "answer is X"; 2. a letter or an option alone on a
-    line, or a letter that leads; 3. the only capital that stands as a letter; 4. the text of one
-    option. No answer: two letters in one step, a letter that no option has, a label that
-    contradicts its text, a list of the options."""
-    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options) if options else 10]
-    lines = [strip_markdown(line) for line in answer_lines(response)] or [""]
-    # Keep the line breaks: joined by spaces, the A before "The oven .." would read as an article.
-    text = "\n".join(lines)
-    declared = stated_letter(DECLARED, text, letters)
-    # Two labelled lines repeat the options. Then only a bare letter is an answer.
-    listing = len({label[1].upper() for label in map(LABEL.match, lines) if label}) > 1
-    # Compared as normalised text, so that "3" and "three" name one option. Only a label that fits
-    # the option's place is taken off: "B. B. King" may be the text of option A.
-    texts = [" ".join(normalise(re.sub(rf"^\s*\(?{letter}[).:]+\s+", "", strip_markdown(option))))
-             for letter, option in zip(letters, map(str, options or [])) if not listing]
-    own_lines = [line_letter(line, letters, texts) for line in lines]
-    # A letter alone on the last line answers, whatever option the first line begins with.
-    leading = set()
-    if not (listing or own_lines[0] or own_lines[-1]):
-        leading = stated_letter(LEADING, text, letters)
-    if declared and len(lines) == len(leading) == 1:
-        declared |= leading  # "A. The answer is B" contradicts itself
-    steps = (declared, {*filter(None, own_lines)} | leading, named_letters(CAPITAL, text, letters),
-             letters_by_text(" ".join(normalise(text)), texts, letters))  # fmt: skip
-    # The first step that names a letter decides. A later step never breaks a tie.
-    named = [*next(filter(None, steps), "?")]
-    return named[0] if len(named) == 1 and named[0] in letters else None
-
-
-# ------------------------------------------------------------------------------------------------
-# Time spans
-
-TIME = r"((?:[0-9]{1,9}:){0,2}[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9:%]|\.[0-9])"  # not 80-90%
-SECONDS, ABOUT = r"( ?s(?:ec(?:ond)?s?)?\.?)?", r"(?:about |around |second |t ?= ?)?"
-PAIR = re.compile(
-    rf"(?i)([\[(] ?)?(?<![\w.:-]){TIME}{SECONDS} ?([-–~,→]|-->|(?:up )?to|through|until|and) ?"
-    rf"{ABOUT}{TIME}{SECONDS}")
-# "start_time": 1, "Start time: 1", "**Start time (s):** 1", "starts at about 1"
-AT = (rf"[a-z_]{{0,8}}(?: time(?:stamp)?)?(?: \(s(?:econds)?\))?[\"' :=]{{0,6}}(?:is |at ){{0,2}}"
-      rf"{ABOUT}{TIME}")
-NAMED = re.compile(rf"(?i)(?:start|begin){AT}[^0-9]{{0,60}}?(?:end|finish|stop){AT}")
-# Words just before or after a pair of numbers that is no time. A newline stands for the pair.
-COUNTED = re.compile(r"(?i)(?:frames?|confidence:?)(?: \w{4,7})? ?\n|\n (?:frame|percent|confid)")
-MINUTE_RANGE = re.compile(r"\b([0-9]{1,4}) ?(?:[-–]|to) ?(?=[0-9]{1,4} ?min)")
-MINUTES = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?) ?m(?:in(?:ute)?s?|(?= ?[0-9]{1,2} ?s))"
-                     rf"(?:,? ?(?:and )?([0-9]{{1,2}}(?:\.[0-9]{{1,3}})?){SECONDS})?")
-
-
-def extract_span(response):
-    """(start, end) in seconds of the last time range in a response, or None. A range is two times
-    (12.5, MM:SS, H:MM:SS, "1 minute 5 seconds") joined by a dash, "to", "until" or "and", or given
-    as start and end; by a comma only in brackets, with a unit, or alone. A reversed last range is
-    wrong and gives None. Frame numbers, a confidence and a denied range ("not 3 - 5") are no
-    answer."""
-    # "<12.5 seconds> - <20.0 seconds>"
-    text = re.sub(r"<([0-9][^<>]*)>", r"\1", answer_text(response))
-    text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
-    # Minutes ("2 to 3 minutes") become seconds first. Then one pattern reads every range.
-    text = MINUTE_RANGE.sub(r"\1 min to ", text)
-    text = MINUTES.sub(lambda part: f"{60 * float(part[1]) + float(part[2] or 0):.3f}s", text)
-    spans = [(match.span(), match[1], match[2]) for match in NAMED.finditer(text)]
-    alone = text.strip(" .\"'")
-    for match in PAIR.finditer(text):
-        bracket, start, unit, joint, end, _ = match.groups()
-        listed = joint == "," and not (bracket or unit or match[0] == alone)  # "at 10, 20 people"
-        first, last = match.span()
-        around = text[max(0, first - 32) : first] + "\n" + text[last : last + 12]
-        # "frames 10-20", "confidence 0.8-0.9"; "frames <12.5 seconds> - <20.0 seconds>" are times.
-        if not listed and (unit or not COUNTED.search(around)):
-            spans.append((match.span(), start, end))
-    # The last range counts, because an echoed example or a first guess stands before the answer.
-    stated = [(position, *times) for position, *times in spans if not is_denied(text, *position)]
-    start, end = (to_seconds(time) for time in max(stated, default=(0, None, None))[1:])
-    return (start, end) if start is not None and end is not None and start < end else None
-
-
-def span_text(label, options=None):
-    """The label [start, end] of a grounding task as an answer; None if it has another form."""
-    # Numbers, not texts: to_seconds would read "1:30" too. It returns None for NaN.
-    numbers = isinstance(label, list) and not any(isinstance(second, str) for second in label)
-    span = [to_seconds(second) for second in label] if numbers else []
-    return f"{span[0]:.6f} - {span[1]:.6f}" if len(span) == 2 and None not in span else None
+def grade_span(answer, gold):
+    """IoU of two spans of seconds: the first two times of the answer, as in "12.5 - 20.0"."""
+    times = re.findall(r"[0-9]+(?::[0-9]+)*(?:\.[0-9]+)?", answer)
+    if len(times) < 2:
+        return 0.0
+    try:
+        return temporal_iou((to_seconds(times[0]), to_seconds(times[1])), gold)
+    except ValueError:  # 1:2:3:4
+        return 0.0
 
 
 def temporal_iou(span, gold):
     """Intersection over union in [0, 1] of two (start, end) in seconds; no or an empty span: 0."""
-    if span is None or not (span[0] < span[1] and gold[0] < gold[1]):  # NaN compares false: 0 too
+    if span is None or not (span[0] < span[1] and gold[0] < gold[1]):
         return 0.0
     overlap = min(span[1], gold[1]) - max(span[0], gold[0])
     union = max(span[1], gold[1]) - min(span[0], gold[0])  # the hull: exact for spans that overlap
-    return overlap / union if overlap > 0 and math.isfinite(union) else 0.0
+    return max(0.0, overlap / union)

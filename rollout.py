@@ -4,8 +4,8 @@ share.
 
 One episode, for a task with K overview frames:
   main agent   <system><K frames><question> -> turn 1
-  fan-out      turn 1 holds n crop_video calls: n sub-agents, the same weights, each in a fresh
-               context with the frames of one window; each returns a short summary
+  fan-out      turn 1 holds n calls: n sub-agents, the same weights, each in a fresh context with
+               the frames of one window; each returns a short summary
   gather       ALL n responses, in call order, become ONE user turn with ONE generation prompt
                (--crop-response frames: no sub-agents, the responses are the windows' frames)
   main agent   turn 2, ..: at most --max-turns tool turns, then one turn that must answer
@@ -13,17 +13,18 @@ Every main turn starts with a forced `<think>\\n` (--think-prefix). Ids only gro
 next prompt = previous ids + sampled ids + glue. A sampled id is never decoded and encoded again.
 
 An episode is a coroutine that awaits frames and samples. The pump (engine.py) feeds all episodes
-into one engine, so a fan-out starts the moment the turn ends. With --frames gated, K is drawn once
-per prompt from a digest of (seed, step, task id).
+into one engine, so a fan-out starts the moment its turn ends. Whatever the model writes, and a
+video whose bytes do not decode, is a counted outcome in the record. Everything else raises, with
+the task's id. With --frames gated, K is drawn once per prompt from a digest of (seed, step, task).
 
-Departs from the paper: a sub-agent is told the question (--set sub_question=false turns this off).
-Calls that a model writes in its last turn are not run, because no turn follows that could read the
-responses. Calls inside a thought that never closes are run.
+Departs from the paper: a sub-agent is told the question. Calls in the last turn are not run,
+because no turn follows that could read the responses. Calls inside a thought that never closes are
+run.
 
 Reads:  a checkpoint folder, task JSONL.
-Writes: rollout JSONL, one episode a line, enough to train on without the engine, and beside it the
-        settings, r.args.json; with --judge-url the judge's verdicts, judge.jsonl. Episodes that
-        have ended are in r.jsonl.part meanwhile, and the same command goes on from there.
+Writes: rollout JSONL, one episode a line, enough to train on without the engine (grpo.py
+        --rollouts), and beside it r.args.json; with --judge-url the judge's verdicts, judge.jsonl.
+        Meanwhile finished episodes are in r.jsonl.part, and the same command goes on from there.
 
 CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --num-generations 4 \\
             --show 2 --out r.jsonl
@@ -33,8 +34,6 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --nu
 import argparse
 import asyncio
 import collections
-import contextlib
-import glob
 import itertools
 import json
 import os
@@ -49,129 +48,126 @@ import chat
 import launch
 import rewards
 import video
+from agent_tools import TOOLS, CropVideo
 from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
-from plumbing import arguments, data, runs
+from plumbing import arguments, data
 from plumbing.data import subtitle_files, task_subtitles
 from plumbing.judge import add_judge_arguments, open_judge
 from video import VideoSource
 
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Prompts. SFT data, RL and evaluation all build their prompts here: a model that was trained on one
 # wording and asked in another loses accuracy without any error.
 
-
-def system_prompt(tools: bool = True, crop_response: str = "summary") -> str:
-    calls = ("If the frames do not show what you need, call crop_video once for each window you "
-             "want to see closely; several calls in one turn run at the same time. Every call "
-             f"returns {'a short summary' if crop_response == 'summary' else 'frames'} of its "
-             "window.\n")
-    return ("You answer questions about a long video. A few frames from all over it are shown, "
-            "each after its time.\n"
-            "Think first, between <think> and </think>.\n" + (calls if tools else "")
-            + "When you know the answer, write it between <answer> and </answer>.")
-
-
-SUB_PROMPT = ("You watch one short window of a longer video. Say in a few words what happens in it "
-              "that helps to answer the question. Times are those of the whole video.")
+ANSWER_STYLES = {  # the end of a question, by the type of its task: the form that rewards.py reads
+    "mcq": "Answer with the letter of one option.",
+    "open": "Answer with a few words.",
+    "list": "Answer with a list, in order, separated by commas.",
+    "grounding": "Answer with the start and the end in seconds, for example: 12.5 - 20.0",
+}
+SUB_PROMPT = (
+    "You watch one short window of a longer video. Say in a few words what happens in it "
+    "that helps to answer the question. Times are those of the whole video."
+)
 EMPTY_SUMMARY = "(nothing to report)"  # the response to a call if the sub-agent wrote no summary
 
 
-def tool_schema(crop_response: str = "summary") -> list[dict]:
-    """Declaration of crop_video for the chat template."""
-    response = "frames of it" if crop_response == "frames" else (
-        "a short text summary of what happens there")
-    start = "start of the window in seconds from the start of the video"
-    frames = "frames to look at; default: one per second, at most 16"
-    # num_frames is optional: a window is shown at 1 fps unless the model gives a number.
-    arguments = {"type": "object", "required": ["start_time", "end_time"], "properties": {
-        "start_time": {"type": "number", "description": start},
-        "end_time": {"type": "number", "description": "end of the window in seconds"},
-        "num_frames": {"type": "integer", "description": frames}}}
-    function = {"name": "crop_video", "description": "Look closely at one window of the video. "
-                f"Returns {response}.", "parameters": arguments}
-    return [{"type": "function", "function": function}]
+def system_prompt(tools=True, crop_response="summary"):
+    lines = [
+        "You answer questions about a long video. A few frames from all over it are shown, each "
+        "after its time.",
+        "Think first, between <think> and </think>.",
+    ]
+    if tools:
+        lines += [tool.prompt(crop_response) for tool in TOOLS.values()]
+    lines.append("When you know the answer, write it between <answer> and </answer>.")
+    return "\n".join(lines)
 
 
-def question_text(task: dict) -> str:
+def tool_schema(crop_response="summary"):
+    """Declaration of the tools for the chat template."""
+    return [
+        {"type": "function", "function": tool.schema(crop_response)} for tool in TOOLS.values()
+    ]
+
+
+def question_text(task):
     """Task -> the text after the frames: question, options, how to answer."""
+    lines = [task["question"]]
     # Publishers label options in several ways; here every option gets the same kind of label.
-    options = data.bare_options(task["options"]) if task.get("options") else ()
-    lines = [f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options)]
+    for letter, option in zip(string.ascii_uppercase, data.bare_options(task.get("options") or [])):
+        lines.append(f"{letter}. {option}")
     # "style": a client of tools/serve.py has said how to answer.
-    style = task.get("style", rewards.task_types()[task["type"]].prompt_suffix)
-    return "\n" + "\n".join(filter(None, [task["question"], *lines, style]))
+    style = task.get("style", ANSWER_STYLES[task["type"]])
+    if style:
+        lines.append(style)
+    return "\n" + "\n".join(lines)
 
 
-def main_messages(task: dict, num_frames: int, tools: bool = True, subtitles: str = "",
-                  crop_response: str = "summary") -> list:
+def main_messages(task, num_frames, tools=True, subtitles="", crop_response="summary"):
     """The main agent's first messages: system, overview of num_frames, subtitles if there are any,
     question. crop_response: summary | frames, the response to a call."""
+    text = question_text(task)
+    if subtitles:
+        text = f"\nSubtitles:\n{subtitles}\n{text}"
     # Frames come first: all rollouts of a group, and questions of one video, share that prefix.
-    subtitle_lines = f"\nSubtitles:\n{subtitles}\n" if subtitles else ""
     overview = {"type": "video", "video": task["video"], "frames": num_frames}
-    question_item = {"type": "text", "text": subtitle_lines + question_text(task)}
-    return [{"role": "system", "content": system_prompt(tools, crop_response)},
-            {"role": "user", "content": [overview, question_item]}]
+    return [
+        {"role": "system", "content": system_prompt(tools, crop_response)},
+        {"role": "user", "content": [overview, {"type": "text", "text": text}]},
+    ]
 
 
-def sub_messages(task: dict, window: dict, question: bool = True) -> list:
-    """A sub-agent's messages: the frames of one window, the window's times, the question.
-    window: {"start", "end", ..} in seconds, as video.load reads it."""
-    times = f"\nWindow: {window['start']:g} to {window['end']:g} seconds."
-    question_line = f"\nQuestion: {task['question']}" if question else ""
+def sub_messages(task, window):
+    """A sub-agent's messages: the frames of one window, its times, the question. window: {"start",
+    "end", ..} in seconds, as video.load reads it."""
+    text = f"\nWindow: {window['start']:g} to {window['end']:g} seconds."
+    text += f"\nQuestion: {task['question']}"
     frames = {"type": "video", "video": task["video"], **window}
-    return [{"role": "system", "content": SUB_PROMPT},
-            {"role": "user", "content": [frames, {"type": "text", "text": times + question_line}]}]
+    return [
+        {"role": "system", "content": SUB_PROMPT},
+        {"role": "user", "content": [frames, {"type": "text", "text": text}]},
+    ]
 
 
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Draws. Python's hash() of a string differs from process to process, so draws come from digests.
-
 
 GATED_FRAMES = (4, 8, 16, 32, 64)  # the numbers of overview frames of nFrames gating (paper)
 
 
-def draw_num_frames(frames: int | str, seed: int, step: int, task_id: str | int) -> int:
+def draw_num_frames(frames, seed, step, task_id):
     """--frames (a number, or "gated") -> K of a task in a step. "gated" is nFrames gating: K ~
     Uniform, one draw per prompt and step, so a whole group shares K."""
     if frames != "gated":
         return int(frames)
-    # "K": not the digest of a sampling seed.
-    return GATED_FRAMES[launch.stable_hash("K", seed, step, task_id) % len(GATED_FRAMES)]
+    draw = launch.stable_hash("K", seed, step, task_id)  # "K": not the digest of a sampling seed
+    return GATED_FRAMES[draw % len(GATED_FRAMES)]
 
 
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Parts of an episode
-
-
-def flag(default, text, choices=None, is_setting=False):
-    """A field of AgentConfig with a flag of its own, or a setting of --set. text: its help."""
-    return field(default=default, metadata=dict(help=text, choices=choices, is_setting=is_setting))
 
 
 @dataclass
 class AgentConfig:
-    """The rules of an episode. A field is a flag of the command lines or a setting of --set."""
+    """The rules of an episode. See add_agent_arguments for the flags of the same names."""
 
-    temperature: float = flag(0.7, "of sampling; 0 = greedy")
-    max_new_tokens: int = flag(2048, "tokens per main turn")
-    max_model_len: int = flag(32768, "tokens of one context with its answer")
-    max_turns: int = flag(3, "tool turns before the answer turn")
-    max_parallel: int = flag(5, "calls run per turn; a further call is answered with a refusal")
-    tools: bool = flag(True, "offer crop_video")
-    think_prefix: bool = flag(True, "force <think>\\n in every main turn")
-    seed: int = flag(0, "of sampling, of the draws of K, of the order of tasks")
-    crop_response: str = flag("summary", "to a call: a sub-agent's summary, or the window's frames",
-                              choices=["summary", "frames"])
-    sub_question: bool = flag(True, "a sub-agent is told the question", is_setting=True)
-    sub_fps: float = flag(1.0, "frames per second of a window", is_setting=True)
-    sub_frames: int = flag(16, "frames of a window, at most", is_setting=True)
-    sub_max_new_tokens: int = flag(512, "per summary", is_setting=True)
+    temperature: float = 0.7
+    max_new_tokens: int = 2048
+    sub_max_new_tokens: int = 512
+    max_model_len: int = 32768
+    max_turns: int = 3
+    max_parallel: int = 5
+    tools: bool = True
+    crop_response: str = "summary"
+    think_prefix: bool = True
+    seed: int = 0
 
 
 @dataclass
 class Context:
-    """Ids, mask and log-probs of one agent context. The three lists only grow, and together."""
+    """Ids, mask and log-probs of one agent context. The lists only grow, and together."""
 
     ids: list = field(default_factory=list)  # expanded: one placeholder per vision token
     compact: list = field(default_factory=list)  # one placeholder per frame, as engines take them
@@ -180,35 +176,58 @@ class Context:
     items: list = field(default_factory=list)  # [chat.VisionItem]
     frames: list = field(default_factory=list)  # [video.Frames], one per item
 
-    def add_masked(self, ids: list[int], compact: list[int] | None = None) -> None:
+    def add_masked(self, ids, compact=None):
         """Adds tokens that no model sampled: prompts, forced starts, tool responses. compact: the
         same ids with one placeholder per frame, if there are frames among them."""
         self.ids += ids
         self.compact += ids if compact is None else compact
-        self.mask += [0] * len(ids)  # neither loss nor credit
-        self.logps += [0.0] * len(ids)
+        self.mask += [0 for _ in ids]  # neither loss nor credit
+        self.logps += [0.0 for _ in ids]
 
-    def add_sampled(self, ids: list[int], logps: list[float]) -> None:
-        """Adds tokens that the policy sampled."""
-        # The sampled ids themselves: text that is encoded again may give other ids.
+    def add_sampled(self, ids, logps):
+        """Adds tokens that the policy sampled: the ids themselves, since text that is encoded again
+        may give other ids."""
         self.ids += ids
         self.compact += ids
-        self.mask += [1] * len(ids)  # trained
+        self.mask += [1 for _ in ids]  # trained
         self.logps += logps
+
+    def extend(self, other):
+        """Adds another context at the end."""
+        for name, values in vars(other).items():
+            getattr(self, name).extend(values)
 
     def request(self, name, **settings):
         """The context as a Request. Lists are copied, because the context grows on meanwhile."""
-        return Request(name, list(self.compact), list(self.ids), list(self.items),
-                       list(self.frames), **settings)
+        return Request(
+            name, list(self.compact), list(self.ids), list(self.items), list(self.frames),
+            **settings,
+        )
+
+    def record(self):
+        """What training needs again. The frames are loaded by the specs of "vision"."""
+        return {
+            "ids": self.ids,
+            "mask": self.mask,
+            "logps": self.logps,
+            "vision": [vars(item) for item in self.items],
+        }
 
 
-def open_context(codec, messages, specs, frames, tools=None) -> Context:
+def open_context(codec, messages, specs, frames, tools=None):
     """Messages, with the spec and the decoded Frames of each of their videos -> Context."""
     items = [chat.vision_item(spec, f) for spec, f in zip(specs, frames)]
     context = Context(items=items, frames=list(frames))
-    # encode_prompt returns both forms of the ids: expanded and compact.
-    context.add_masked(*chat.encode_prompt(codec, messages, context.items, tools))
+    ids, compact = chat.encode_prompt(codec, messages, items, tools)
+    context.add_masked(ids, compact)
     return context
+
+
+# Fields of an Episode that its record holds under the same name.
+RECORD_FIELDS = (
+    "task", "group", "sample", "policy_step", "status", "error", "think_open", "turns", "pieces",
+    "spans", "struct", "finish", "calls", "reward", "advantage", "timing", "subtitles",
+)
 
 
 @dataclass
@@ -220,12 +239,13 @@ class Episode:
     sample: int  # number within the group
     num_frames: int  # K, "K" in the record
     policy_step: int  # after which the weights were taken
-    status: str = "ok"  # ok | video_error | label_error | context | engine_error
+    # context: the prompt or a response does not fit. engine_error: of an endpoint, in evaluation.
+    status: str = "ok"  # ok | video_error | context | engine_error
     error: str = None
     context: Context = None
     think_open: bool = False  # every turn begins inside a thought: forced, or by the template
     turns: list = field(default_factory=list)  # sampled text of each main turn
-    pieces: list = field(default_factory=list)  # the same token by token; none from endpoints
+    pieces: list = field(default_factory=list)  # the same token by token, for tools/view.py
     spans: list = field(default_factory=list)  # [start, end) of a turn's sampled ids in context.ids
     struct: list = field(default_factory=list)  # places in context.ids that carry format credit
     finish: list = field(default_factory=list)  # per turn: "stop" | "length" | "call" (cut there)
@@ -234,9 +254,8 @@ class Episode:
     advantage: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)  # seconds
     duration: float = None  # seconds of the video
-    fingerprint: list = None  # video.identity; in the record, if the video could be read
-    subtitles: str = ""  # their text in the prompt; in the record, if there is any
-    notes: dict = field(default_factory=dict)  # for evaluation/: first messages, memory; not saved
+    subtitles: str = ""  # their text in the prompt
+    notes: dict = field(default_factory=dict)  # for evaluation/: first messages, times; not saved
 
     def fail(self, status, error):
         """Records how the episode ended, if not well."""
@@ -244,19 +263,24 @@ class Episode:
 
     def executed(self):
         """Number of calls that were run."""
-        return sum(c["status"] == "ok" for c in self.calls)
+        return sum(call["status"] == "ok" for call in self.calls)
 
-    def to_dict(self) -> dict:
-        c = self.context or Context()  # a broken video has none
-        optional = {k: v for k in ("subtitles", "fingerprint") if (v := getattr(self, k))}
-        return {**{name: getattr(self, name) for name in RECORD_FIELDS}, **optional,
-                "K": self.num_frames, "ids": c.ids, "mask": c.mask, "logps": c.logps,
-                "vision": [vars(item) for item in c.items]}  # fmt: skip
+    def to_dict(self):
+        context = self.context or Context()  # a broken video has none
+        own = {name: getattr(self, name) for name in RECORD_FIELDS}
+        return {**own, "K": self.num_frames, **context.record()}
 
 
-# Fields of an Episode that a record holds under their own names.
-RECORD_FIELDS = ("task", "group", "sample", "policy_step", "status", "error", "think_open", "turns",
-                 "pieces", "spans", "struct", "finish", "calls", "reward", "advantage", "timing")
+def from_dict(row):
+    """A line of a rollout JSONL -> Episode, without decoded frames: grpo.py --rollouts trains on
+    it."""
+    context = None
+    if row["ids"]:
+        items = [chat.VisionItem(**item) for item in row["vision"]]
+        # No compact ids: no engine is asked to go on from a record.
+        context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
+    own = {name: row[name] for name in RECORD_FIELDS}
+    return Episode(num_frames=row["K"], context=context, **own)
 
 
 @dataclass
@@ -267,106 +291,94 @@ class RolloutWorker:
     codec: chat.ChatProcessor
     source: VideoSource
     agent: AgentConfig
-    pay: rewards.RewardConfig = rewards.RewardConfig()  # the terms of the reward and their weights
-    judge: object = None  # plumbing.judge.Judge, whose verdicts pay open answers; None: token F1
-    threads: int = field(default_factory=video.decode_threads)  # that decode
-    max_live: int = None  # episodes at once; None = twice the engine's batch
-    open_context: callable = open_context  # of sub-agents; evaluation/systems.py has another
+    pay: rewards.RewardConfig = rewards.PAPER  # the terms of the reward and their weights
+    judge: object = None  # plumbing.judge.Judge, whose verdicts pay open answers; None: F1 of words
+    max_live: int = None  # episodes at once; None: twice the engine's batch
+    open_context: callable = open_context  # of sub-agents; evaluation/ has another
     pump: EngineLoop = None  # of the run, in the copy that the run's episodes are given
 
 
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The episode
 
 
-async def run_episode(episode: Episode, sampler: RolloutWorker) -> Episode:
-    """The main agent: overview, then turns that look closer, then a turn that answers.
-
-    No text that the model writes can make this raise: bad calls, broken videos, full contexts and
-    failed requests are counted outcomes in the record.
-    """
-    agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    loaded = await load_overview(episode, sampler)
+async def run_episode(episode, worker):
+    """The main agent: overview, then turns that look closer, then a turn that answers."""
+    agent, codec = worker.agent, worker.codec
+    loaded = await load_overview(episode, worker)
     if loaded is None:
         return episode  # episode.status says why
-    spec, frames, subtitles = loaded
-    messages = main_messages(task, episode.num_frames, agent.tools, subtitles, agent.crop_response)
+    spec, frames = loaded
+    messages = main_messages(
+        episode.task, episode.num_frames, agent.tools, episode.subtitles, agent.crop_response
+    )
     tools = tool_schema(agent.crop_response) if agent.tools else None
     context = episode.context = open_context(codec, messages, [spec], [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
     episode.think_open = agent.think_prefix or codec.opens_thought
+    # The forced start of every turn. No ids if the template has just opened a thought.
+    prefix = chat.think_prefix_ids(codec, context.ids) if agent.think_prefix else []
+    if len(context.ids) + len(prefix) >= agent.max_model_len:
+        episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
+                     f"{agent.max_model_len}")
+        return episode
 
     # One more turn than tool turns, so no episode ends on tool responses that were never read.
     tool_turns = agent.max_turns if agent.tools else 0
-    for turn in range(tool_turns + 1):  # the last turn must answer
-        # The forced start is not sampled, so mask 0: neither gradient nor credit. No ids if the
-        # template has just opened a thought.
-        prefix = chat.think_prefix_ids(codec, context.ids) if agent.think_prefix else []
-        room = agent.max_model_len - len(context.ids) - len(prefix)  # tokens left for this turn
-        if room < 1:
-            episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
-                         f"{agent.max_model_len}")
-            break
-        context.add_masked(prefix)
-        # The name is unique within a run. evaluation/costs.py finds an episode's requests by name.
-        completion = await sampler.pump.sample(context.request(
-            f"{episode.group}/{episode.sample}/{turn}", max_tokens=min(agent.max_new_tokens, room),
-            temperature=agent.temperature, seed=turn_seed(episode, agent, turn)))
-        if completion.error:
-            episode.fail("engine_error", completion.error)
-            break
+    for turn in range(tool_turns + 1):
+        context.add_masked(prefix)  # not sampled, so neither gradient nor credit
+        completion = await sample(context, episode, worker, agent.max_new_tokens, turn)
         record_turn(episode, codec, completion, "stop" if completion.ended else "length")
-        calls, records = record_calls(episode, agent, completion.text, turn)
-        if turn == tool_turns or not calls:
-            # Calls in the last turn come too late: they are recorded and not run.
-            for record in records:
+        calls = []
+        if agent.tools:  # without tools a model may still write calls; they are text then
+            calls = rewards.parse_tool_calls(completion.text, TOOLS, episode.think_open)
+        records = record_calls(episode, calls, turn)
+        if turn == tool_turns or not records:
+            for record in records:  # they come too late
                 record.update(status="not_run", summary="")
             break
-
-        # Fan-out: one sub-agent per window, all at once. They join the engine's running batch. Or
-        # the main agent looks at the windows itself.
-        respond = load_windows if agent.crop_response == "frames" else run_sub_agents
-        windows = await respond(records, calls, episode, sampler, turn)
-
+        # Fan-out: all calls at once.
+        windows = await answer_calls(records, episode, worker)
         # Gather: ONE user turn, in call order, then ONE generation prompt.
-        replies = [{"role": "tool", "content": [{"type": "video", **spec}] if spec
-                    else record["summary"]} for record, (spec, _) in zip(records, windows)]
-        items = [chat.vision_item(*window) for window in windows if window[0]]
-        # A turn that was cut off at max_new_tokens has no end of turn yet; the glue adds one.
-        compact = chat.tool_response_ids(codec, replies, completion.ended, items, tools)
-        glue = chat.expand(codec, compact, items)
-        # The next turn starts with prefix. If nothing fits after it, the episode fails without the
-        # responses: an episode never ends on a tool response.
-        if len(context.ids) + len(glue) + len(prefix) >= agent.max_model_len:
+        responses = response_context(codec, records, windows, completion.ended, tools)
+        # If no token fits after the responses, they are left out: an episode never ends on a tool
+        # response.
+        if len(context.ids) + len(responses.ids) + len(prefix) >= agent.max_model_len:
             episode.fail("context", f"the responses exceed a context of {agent.max_model_len}")
             break
-        context.add_masked(glue, compact)
-        context.items += items
-        context.frames += [frames for spec, frames in windows if spec]
-    episode.timing["total_s"] = time.monotonic() - began
+        context.extend(responses)
     return episode
 
 
-async def load_overview(episode, sampler):
-    """-> (spec, Frames, subtitles) of the overview, or None after a failure, which the episode then
-    records: an unreadable video, or a label beyond the end."""
-    source, began = sampler.source, time.monotonic()
+async def load_overview(episode, worker):
+    """-> (spec, Frames) of the overview; None for a video that cannot be decoded."""
+    source, began = worker.source, time.monotonic()
     spec = source.overview_spec(episode.task, episode.num_frames)
     try:
         # In a thread of the pump: decoding takes seconds, and other episodes go on meanwhile.
-        frames, episode.duration, subtitles, episode.fingerprint = await sampler.pump.load(
-            source.load_overview, spec, episode.task)
-    except (video.VideoError, ValueError) as error:  # ValueError: unreadable subtitles
+        frames, episode.duration, episode.subtitles = await worker.pump.load(
+            source.load_overview, spec, episode.task
+        )
+    except video.VideoError as error:
         episode.fail("video_error", str(error))
         return None
-    finally:
-        episode.timing["decode_s"] = time.monotonic() - began  # waiting for a thread included
-    episode.timing["video_s"], episode.subtitles = episode.duration, subtitles
-    # Only now is the length known. Nothing has been sampled yet for a label that cannot be met.
-    if source.check_labels and (fault := data.late_window(episode.task, episode.duration)):
-        episode.fail("label_error", fault)
-        return None
-    return spec, frames, subtitles
+    # decode_s: waiting for a thread included.
+    episode.timing.update(decode_s=time.monotonic() - began, video_s=episode.duration)
+    return spec, frames
+
+
+async def sample(context, episode, worker, max_tokens, *turn):
+    """Samples what continues a context -> Completion. turn: number of the main turn; of a
+    sub-agent, that and the number of the call."""
+    agent = worker.agent
+    tokens_left = agent.max_model_len - len(context.ids)
+    return await worker.pump.sample(context.request(
+        # The name is unique within a run. evaluation/costs.py finds an episode's requests by name.
+        "/".join(map(str, (episode.group, episode.sample, *turn))),
+        max_tokens=min(max_tokens, tokens_left),
+        temperature=agent.temperature,
+        seed=turn_seed(episode, agent, *turn),
+    ))
 
 
 def turn_seed(episode, agent, *turn):
@@ -382,430 +394,375 @@ def record_turn(episode, codec, completion, finish):
     episode.context.add_sampled(completion.ids, completion.logps)
     episode.spans.append([start, start + len(completion.ids)])
     pieces = chat.token_bytes_of(codec, completion.ids)  # the bytes of each token
-    # The places of the tokens that carry format credit.
-    episode.struct += [t for t, flag in enumerate(rewards.structural_mask(pieces), start) if flag]
-    # For the page, which draws token by token. Rewards read `turns`.
-    episode.pieces.append(chat.text_pieces(pieces[:-1] + [b""] if completion.ended else pieces))
+    for place, credited in enumerate(rewards.structural_mask(pieces), start):
+        if credited:
+            episode.struct.append(place)
+    if completion.ended:
+        pieces = [*pieces[:-1], b""]  # the end of the turn is no text
+    episode.pieces.append(chat.text_pieces(pieces))
     episode.turns.append(completion.text)
     episode.finish.append(finish)
 
 
-def record_calls(episode, agent, text, turn, parse=rewards.parse_tool_calls):
-    """Text of a turn -> (calls, their records). The episode holds the same records."""
-    # Every call gets a record, also a bad one: each must be answered, in the order of the text.
-    # Without tools a model may still write calls; they are text then, and no turn follows.
-    calls = parse(text, episode.think_open) if agent.tools else []
-    records = [{
-        "turn": turn, "name": call.name, "start": call.start, "end": call.end,
-        "num_frames": call.num_frames, "parseable": call.error is None,
-        "status": "error" if call.error else "pending",  # run_sub_agents or run_episode replaces it
-        "summary": f"error: {call.error}" if call.error else "", "sub_tokens": 0}
-        for call in calls]  # fmt: skip
+# -----------------------------------------------------------------------------
+# Calls and responses
+
+
+def record_calls(episode, calls, turn):
+    """[rewards.ToolCall] of a turn -> their records, which the episode holds too."""
+    records = []
+    for call in calls:
+        # Every call gets a record, also a bad one: each must be answered, in the order of the text.
+        record = {
+            "turn": turn, "name": call.name, "start": None, "end": None, "num_frames": None,
+            "parseable": call.error is None, "status": "pending", "summary": "", "sub_tokens": 0,
+        }
+        if call.error is None:
+            record.update(call.arguments)
+        else:
+            record.update(status="error", summary=f"error: {call.error}")
+        records.append(record)
     episode.calls += records
-    return calls, records
+    return records
 
 
-async def load_windows(records, calls, episode, sampler, turn, spec_of=None) -> list:
-    """Loads the windows of the good calls of a turn -> (spec, Frames) for every call, (None, None)
-    for one without frames. Each record says what was shown, or why nothing. spec_of: (call, task,
-    agent) -> spec as video.load reads it."""
-    agent, windows = sampler.agent, [(None, None)] * len(calls)
-    runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
-    specs = [(spec_of or window_spec)(calls[i], episode.task, agent) for i in runnable]
-    loaded = await asyncio.gather(*[load_window(s, sampler) for s in specs])
-    for i, (result, spec, frames) in zip(runnable, loaded):
-        records[i].update(result)
-        if frames is not None:
-            seconds = [round(float(second), 3) for second in frames.seconds]
-            records[i].update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
-            windows[i] = spec, frames
-    return windows
+async def answer_calls(records, episode, worker, tools=TOOLS):
+    """Runs the good calls of a turn, all at once: their decoding and their tokens share the machine
+    with every other episode. -> for each call (spec, Frames) that the main agent shall see, or
+    (None, None) if the response is the record's summary."""
+    jobs = []
+    num_good = 0  # a bad call does not count towards max_parallel, because nothing runs for it
+    for record in records:
+        jobs.append(answer_call(record, num_good, episode, worker, tools))
+        if record["status"] == "pending":
+            num_good += 1
+    return await asyncio.gather(*jobs)
 
 
-async def load_window(spec, sampler):
-    """-> (what the record of a call says of its window, spec clamped to the video, Frames or None).
-    spec: as video.load reads it."""
+async def answer_call(record, number, episode, worker, tools):
+    """One call of answer_calls. number: among the good ones of its turn."""
+    agent = worker.agent
+    if record["status"] != "pending":
+        return None, None
+    if number >= agent.max_parallel:
+        record.update(status="not_run",
+                      summary=f"not run: at most {agent.max_parallel} calls per turn")
+        return None, None
+    tool = tools[record["name"]]
     try:
-        spec, frames = await sampler.pump.load(sampler.source.load_window, spec)
-    except (video.VideoError, ValueError) as error:
-        return load_error(error), spec, None
-    return {"start": spec["start"], "end": spec["end"]}, spec, frames
+        spec = tool.spec(record, episode.task, episode.duration)
+        frames = await worker.pump.load(worker.source.load, spec)
+    except video.VideoError as error:
+        # Only the reason, since the whole text holds a path on this machine.
+        why = f"error: the window could not be read ({error.why})"
+        record.update(status="video_error", summary=why)
+        return None, None
+    except ValueError as error:  # the tool's or the video's: no part of it lies in the video
+        record.update(status="error", summary=f"error: {error}")
+        return None, None
+    if "start" in spec:
+        record.update(start=spec["start"], end=spec["end"])  # clamped
+    seconds = [round(float(second), 3) for second in frames.seconds]
+    if tool.answered_by(agent.crop_response) == "main":
+        record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
+        return spec, frames
+    context = worker.open_context(  # a sub-agent has no tools
+        worker.codec, sub_messages(episode.task, spec), [spec], [frames]
+    )
+    record.update(await ask_sub_agent(context, episode, worker, record["turn"], number))
+    if record["status"] == "ok":
+        record["frames_seen"] = len(seconds)
+    return None, None
 
 
-async def run_sub_agents(records, calls, episode, sampler, turn):
-    """Runs the good calls of one turn on sub-agents and adds their results to the records, so that
-    every call has exactly one response. -> no window to show, see load_windows."""
-    agent = sampler.agent
-    runnable = runnable_calls(records, calls, agent.max_parallel)  # indices of calls
-    jobs = [sub_agent(window_spec(calls[i], episode.task, agent), episode, sampler, turn, n)
-            for n, i in enumerate(runnable)]
-    # All at once: their decoding and their tokens share the machine with every other episode.
-    for i, result in zip(runnable, await asyncio.gather(*jobs)):
-        records[i].update(result)
-    return [(None, None)] * len(records)
-
-
-def runnable_calls(records, calls, max_parallel):
-    """-> indices of the calls of a turn that are run. The records of the others say why not."""
-    parsed = [i for i, call in enumerate(calls) if call.error is None]
-    # A bad call does not count towards max_parallel, because no sub-agent runs for that call.
-    for i in parsed[max_parallel:]:
-        records[i].update(status="not_run",
-                          summary=f"not run: at most {max_parallel} calls per turn")
-    return parsed[:max_parallel]
-
-
-def window_spec(call, task, agent):
-    """The window of a call, as video.load reads it. The model chooses times and the number of
-    frames, never the video."""
-    return {"video": task["video"], "start": call.start, "end": call.end, "fps": agent.sub_fps,
-            "num_frames": call.num_frames or None, "max_frames": agent.sub_frames}
-
-
-async def sub_agent(spec, episode, sampler, turn, number) -> dict:
-    """Asks the same weights in a fresh context that holds one window -> the result, for the record
-    of the call.
-
-    A bad window, a full context and a failed request become the call's response, as in run_episode.
-    spec: the window, as video.load reads it. number: of the call among those of its turn that run.
-    """
-    agent, codec, task, began = sampler.agent, sampler.codec, episode.task, time.monotonic()
-    result, spec, frames = await load_window(spec, sampler)
-    if frames is None:
-        return result
-    messages = sub_messages(task, spec, agent.sub_question)
-    context = sampler.open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
-    room = agent.max_model_len - len(context.ids)
-    if room < 1:
-        return {**result, "status": "error",
-                "summary": "error: the window does not fit into the context"}
-    completion = await sampler.pump.sample(context.request(
-        f"{episode.group}/{episode.sample}/{turn}/{number}",
-        max_tokens=min(agent.sub_max_new_tokens, room), temperature=agent.temperature,
-        seed=turn_seed(episode, agent, turn, number)))
-    if completion.error:
+async def ask_sub_agent(context, episode, worker, turn, number):
+    """The same weights in a fresh context that holds one window -> what the record of the call says
+    of the result."""
+    agent, codec = worker.agent, worker.codec
+    began = time.monotonic()
+    if len(context.ids) >= agent.max_model_len:
+        return {"status": "error", "summary": "error: the window does not fit into the context"}
+    completion = await sample(context, episode, worker, agent.sub_max_new_tokens, turn, number)
+    if completion.error:  # of an endpoint
         # The model does not see the error, which is about machines and not about the video.
-        return {**result, "status": "engine_error", "error": completion.error,
-                "summary": "error: the window could not be looked at"}
-
-    # Only the text after the thought is returned: the main agent's context stays small.
-    # A thought that never closes holds no summary. A Thinking checkpoint's template opens one.
-    unclosed = rewards.never_closed(completion.text, codec is not None and codec.opens_thought)
-    summary = "" if unclosed else completion.text.rpartition("</think>")[2].strip()
+        why = "error: the window could not be looked at"
+        return {"status": "engine_error", "error": completion.error, "summary": why}
+    # Only the text after the thought is returned: the main agent's context stays small. A thought
+    # that never closes holds no summary. A Thinking checkpoint's template opens one.
+    _, closed, summary = completion.text.rpartition("</think>")
+    opens_thought = codec is not None and codec.opens_thought
+    if "<think>" in summary or (opens_thought and not closed):
+        summary = ""
     context.add_sampled(completion.ids, completion.logps)
-    # Sub-agents are not trained. Their ids are kept so that a record is complete.
-    ids = {"ids": context.ids, "mask": context.mask, "logps": context.logps,
-           "vision": [vars(item) for item in context.items]}
-    return {**result, "status": "ok", "summary": summary or EMPTY_SUMMARY,
-            "seconds": time.monotonic() - began, "frames_seen": len(frames.seconds),
-            "sub_tokens": sum(context.mask), "sub": ids}
+    return {
+        "status": "ok",
+        "summary": summary.strip() or EMPTY_SUMMARY,
+        "seconds": time.monotonic() - began,
+        "sub_tokens": sum(context.mask),
+        "sub": context.record(),  # not trained; for the gap, and for whoever trains sub-agents
+    }
 
 
-def load_error(error) -> dict:
-    """Why a window could not be loaded, for the record of the call. error: VideoError, or
-    ValueError if the window holds no part of the video."""
-    broken = isinstance(error, video.VideoError)
-    # Of a VideoError only the reason, since its text also holds the path on this machine.
-    reason = f"the window could not be read ({error.why})" if broken else error
-    return {"status": "video_error" if broken else "error", "summary": f"error: {reason}"}
+def response_context(codec, records, windows, ended, tools):
+    """ALL responses of a turn, in call order, as ONE user turn with ONE generation prompt ->
+    Context of these alone. windows: of answer_calls. ended: the turn has its end; else the glue
+    adds one."""
+    glue, replies = Context(), []
+    for record, (spec, frames) in zip(records, windows):
+        content = record["summary"]
+        if frames is not None:
+            content = [{"type": "video", **spec}]
+            glue.items.append(chat.vision_item(spec, frames))
+            glue.frames.append(frames)
+        replies.append({"role": "tool", "content": content})
+    compact = chat.tool_response_ids(codec, replies, ended, glue.items, tools)
+    glue.add_masked(chat.expand(codec, compact, glue.items), compact)
+    return glue
 
 
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # All episodes of a batch
 
 
-def run(sampler: RolloutWorker, tasks: list, frames=64, group=1, step=0, play=run_episode,
-        pump=None, done=(), tries=2):
-    """THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
+def run(worker, tasks, frames=64, group=1, step=0, play=run_episode, pump=None, done=()):
+    """
+    THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
     scored Episodes, in the order in which they finish.
 
     frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
     task. step: enters every seed and every draw of K, and is the version of the weights in a
     record. play: coroutine function (Episode, RolloutWorker) -> Episode. pump: a new EngineLoop,
-    for a caller that watches it. done: (group, sample) of episodes to leave out. tries: how often
-    an episode is played whose video cannot be read. It comes once, after all others.
+    for a caller that watches it. done: (group, sample) of episodes to leave out.
     """
-    # A batch across two epochs may hold a task twice. The rollouts then form one larger group, and
-    # their numbers go on, so that their seeds differ.
-    counts, rollouts = collections.Counter(), []
+    worker = replace(worker, pump=pump or EngineLoop(worker.engine, video.decode_threads()))
+    counts = collections.Counter()  # group -> rollouts so far
+    rollouts = []
     for task in tasks:
-        name, first = launch.join_key(step, task["id"]), counts[task["id"]]
-        rollouts += [(task, name, n) for n in range(first, first + group) if (name, n) not in done]
-        counts[task["id"]] += group
-    while rollouts:
-        unread, tries = [], tries - 1
-        # Closed if the caller stops early.
-        with contextlib.closing(play_all(sampler, rollouts, frames, step, play, pump)) as episodes:
-            for episode in episodes:
-                # An outage may have passed by then. Without the windows that it cost, the rest
-                # would teach the policy to make no calls.
-                if tries and episode.status == "video_error":  # engines ask again themselves
-                    unread.append((episode.task, episode.group, episode.sample))
-                else:
-                    yield episode
-        rollouts, pump = unread, None
+        # A batch across two epochs may hold a task twice. The rollouts then form one larger group,
+        # and their numbers go on, so that their seeds differ.
+        name = launch.join_key(step, task["id"])
+        for _ in range(group):
+            if (name, counts[name]) not in done:
+                rollouts.append((task, name, counts[name]))
+            counts[name] += 1
 
-
-def play_all(sampler, rollouts, frames, step, play, pump):
-    """As `run`, each rollout once. rollouts: [(task, group, sample)]."""
-    sampler = replace(sampler, pump=pump or EngineLoop(sampler.engine, sampler.threads))
-
-    # More episodes than the engine's batch keep the batch full while some of them decode.
-    live = sampler.max_live or 2 * sampler.engine.max_seqs
-    slots = asyncio.Semaphore(live)
-
-    async def play_and_score(episode):
-        with launch.naming(episode.task["id"]):
-            async with slots:  # one that waits for its judge keeps no other from being played
-                episode = await play(episode, sampler)
+    async def play_and_score(task, name, number):
+        num_frames = draw_num_frames(frames, worker.agent.seed, step, task["id"])
+        began = time.monotonic()
+        with launch.naming(task["id"]):  # an error names the sample
+            episode = await play(Episode(task, name, number, num_frames, step), worker)
+            episode.timing["total_s"] = time.monotonic() - began
             check_calls(episode)
-            return await score_episode(episode, sampler.pay, sampler.judge)
+            return await score_episode(episode, worker.pay, worker.judge)
 
-    # A generator: an Episode and its coroutine exist only once there is room for them.
-    coroutines = (play_and_score(Episode(task, name, n, draw_num_frames(
-        frames, sampler.agent.seed, step, task["id"]), step)) for task, name, n in rollouts)
-    finished = in_flight(sampler.pump, coroutines, live + 256 * (sampler.judge is not None))
+    # A generator: an episode exists only once there is room for it. More of them than the engine's
+    # batch keep the batch full while some of them decode, or wait for a judge.
+    coroutines = (play_and_score(*rollout) for rollout in rollouts)
+    max_live = worker.max_live or 2 * worker.engine.max_seqs
+    finished = in_flight(worker.pump, coroutines, max_live)
 
-    async def following():
+    async def next_episode():
         return await anext(finished, None)
 
     # A loop of its own: this is a plain generator, which any script can iterate over. If the caller
-    # stops early, and after Ctrl-C, Runner cancels the episodes under way and ends their threads.
+    # stops early, Runner cancels the episodes under way and ends their threads.
     with asyncio.Runner() as runner:
-        try:
-            yield from iter(lambda: runner.run(following()), None)
-        except KeyboardInterrupt:
-            # It may have come as the loop was about to stop. The loop then stops once more, at its
-            # next start, which must not be that of the episodes' end.
-            with contextlib.suppress(RuntimeError):
-                runner.run(asyncio.sleep(0))
-            raise
+        while True:
+            episode = runner.run(next_episode())
+            if episode is None:
+                return
+            yield episode
 
 
-def check_calls(episode: Episode) -> None:
-    """An episode that has ended fails if the machine failed one of its calls: a window whose file
-    has gone, or a request that failed, says nothing of the policy."""
-    failed = [c for c in episode.calls if c["status"] in runs.MACHINE_FAULTS]
-    if failed and episode.status in ("ok", "context"):  # the call's text may have filled it
-        episode.fail(failed[0]["status"], f"a call: {failed[0].get('error', failed[0]['summary'])}")
+def check_calls(episode):
+    """A window that does not decode says nothing of the policy: such an episode has failed, and is
+    not trained on."""
+    for call in episode.calls:
+        failed = call["status"] in ("video_error", "engine_error")
+        if failed and episode.status in ("ok", "context"):  # the call's text may have filled it
+            episode.fail(call["status"], f"a call: {call.get('error', call['summary'])}")
 
 
-async def score_episode(episode: Episode, pay: rewards.RewardConfig | None = None,
-                        judge=None) -> Episode:
+async def score_episode(episode, pay=rewards.PAPER, judge=None):
     """Sets the reward of an episode that has ended. judge: plumbing.judge.Judge or None. It reads
     open answers only, because letters, lists, spans and missing answers are graded by rule."""
     task, verdict = episode.task, None
+    if task["answer"] is None:  # a question without a known answer, of tools/serve.py
+        return episode
     answer = rewards.final_answer(episode.turns, episode.think_open)
-    judged = (judge is not None and rewards.task_types()[task["type"]].judged
-              and None not in (task["answer"], answer))
+    judged = judge is not None and task["type"] == "open" and answer is not None
     if judged:
-        future, episode.notes["judge_cached"] = judge.ask(task["question"], task["answer"], answer)
+        future, _ = judge.ask(task["question"], task["answer"], answer)
         # The other episodes go on meanwhile. Shielded: equal answers share one request.
         verdict = await asyncio.shield(asyncio.wrap_future(future))
-    episode.reward = compute_reward(episode, pay, verdict)
+    episode.reward = rewards.score(
+        episode.turns, task, episode.calls, episode.think_open, pay, verdict
+    )
     if judged:  # the record says who scored
         episode.reward["judge"] = "fallback" if verdict is None else verdict
     return episode
 
 
-def compute_reward(episode: Episode, pay: rewards.RewardConfig | None = None,
-                   verdict: bool | None = None) -> dict:
-    """Episode -> reward terms, see rewards.score; {} for a question without a known answer.
-    verdict: a judge's, None for the rule."""
-    if episode.task["answer"] is None:
-        return {}
-    tokens = sum(episode.context.mask) if episode.context else 0  # sampled by the main agent
-    return rewards.score(episode.turns, episode.task, episode.calls, episode.think_open, pay,
-                         tokens, verdict)
+# ---- below: looking at episodes, arguments, the command line (may be skipped) ----
 
 
-# ---- below: looking at episodes, checks, the command line (may be skipped) ----------------------
+def episode_text(episode, codec):
+    """One episode as text: «sampled» in marks, all else as it was inserted, without the frames."""
+    terms = json.dumps(episode.reward)
+    parts = [f"== {episode.group}/{episode.sample} K {episode.num_frames} {episode.status} "
+             f"{terms}\n"]
+    context = episode.context or Context()
+    pairs = zip(context.mask, context.ids)
+    for sampled, run_of_pairs in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        ids = [i for _, i in run_of_pairs if i != codec.image_pad]
+        text = chat.decode(codec, ids, keep_end=True)
+        parts.append(f"«{text}»" if sampled else text)
+    return launch.printable("".join(parts))  # a model may write characters that steer a terminal
 
 
-def episode_text(episode: Episode, codec: chat.ChatProcessor) -> str:
-    """One episode as text: «sampled», «*sampled, with format credit*», and inserted as it is."""
-    marks = {"inserted": ("", ""), "sampled": ("«", "»"), "struct": ("«*", "*»")}
-    ids = episode.context.ids if episode.context else []
-    kinds = ["inserted"] * len(ids)
-    for start, end in episode.spans:
-        kinds[start:end] = ["sampled"] * (end - start)
-    for t in episode.struct:  # the very tokens that selective anchoring credits
-        kinds[t] = "struct"
-    text, pads = [], {codec.image_pad}
-    for kind, places in itertools.groupby(range(len(ids)), kinds.__getitem__):
-        # Of a run of placeholders only the first is shown: a frame has dozens.
-        run = [ids[i] for i in places if ids[i] not in pads or ids[i - 1] != ids[i]]
-        # Characters that steer a terminal are replaced: a model may write any.
-        text.append(launch.printable(chat.decode(codec, run, True)).join(marks[kind]))
-    terms = " ".join(f"{k} {episode.reward[k]:.2f}" for k in ("total", "acc", "fmt", "tool")
-                     if episode.reward)
-    head = (f"== {episode.task['id']} sample {episode.sample} | K {episode.num_frames} | "
-            f"{episode.status} | {terms} | gold {episode.task['answer']}")
-    calls = [f"   call {c['start']}-{c['end']}: {c['status']} -> {c['summary']}"
-             for c in episode.calls]
-    return "\n".join([launch.printable(head), "".join(text), *map(launch.printable, calls)])
+def frames_argument(text):
+    """--frames: a number of overview frames, or "gated"."""
+    return text if text == "gated" else launch.positive(text)
 
 
-def from_dict(row: dict) -> Episode:
-    """A line of a rollout JSONL -> Episode, without decoded frames."""
-    items = [chat.VisionItem(**v) for v in row["vision"]]
-    # No compact ids: no engine is asked to go on from a record.
-    context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
-    return Episode(num_frames=row["K"], context=context if row["ids"] else None,
-                   subtitles=row.get("subtitles", ""), fingerprint=row.get("fingerprint"),
-                   **{name: row[name] for name in RECORD_FIELDS})
-
-
-def add_agent_arguments(parser, tools_flag: bool = True) -> None:
-    """Flags and settings of the agent loop, the same in rollout.py, grpo.py and eval.py: the fields
-    of AgentConfig, those of VideoSource, the engine. tools_flag=False leaves --tools to the caller
-    (eval.py runs both modes)."""
-    add, yes_no = parser.add_argument_group("agent").add_argument, argparse.BooleanOptionalAction
-    for f in fields(AgentConfig):
-        if f.metadata["is_setting"]:
-            parser.add_setting(f.name, f.metadata["help"], f.default)
-        elif tools_flag or f.name != "tools":
-            kind = {"action": yes_no} if f.type is bool else {"type": f.type}
-            add(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"],
-                choices=f.metadata["choices"], **kind)
-    parser.add_setting("subtitles", "of tasks that name a file: lines spoken while a frame of the "
-                       "overview is shown, all, or none; default of eval.py --bench: as it asks",
-                       "aligned", choices=["aligned", "full", "none"])
-    video.add_arguments(parser)
-    arguments.add_computing(parser)
-    add = parser.add_argument_group("engine").add_argument
-    add("--gpu-memory-utilization", type=float, default=0.5, help="vLLM's part while awake")
-    parser.add_setting("max_num_seqs", "sequences in the engine's batch", 64)
-
-
-def agent_settings(args, data_path: str | None) -> tuple[AgentConfig, VideoSource]:
-    """Parsed flags -> (AgentConfig, VideoSource). data_path: of the task file, None for a
-    benchmark. Raises UserError naming the flag."""
-    agent = AgentConfig(**{f.name: getattr(args, f.name) for f in fields(AgentConfig)})
-    arguments.require_min(1, args, "max_new_tokens", "max_model_len", "max_parallel",
-                          "max_num_seqs")
-    arguments.require_min(0, args, "max_turns")
-    # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
-    if not (0 <= args.temperature <= 2 and 0 < args.gpu_memory_utilization < 1):
-        raise launch.UserError("--temperature must lie between 0 and 2, --gpu-memory-utilization "
-                               f"between 0 and 1; got {args.temperature} and "
-                               f"{args.gpu_memory_utilization}")
-    # NaN fails this comparison too.
-    min_setting = min(agent.sub_fps, agent.sub_frames, agent.sub_max_new_tokens)
-    if not min_setting > 0 or agent.sub_fps == float("inf"):
-        raise launch.UserError("--set: sub_fps, sub_frames, sub_max_new_tokens must be above 0")
-    min_pixels = getattr(args, "min_pixels", VideoSource.min_pixels)  # eval.py alone has it
-    arguments.require_min(min_pixels, args, "max_pixels")
-    if not os.path.isdir(root := video.root_of(args, data_path)):
-        raise launch.UserError(f"--video-root {root}: no such folder")
-    spoken = partial(task_subtitles, which=args.subtitles) if args.subtitles != "none" else None
-    return agent, VideoSource(
-        root, video.frame_cache(args), min_pixels, args.max_pixels, subtitles=spoken,
-        check_labels=bool(data_path))
-
-
-def check_positions(codec, agent) -> None:
-    """Raises UserError if a context may be longer than the checkpoint's positions."""
-    if agent.max_model_len > (max_positions := data.max_positions(codec)):
-        raise launch.UserError(f"--max-model-len {agent.max_model_len}: the checkpoint has "
-                               f"{max_positions} positions; lower it (for toy.py: --preset toy)")
-
-
-def check_context(codec, tasks, agent, source, frames) -> None:
-    """Raises UserError if the context cannot hold the largest prompt of the first task whose video
-    can be read. Called before any weights are loaded."""
-    check_positions(codec, agent)
-    # Overview prompts differ little in length, but for subtitles, so the first readable task stands
-    # for all. --check looks at all.
-    for task in tasks[:8]:
-        spec = source.overview_spec(task, max_num_frames(frames))
-        try:
-            overview, _, subtitles, _ = source.load_overview(spec, task)
-        except video.VideoError:
-            continue  # counted as video_error when the episode of this task comes
-        tokens = prompt_tokens(codec, agent, task, spec, overview, overview.seconds, subtitles)
-        if tokens + 32 > agent.max_model_len:  # 32: the shortest thought and answer worth sampling
-            reason = f"task {task['id']} with {len(overview.seconds)} frames takes {tokens} tokens"
-            raise launch.UserError(f"--max-model-len {agent.max_model_len} is too small: {reason}; "
-                                   "raise it, or lower --frames or --max-pixels")
-        return
-
-
-def prompt_tokens(codec, agent, task, spec, frames, times, subtitles) -> int:
-    """Tokens of the first prompt of a task with an overview of Frames at `times`, seconds; with
-    --crop-response frames those of a window too."""
-    # Only sizes and times enter the ids: `frames` may hold fewer.
-    item = replace(chat.vision_item(spec, frames), frames=len(times), seconds=list(times))
-    messages = main_messages(task, len(times), agent.tools, subtitles, agent.crop_response)
-    tools = tool_schema(agent.crop_response) if agent.tools else None
-    tokens = len(chat.encode_prompt(codec, messages, [item], tools)[0])
-    if agent.tools and agent.crop_response == "frames":  # a window has to fit as well
-        side = codec.patch * codec.merge
-        tokens += agent.sub_frames * (item.height // side) * (item.width // side)
-    return tokens
-
-
-def max_num_frames(frames: int | str) -> int:
+def max_num_frames(frames):
     """--frames -> the largest K that a run can ask for."""
     return max(GATED_FRAMES) if frames == "gated" else int(frames)
 
 
-def frames_argument(text: str) -> int | str:
-    """--frames: a number of overview frames, or "gated"."""
-    if text != "gated" and not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive number or 'gated'")
-    return text if text == "gated" else int(text)
+def add_agent_arguments(parser, tools_flag=True):
+    """Arguments of the agent loop, the same in rollout.py, grpo.py and eval.py. tools_flag=False
+    leaves --tools to the caller (eval.py runs both modes)."""
+    add = parser.add_argument_group("agent").add_argument
+    yes_no = argparse.BooleanOptionalAction
+    add("--temperature", type=float, default=0.7, help="of sampling, 0 to 2; 0 = greedy")
+    add("--max-new-tokens", type=launch.positive, default=2048, help="tokens per main turn")
+    add("--sub-max-new-tokens", type=launch.positive, default=512, help="tokens per summary")
+    add("--max-model-len", type=launch.positive, default=32768,
+        help="tokens of one context with its answer")
+    add("--max-turns", type=int, default=3, help="tool turns before the answer turn; 0: no call")
+    add("--max-parallel", type=launch.positive, default=5,
+        help="calls run per turn; a further call is answered with a refusal")
+    if tools_flag:
+        add("--tools", action=yes_no, default=True, help="offer the tools of agent_tools.py")
+    add("--crop-response", choices=["summary", "frames"], default="summary",
+        help="to a call: a sub-agent's summary, or the window's frames")
+    add("--think-prefix", action=yes_no, default=True, help="force <think>\\n in every main turn")
+    add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
+    add("--subtitles", choices=["aligned", "full", "none"], default="aligned",
+        help="of tasks that name a file: lines spoken while a frame of the overview is shown, all, "
+        "or none; default of eval.py --bench: as it asks")
+    video.add_arguments(parser)
+    add = parser.add_argument_group("engine").add_argument
+    add("--gpu-memory-utilization", type=float, default=0.5, help="vLLM's part while awake")
+    add("--max-num-seqs", type=launch.positive, default=64, help="sequences in the engine's batch")
+    add("--chat-template-kwargs", type=json.loads, default={},
+        help='JSON, for the template of all agents: {"enable_thinking": false}')
+    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
+    add("--patience", type=float, default=1800.0,
+        help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
 
 
-def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)) -> VllmEngine:
-    """The engine of the flags. Collective.
+def agent_settings(args, data_path):
+    """Parsed arguments -> (AgentConfig, VideoSource). data_path: of the task file, None for a
+    benchmark. Raises UserError naming the argument."""
+    # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
+    if not 0 <= args.temperature <= 2:
+        raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
+    if not 0 < args.gpu_memory_utilization < 1:
+        raise launch.UserError("--gpu-memory-utilization must lie between 0 and 1, got "
+                               f"{args.gpu_memory_utilization}")
+    root = video.root_of(args, data_path)
+    if not os.path.isdir(root):
+        raise launch.UserError(f"--video-root {root}: no such folder")
+    agent = AgentConfig(**{f.name: getattr(args, f.name) for f in fields(AgentConfig)})
+    spoken = None
+    if args.subtitles != "none":
+        spoken = partial(task_subtitles, which=args.subtitles)
+    source = VideoSource(
+        root, video.frame_cache(args), max_pixels=args.max_pixels, subtitles=spoken
+    )
+    return agent, source
 
-    sleeping: give memory back between rollouts (GPU). windows: (crops that one context may hold
-    beside the overview, frames of each).
-    """
+
+def check_context(codec, tasks, agent, source, frames):
+    """Raises UserError if the context cannot hold the largest prompt of the first task whose video
+    can be read, or is longer than the checkpoint's positions. Called before weights are loaded."""
+    max_positions = data.max_positions(codec)
+    if agent.max_model_len > max_positions:
+        raise launch.UserError(f"--max-model-len {agent.max_model_len}: the checkpoint has "
+                               f"{max_positions} positions; lower it (for toy.py: --preset toy)")
+    # Prompts differ little in length, but for subtitles, so the first readable task stands for all.
+    for task in tasks[:8]:
+        spec = source.overview_spec(task, max_num_frames(frames))
+        try:
+            overview, _, subtitles = source.load_overview(spec, task)
+        except video.VideoError:
+            continue  # counted as video_error when the episode of this task comes
+        tokens = prompt_tokens(codec, agent, task, spec, overview, overview.seconds, subtitles)
+        if tokens + 32 > agent.max_model_len:  # 32: the shortest thought and answer worth sampling
+            raise launch.UserError(
+                f"--max-model-len {agent.max_model_len} is too small: task {task['id']} with "
+                f"{len(overview.seconds)} frames takes {tokens} tokens; raise it, or lower "
+                "--frames or --max-pixels"
+            )
+        return
+
+
+def prompt_tokens(codec, agent, task, spec, frames, times, subtitles):
+    """Tokens of the first prompt of a task with an overview of Frames at `times`, seconds."""
+    # Only sizes and times enter the ids: `frames` may hold fewer.
+    item = replace(chat.vision_item(spec, frames), frames=len(times), seconds=list(times))
+    messages = main_messages(task, len(times), agent.tools, subtitles, agent.crop_response)
+    tools = tool_schema(agent.crop_response) if agent.tools else None
+    ids, _ = chat.encode_prompt(codec, messages, [item], tools)
+    return len(ids)
+
+
+def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
+    """The engine of the arguments. Collective. sleeping: give memory back between rollouts (GPU).
+    windows: (crops that one context may hold beside the overview, frames of each)."""
     from plumbing import checkpoint  # imports torch, so not at the top
 
     launch.use_gpu(args.cpu)
     # The engine reserves memory for the largest context: all frames that one may hold.
-    num_frames, (crops, window_frames) = max_num_frames(args.frames), windows
-    if args.crop_response == "frames":
-        crops, window_frames = args.max_turns * args.max_parallel, args.sub_frames
-    # Every frame is an item, and all crops add to the overview.
-    largest = max(args.sub_frames, num_frames + crops * window_frames)
+    num_crops, crop_frames = windows
+    for tool in TOOLS.values():
+        if tool.answered_by(args.crop_response) == "main":
+            num_crops = args.max_turns * args.max_parallel
+            crop_frames = max(crop_frames, tool.max_frames)
+    most = max_num_frames(args.frames) + num_crops * crop_frames
+    most = max(most, CropVideo.max_frames)  # the context of a sub-agent
     base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, EngineConfig(
-        args.max_model_len, largest, args.max_pixels, args.max_num_seqs,
-        args.gpu_memory_utilization, sleeping))
+        args.max_model_len, most, args.max_pixels, args.max_num_seqs,
+        args.gpu_memory_utilization, sleeping,
+    ))
     if base != ckpt:  # the engine loads the base; weights with merged adapters replace it
         engine.sync(checkpoint.merged_weights(ckpt))
     return engine
 
 
-def toy_defaults() -> dict[str, int]:
+def toy_defaults():
     """Lengths of the toy world: a context is a few hundred tokens, a window 8 frames."""
-    return dict(max_model_len=1024, max_new_tokens=128, sub_max_new_tokens=24, max_turns=1)
+    return {
+        "max_model_len": 1024, "max_new_tokens": 128, "sub_max_new_tokens": 24, "max_turns": 1,
+    }
 
 
-def check_rollout_file(out: str, read: str) -> None:
-    """Raises UserError if --out cannot be the name of a rollout file. read: the input."""
-    if os.path.isdir(out) or not out.endswith(".jsonl"):  # a file of a checkpoint, say
-        raise launch.UserError(f"--out {out}: give the name of a file in .jsonl, not a folder")
-    arguments.check_outputs([out], [read, verdicts_beside(out)])
-
-
-# ------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The command line
 
 
 def parse_args():
     parser = arguments.parser(__doc__)
     add = parser.add_argument_group("what to run").add_argument
-    add("--ckpt", required=True, help="checkpoint folder")
-    add("--data", required=True, help="task JSONL")
+    add("--ckpt", required=True, help="checkpoint folder, or OWNER/NAME on the Hub")
+    add("--data", default="rl.jsonl", help="task JSONL")
     add("--out", default="rollouts.jsonl", help="rollout JSONL to write")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
-    add("--num-generations", type=int, default=1, help="rollouts per task")
+    add("--num-generations", type=launch.positive, default=1, help="rollouts per task")
     add("--limit", type=int, default=0, help="tasks; 0 = all")
     add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
     add("--show", type=int, default=0, help="print this many episodes, «sampled» text in marks")
@@ -815,96 +772,102 @@ def parse_args():
     if arguments.parse_early(parser).preset == "toy":
         parser.set_defaults(temperature=1.0, **toy_defaults())  # as grpo.py samples the toy
     args = parser.parse_args()
-    arguments.require_min(1, args, "num_generations")
-    check_rollout_file(args.out, args.data)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise launch.UserError("rollout.py is one process: start it with python for each GPU")
+    if os.path.isdir(args.out) or not args.out.endswith(".jsonl"):  # a file of a checkpoint, say
+        raise launch.UserError(f"--out {args.out}: give the name of a file in .jsonl, not a folder")
+    if os.path.realpath(args.out) == os.path.realpath(args.data):
+        raise launch.UserError(f"--out {args.out} would be replaced, but it is --data")
     return args
 
 
-def write_rollouts(rows: list[dict], out: str) -> None:
-    """Writes records to --out in place of its .part, and ends the run there."""
-    # Episodes finish in any order; the file does not depend on that order.
-    rows.sort(key=lambda row: (row["group"], row["sample"]))
-    launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(f"{out}.part")
-    launch.unlock()
+def args_path(out):
+    """The file of the settings of rollouts that are written to `out`."""
+    return f"{out.removesuffix('.jsonl')}.args.json"
 
 
-def verdicts_beside(out):
-    """The file of a judge's verdicts for rollouts that are written to `out`."""
-    return os.path.join(os.path.dirname(os.path.abspath(out)), "judge.jsonl")
+# Arguments that a start which goes on may change: they change no episode.
+FREE_ARGUMENTS = {
+    "show", "out", "cpu", "patience", "gpu_memory_utilization", "max_num_seqs", "judge_url",
+    "judge_key_env", "frame_cache_dir", "missing_videos",
+}
 
 
-def summary_line(rows, new, seconds):
-    """Records, how many are new, seconds that these took -> one line for the terminal."""
-    # Failed episodes stay in every denominator: leaving them out would flatter a run.
-    terms = ("total", "acc", "fmt", "tool")
-    mean = {k: sum(row["reward"][k] for row in rows) / len(rows) for k in terms}
-    kappa = sum(c["status"] == "ok" for row in rows for c in row["calls"]) / len(rows)
-    return (f"{new} new rollouts in {seconds:.1f} s ({new / seconds:.1f}/s), {len(rows)} in all | "
-            f"R {mean['total']:.3f} (acc {mean['acc']:.3f} fmt {mean['fmt']:.3f} "
-            f"tool {mean['tool']:.3f}) | kappa {kappa:.2f} calls/rollout | "
-            f"{sum(row['status'] != 'ok' for row in rows)} not ok")
+def rows_so_far(args, tasks, ckpt):
+    """The records that an earlier start of the same command has written. Raises UserError for
+    another command, or while another process writes there."""
+    folder, name = os.path.split(os.path.abspath(args.out))
+    launch.make_out(folder)
+    launch.lock(folder, f".{name}.lock")
+    settings = {name: value for name, value in vars(args).items() if name not in FREE_ARGUMENTS}
+    # A link such as `last` may lead to other weights by now.
+    settings.update(ckpt=os.path.realpath(ckpt), tasks=launch.stable_hash(json.dumps(tasks)))
+    settings = json.loads(json.dumps(settings))  # as the file holds them
+    paths = [path for path in (args.out, f"{args.out}.part") if os.path.exists(path)]
+    if not paths:
+        content = {**vars(args), "inputs": settings}
+        launch.write_atomic(args_path(args.out), json.dumps(content, indent=1))
+        return []
+    with open(args_path(args.out), encoding="utf-8") as file:
+        before = json.load(file)["inputs"]
+    differ = [name for name in settings if before.get(name) != settings[name]]
+    if differ:
+        raise launch.UserError(f"{paths[0]} holds rollouts of other {', '.join(differ)}: choose "
+                               "another --out, or delete the file")
+    # The finished file, if there is one, holds all; a kill may have come before its .part went.
+    return launch.read_jsonl(paths[0], ("group", "sample"), faults=["a line that a kill has torn"])
 
 
 def main():
-    # Everything that can be wrong with the input is found before the engine is loaded.
     args = parse_args()
     from tqdm import tqdm
 
     from plumbing import checkpoint  # imports torch, which takes seconds: --help answers at once
 
-    read = {"--data": (args.data, tasks := data.read_tasks(args.data))}
-    tasks, ckpt = tasks[: args.limit or None], checkpoint.resolve(args.ckpt)
+    # Everything that can be wrong with the input is found before the engine is loaded.
+    tasks = data.read_tasks(args.data)[:args.limit or None]
+    subtitle_files(args, (args.data, tasks))
     agent, source = agent_settings(args, args.data)
-    inputs = runs.input_identities({"--ckpt": ckpt}, read, subtitle_files(args, (args.data, tasks)))
+    ckpt = checkpoint.resolve(args.ckpt)
+    rows = rows_so_far(args, tasks, ckpt)
     wanted = len(tasks) * args.num_generations
-    names = {(launch.join_key(args.step, t["id"]), n)
-             for t in tasks for n in range(args.num_generations)}
-    rows = runs.claim_file(args.out, args, inputs, names, {*RECORD_FIELDS, "ids"})
-    for path in (args.out, runs.args_path(args.out)):
-        for leftover in glob.glob(f"{glob.escape(path)}.tmp*"):  # a kill in write_atomic
-            os.remove(leftover)
-    if len(rows) == wanted:
-        write_rollouts(rows, args.out)  # perhaps a kill came first
+    if len(rows) == wanted and os.path.exists(args.out):
         return launch.print0(f"nothing to do: {args.out} has all {wanted} rollouts")
-    launch.reset_watchdog(args.patience)  # a disk that hangs ends the run
     source.cache.check_present(args, args.data, tasks)
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     check_context(codec, tasks, agent, source, args.frames)
-    judge = open_judge(args, verdicts_beside(args.out))
-    sampler = RolloutWorker(make_engine(ckpt, codec, args), codec, source, agent, judge=judge)
+    folder = os.path.dirname(os.path.abspath(args.out))
+    judge = open_judge(args, os.path.join(folder, "judge.jsonl"))
+    engine = make_engine(ckpt, codec, args)
+    worker = RolloutWorker(engine, codec, source, agent, judge=judge)
 
-    runs.write_args(runs.args_path(args.out), args, inputs=inputs)
-    stop_event, began, before = launch.stop_on_signal(), time.monotonic(), len(rows)
+    began, before = time.monotonic(), len(rows)
     done = {(row["group"], row["sample"]) for row in rows}
-    episodes = run(sampler, tasks, args.frames, args.num_generations, args.step, done=done)
-    with contextlib.closing(episodes), open(f"{args.out}.part", "a", encoding="utf-8") as part:
-        if part.tell():
-            part.write("\n")  # ends a line that a kill has torn
+    episodes = run(worker, tasks, args.frames, args.num_generations, args.step, done=done)
+    with open(f"{args.out}.part", "a", encoding="utf-8") as part:
+        part.write("\n")  # ends a line that a kill has torn; empty ones are skipped
         for episode in tqdm(episodes, total=wanted, initial=before, disable=None):
-            launch.reset_watchdog(args.patience)  # an engine that hangs ends the run
             rows.append(episode.to_dict())
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone
             if len(rows) - before <= args.show:
                 print(episode_text(episode, codec), flush=True)
-            if stop_event.is_set():
-                break
-    write_rollouts(rows, args.out)
+    # Episodes finish in any order; the file does not depend on that order.
+    rows.sort(key=lambda row: (row["group"], row["sample"]))
+    launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+    os.remove(f"{args.out}.part")
     print(f"{summary_line(rows, len(rows) - before, time.monotonic() - began)} -> {args.out}")
-    failed = [row for row in rows if runs.is_retried(row)]
-    errors = [row["error"] for row in failed if row["error"]]
-    # A judge may have no verdict on a single answer, however often it is asked.
-    judge_away = sum(runs.unjudged(row["reward"]) for row in failed) > wanted / 100
-    judge_away |= bool(judge and judge.lost)
-    if len(rows) < wanted or judge_away or len(failed) == wanted or launch.MACHINE in str(errors):
-        raise launch.RunError(f"stopped after {len(rows) - len(failed)} of {wanted} rollouts; the "
-                              "same command goes on")
-    sampler.engine.close()  # on a GPU this ends the process
+    engine.close()  # on a GPU this ends the process
+
+
+def summary_line(rows, num_new, seconds):
+    """Records, how many are new, seconds that these took -> one line for the terminal."""
+    text = f"{num_new} new rollouts in {seconds:.1f} s, {len(rows)} in all"
+    # Failed episodes stay in every denominator: leaving them out would flatter a run.
+    for name in ("total", "acc", "fmt", "tool"):
+        mean = sum(row["reward"].get(name, 0.0) for row in rows) / len(rows)
+        text += f" | {name} {mean:.3f}"
+    failed = sum(row["status"] != "ok" for row in rows)
+    return f"{text} | {failed} not ok"
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ import rollout  # isort:skip
 import numpy as np
 
 import launch
-import rewards
 import video
 from plumbing import arguments
 
@@ -296,7 +295,7 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     rendered = render_jinja_template([system], tools=rollout.tool_schema(crop_response),
                                      chat_template=chat_template(base))[0][0]
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
-    lines += [*rollout.SUB_PROMPT.split("\n"), rewards.task_types()["list"].prompt_suffix,
+    lines += [*rollout.SUB_PROMPT.split("\n"), rollout.ANSWER_STYLES["list"],
               rollout.EMPTY_SUMMARY]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
     if base == "qwen3_5":

@@ -214,7 +214,6 @@ class VideoSource:
     max_pixels: int = 50176
     crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
     subtitles: object = None  # (task, seconds of the frames [K], root) -> text of its file, or ""
-    check_labels: bool = False  # labels of a user's file are checked, those of a benchmark are not
 
     def overview_spec(self, task, num_frames):
         """The overview of a task, as `load` reads it and as a rollout records it."""
@@ -229,20 +228,11 @@ class VideoSource:
         return load(spec, self.root, self.cache, self.min_pixels, max_pixels)
 
     def load_overview(self, spec, task):
-        """-> (Frames, seconds of the video, text of the subtitles, identity)."""
+        """-> (Frames, seconds of the video, text of the subtitles)."""
         # One call for all, because each reads the disk and this runs in a decoder's thread.
         frames = self.load(spec)
         text = self.subtitles(task, frames.seconds, self.root) if self.subtitles else ""
-        return frames, self.duration(spec), text, identity(resolve(spec["video"], self.root))
-
-    def load_window(self, spec):
-        """A crop that the model asked for -> (the same clamped to the video, Frames). Raises as
-        `load` does."""
-        frames = self.load(spec)
-        # A model may ask for -5 s or for a second after the end. The message to the sub-agent and
-        # the record name the part that was shown.
-        end = min(spec["end"], self.duration(spec))
-        return {**spec, "start": max(0.0, spec["start"]), "end": end}, frames
+        return frames, self.duration(spec), text
 
     def duration(self, spec):
         """Seconds of the video."""

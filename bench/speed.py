@@ -98,7 +98,7 @@ class Stills(rollout.VideoSource):
         return self.root
 
     def load_overview(self, spec, task):
-        return self.root, float(len(self.root.seconds)), "", None
+        return self.root, float(len(self.root.seconds)), ""
 
 
 def make_step(args, policy, codec, filler):

@@ -44,6 +44,8 @@ class PublisherSource(rollout.VideoSource):
     grounding_as_video: bool = False  # the server reads videos of grounding tasks itself
     short_is_blind: bool = False  # too few frames: none are shown, as in the paper's driver
     written_lines: bool = False  # subtitles are all lines of the file as written, repeats too
+    crop_fps: float = 1.0  # frames per second of a window
+    crop_frames: int = 16  # frames of a window, at most
     jpeg: int = 0  # quality at which frames reach the processor; 0 = as decoded
     processor: tuple = ()  # (min, max) pixels of the checkpoint's processor; () = no resize
     show: str = "real"  # "blank", "shuffled": see apply_show; others change no frame
@@ -54,10 +56,10 @@ class PublisherSource(rollout.VideoSource):
         return {**spec, "as_video": True} if as_video else spec
 
     def load_overview(self, spec, task):
-        frames, seconds, subtitles, fingerprint = super().load_overview(spec, task)
+        frames, seconds, subtitles = super().load_overview(spec, task)
         if self.subtitles and self.written_lines and task.get("subtitles"):
             subtitles = written_lines(video.resolve(task["subtitles"], self.root))
-        return frames, seconds, subtitles, fingerprint
+        return frames, seconds, subtitles
 
     def load(self, spec):
         if spec.get("frames") == 0:  # text alone; the video must open, as prompts tell lengths

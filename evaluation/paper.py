@@ -23,8 +23,15 @@ import re
 from functools import partial
 
 import rewards
-import rollout
-from evaluation.protocol_loop import Protocol, Reply, add_video, fill_template
+from evaluation import answers
+from evaluation.protocol_loop import (
+    Protocol,
+    Reply,
+    add_video,
+    fill_template,
+    load_windows,
+    window_call,
+)
 
 TURNS = 3  # rounds of calls, in the scripts that made the table
 QUALITY = 85  # of JPEGs
@@ -150,7 +157,7 @@ def read_calls(text: str) -> list[rewards.ToolCall] | None:
             end = parse_seconds(arguments.get("end_time", arguments.get("end", start + 10)))
         except (AttributeError, OverflowError):  # no object, or a number beyond all floats
             return None if len(tool_calls) < 5 else tool_calls  # later calls are not looked at
-        tool_calls.append(rewards.ToolCall("crop_video", start, end, None, None))
+        tool_calls.append(window_call("crop_video", start, end))
     return tool_calls
 
 
@@ -158,12 +165,12 @@ def final(turns, think_open=False):
     """System.final. The driver fails on calls of the last turn that it cannot read. It does not
     look for calls in the answer that it asks for at the end."""
     fails = turns and len(turns) <= TURNS and read_calls(turns[-1]) is None
-    return None if fails else rewards.answer_or_tail(turns, think_open)
+    return None if fails else answers.answer_or_tail(turns, think_open)
 
 
 async def respond(records, calls, episode, sampler, turn, texts):
     """Protocol.answer: a user message for every call that is run; the others get none."""
-    reply, windows = Reply([]), await rollout.load_windows(records, calls, episode, sampler, turn)
+    reply, windows = Reply([]), await load_windows(records, calls, episode, sampler, turn)
     for call, record, (spec, frames) in zip(calls, records, windows):
         if record["status"] == "not_run":
             continue
@@ -171,7 +178,8 @@ async def respond(records, calls, episode, sampler, turn, texts):
         if frames is not None:
             items, text = [add_video(reply, spec, frames, "none")], texts["reply"]
             text = text.replace("{frames}", str(len(frames.seconds)))
-        text = text.replace("{start}", f"{call.start:.1f}").replace("{end}", f"{call.end:.1f}")
+        start, end = call.arguments["start"], call.arguments["end"]
+        text = text.replace("{start}", f"{start:.1f}").replace("{end}", f"{end:.1f}")
         if record["status"] != "video_error":  # whose reason says whether the machine failed
             record["summary"] = text
         # Trusted: the tags are real ones, and nothing between them is the model's.

@@ -19,11 +19,13 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import agent_tools
 import chat
 import launch
 import rewards
 import rollout
 import video
+from evaluation import answers
 from evaluation.endpoint import ChatRequest
 from plumbing import data
 
@@ -70,13 +72,42 @@ def trained_opening(task, num_frames, agent, subtitles, duration):
     return rollout.main_messages(task, num_frames, agent.tools, subtitles, agent.crop_response)
 
 
+class Window(agent_tools.CropVideo):
+    """The tool of a system whose calls are answered with the frames of a window."""
+
+    def __init__(self, fps, max_frames):
+        self.fps, self.max_frames = fps, max_frames
+
+    def answered_by(self, response):
+        return "main"
+
+
+async def load_windows(records, calls, episode, sampler, turn):
+    """Loads the windows of the good calls of a turn -> (spec, Frames) for every call, (None, None)
+    for one without frames. Each record says what was shown, or why nothing."""
+    source = sampler.source
+    window = Window(getattr(source, "crop_fps", 1.0), getattr(source, "crop_frames", 16))
+    tools = {record["name"]: window for record in records}
+    return await rollout.answer_calls(records, episode, sampler, tools)
+
+
+def window_call(name, start, end, num_frames=None, error=None):
+    """-> rewards.ToolCall of a window in seconds."""
+    return rewards.ToolCall(name, {"start": start, "end": end, "num_frames": num_frames}, error)
+
+
+def trained_calls(text, think_open):
+    """ParaVT's Protocol.parse."""
+    return rewards.parse_tool_calls(text, agent_tools.TOOLS, think_open)
+
+
 async def trained_reply(records, calls, episode, sampler, turn, stamp=None):
     """ParaVT's Protocol.answer: one tool message for every call, in order, with the summary of a
     sub-agent or the frames of the window."""
     if sampler.agent.crop_response == "frames":
-        windows = await rollout.load_windows(records, calls, episode, sampler, turn)
+        windows = await load_windows(records, calls, episode, sampler, turn)
         return tool_replies(records, windows, stamp)
-    await rollout.run_sub_agents(records, calls, episode, sampler, turn)
+    await rollout.answer_calls(records, episode, sampler)
     return Reply([{"role": "tool", "content": record["summary"]} for record in records])
 
 
@@ -85,7 +116,7 @@ class Protocol:
     """The differences between systems that look at videos in turns. The defaults are ParaVT's."""
 
     opening: callable = trained_opening  # (task, K, agent, subtitles, duration) -> first messages
-    parse: callable = rewards.parse_tool_calls  # (text, whether it began in a thought) -> calls
+    parse: callable = trained_calls  # (text, whether it began in a thought) -> calls
     answer: callable = trained_reply  # async (records, calls, episode, sampler, turn) -> Reply
     force: callable = None  # (task) -> text put before the last turn
     force_tokens: callable = None  # (task) -> tokens of that turn
@@ -118,16 +149,17 @@ async def play(episode, sampler, protocol):
     overview = await rollout.load_overview(episode, sampler)
     if overview is None:
         return episode
-    spec, frames, subtitles = overview
+    spec, frames = overview
     blind = not len(frames.seconds)
-    messages = protocol.opening(task, episode.num_frames, agent, subtitles, episode.duration)
+    messages = protocol.opening(task, episode.num_frames, agent, episode.subtitles,
+                                episode.duration)
     messages = [without_video(message) for message in messages] if blind else messages
     tools = protocol.schema() if agent.tools and protocol.schema else None
     context = episode.context = open_chat(codec, messages, [] if blind else [spec],
                                           [] if blind else [frames], tools)
     episode.notes.update(opening=messages, seconds=frames.seconds)
     prefill = protocol.prefill or ("<think>\n" if agent.think_prefix else "")
-    episode.think_open = rewards.never_closed(prefill, codec is not None and codec.opens_thought)
+    episode.think_open = answers.never_closed(prefill, codec is not None and codec.opens_thought)
 
     tool_turns = agent.max_turns if agent.tools else 0
     for turn in range(tool_turns + 1):  # the last turn must answer
@@ -156,7 +188,8 @@ async def play(episode, sampler, protocol):
             episode.turns.append(completion.text)
             episode.finish.append(finish)
             episode.notes.setdefault("reasoning", []).append(completion.reasoning)
-        calls, records = rollout.record_calls(episode, agent, completion.text, turn, protocol.parse)
+        calls = protocol.parse(completion.text, episode.think_open) if agent.tools else []
+        records = rollout.record_calls(episode, calls, turn)
         if last or not calls:
             for record in records:
                 record.update(status="not_run", summary="")
@@ -166,7 +199,8 @@ async def play(episode, sampler, protocol):
             reply = await protocol.answer(records, calls, episode, sampler, turn)
         except video.VideoError as error:  # none of the windows, see rollout.run
             for record in records:
-                record.update(rollout.load_error(error))
+                record.update(status="video_error",
+                              summary=f"error: the window could not be read ({error.why})")
             break
         if protocol.force and turn == tool_turns - 1:
             reply.messages.append({"role": "user", "content": protocol.force(task)})
@@ -315,7 +349,7 @@ def fill_template(text, task, duration=0.0, subtitles="", label="{}.", between="
         "event": task.get("event") or task["question"],  # of Charades-STA: the bare caption
         "options": between.join(lines),
         "option_list": str(lines),  # as Python prints a list
-        "style": rewards.task_types()[task["type"]].prompt_suffix,
+        "style": rollout.ANSWER_STYLES[task["type"]],
         "duration": clock,  # HH:MM:SS
         "length": clock[3:] if duration < 3600 else clock,  # MM:SS if possible
         "video": os.path.basename(task["video"]),

@@ -22,7 +22,6 @@ import sys
 import time
 
 import launch
-import rewards
 from evaluation import answers, benchmarks, costs, endpoint, scores, systems
 from plumbing import runs
 
@@ -135,18 +134,9 @@ def grade_record(record, protocol="paravt"):
     if record["status"] != "ok":  # text from before the failure is no answer
         return {"final_answer": None, "extracted": None, "score": 0.0}
     task = record["task"]
-    kind, options = task["type"], task.get("options")
     final_answer = systems.all_systems()[protocol].final(record["turns"], record["think_open"])
-    # Extraction never sees the gold answer.
-    read = rewards.task_types()[kind].read
-    extracted = None if final_answer is None else read(final_answer, options) or None
-    if kind == "open" and final_answer is not None:
-        # Training pays token F1 for a part of an answer. A benchmark asks for the whole answer.
-        score = float(answers.match_open(final_answer, task["answer"]))
-    else:
-        score = rewards.accuracy(final_answer, kind, task["answer"], options)
-        score = float(score == 1.0) if kind == "list" else score  # the whole list too
-    return {"final_answer": final_answer, "extracted": extracted, "score": score}
+    return {"final_answer": final_answer, "extracted": answers.read_answer(final_answer, task),
+            "score": answers.score_answer(final_answer, task)}
 
 
 def grade_folder(folder, judge):

@@ -26,7 +26,7 @@ import launch
 import rewards
 import rollout
 import video
-from evaluation import frame_sources, paper, paper_texts
+from evaluation import answers, frame_sources, paper, paper_texts
 from evaluation.protocol_loop import (
     PLACES,
     QUESTION,
@@ -34,10 +34,12 @@ from evaluation.protocol_loop import (
     Reply,
     add_video,
     fill_template,
+    load_windows,
     opening,
     tagged,
     tool_replies,
     trained_reply,
+    window_call,
 )
 from plumbing import hub
 
@@ -99,7 +101,7 @@ class System:
     texts: list  # our wording of the same, in the same order
     make: callable  # (texts, args) -> Protocol
     native: dict  # flags of the publisher's recipe: the defaults of a run
-    final: callable = rewards.answer_or_tail  # (turns, think_open) -> answer to grade, or None
+    final: callable = answers.answer_or_tail  # (turns, think_open) -> answer to grade, or None
     # args -> (windows beside the overview, frames of each)
     crop_frames_in_context: callable = lambda args: (0, 0)
     departures: tuple = ()  # known differences from the publisher's own evaluation, in words
@@ -141,7 +143,7 @@ def all_systems():
                     "reader": paper.READER, "departures": ("answers are read by our rules",)}
     tool, files = crop_schema(frames=True, path=True)[0], "--texts-of takes them of the driver"
     agent = paper.our_texts(paravt_text(True, "frames", timed=False), tool), paper.protocol
-    one_turn = {"native": paper.settings(True), **paper_fields, "final": rewards.answer_or_tail}
+    one_turn = {"native": paper.settings(True), **paper_fields, "final": answers.answer_or_tail}
     single_turn = partial(paper.protocol, names=paper.ONE_TURN)
     as_system = partial(one_turn_protocol, role="system")
     return {
@@ -246,6 +248,8 @@ def add_arguments(parser):
     add("overview_fps", "frames per second of video, at most --frames; 0 = always --frames", 0.0)
     add("min_pixels", "of a frame after resizing", rollout.VideoSource.min_pixels)
     add("total_pixels", "of the overview's frames together, each within its bounds; 0 = any", 0)
+    add("sub_fps", "frames per second of a window", 1.0)
+    add("sub_frames", "frames of a window, at most", 16)
     add("dispatch", "turns: a turn ends after one call", "parallel", choices=["parallel", "turns"])
 
 
@@ -294,7 +298,8 @@ def flag_checks(args):
 def source_of(source, args):
     """rollout.VideoSource -> the PublisherSource that reads as the system does."""
     fields = {**vars(source), "overview_fps": args.overview_fps,
-              "total_pixels": args.total_pixels, **all_systems()[args.protocol].reader}
+              "total_pixels": args.total_pixels, "crop_fps": args.sub_fps,
+              "crop_frames": args.sub_frames, **all_systems()[args.protocol].reader}
     if args.engine == "openai":
         fields["jpeg"] = 0  # the client writes JPEGs, and the server's processor resizes them
     elif fields.get("jpeg"):
@@ -461,7 +466,7 @@ def time_r1_protocol(texts, args):
 async def frames_reply(records, calls, episode, sampler, turn, stamp):
     """A user message for every call: the frames of the window, then their description in tool
     response tags, as the paper's authors evaluate, or why there are none."""
-    reply, windows = Reply([]), await rollout.load_windows(records, calls, episode, sampler, turn)
+    reply, windows = Reply([]), await load_windows(records, calls, episode, sampler, turn)
     for record, (spec, frames) in zip(records, windows):
         content = []
         if frames is not None:
@@ -547,7 +552,7 @@ def longvt_protocol(texts, args):
 
 async def longvt_reply(records, calls, episode, sampler, turn, stamp):
     refuse_before(records, calls)
-    windows = await rollout.load_windows(records, calls, episode, sampler, turn)
+    windows = await load_windows(records, calls, episode, sampler, turn)
     return tool_replies(records, windows, stamp, "The frames of the window are shown above. Go on "
                         "with your analysis.")
 
@@ -555,9 +560,9 @@ async def longvt_reply(records, calls, episode, sampler, turn, stamp):
 def refuse_before(records, calls):
     """Makes a window that begins before the video an error. One that ends after it is cut."""
     for call, record in zip(calls, records):
-        if call.error is None and call.start < 0:
-            call.error = "start_time is below 0"  # so the call is not run
-            record.update(status="error", summary=f"error: {call.error}")  # told to the model
+        if call.error is None and call.arguments["start"] < 0:
+            # Not pending, so the call is not run; the model is told.
+            record.update(status="error", summary="error: start_time is below 0")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -580,7 +585,8 @@ def last_block(text, tag):
 
 def parse_zoom(text, think_open=False):
     """Last <video_zoom> of a turn -> [one call] or []. num_frames is fps times seconds."""
-    body = last_block(rewards.without_thoughts(text, think_open), "video_zoom")
+    body = last_block(rewards.without_thoughts(
+        rewards.with_forced_start(text, think_open)), "video_zoom")
     if body is None:
         return []
     start = end = frames = None
@@ -588,7 +594,7 @@ def parse_zoom(text, think_open=False):
         call = json.loads(body[:1000])  # bounded: a model may write any length
         start, end = (rewards.to_seconds(second) for second in call["segment"])
         fps = rewards.to_seconds(call["fps"])
-        if None in (start, end, fps) or not start < end or fps <= 0:
+        if not start < end or fps <= 0:
             error = "segment must be [start, end] in seconds with start < end, and fps above 0"
         else:
             frames = int(fps * (end - start))  # OverflowError if the product is infinite
@@ -597,17 +603,12 @@ def parse_zoom(text, think_open=False):
                      "the segment holds no frame at this fps")
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError):
         error = 'expected {"segment": [start, end], "fps": n}'
-    return [rewards.ToolCall("video_zoom", start, end, frames, error)]
-
-
-def zoom_spec(call, task, agent):
-    return {"video": task["video"], "start": call.start, "end": call.end,
-            "num_frames": call.num_frames, "max_frames": 16}
+    return [window_call("video_zoom", start, end, frames, error)]
 
 
 async def videozoomer_reply(records, calls, episode, sampler, turn):
     """One user message: the frames inside tool response tags, or the error."""
-    [(spec, frames)] = await rollout.load_windows(records, calls, episode, sampler, turn, zoom_spec)
+    [(spec, frames)] = await load_windows(records, calls, episode, sampler, turn)
     reply, record = Reply([]), records[0]
     if frames is None:
         hint = {"type": "text", "text": "\nThink about what went wrong, then go on."}
@@ -672,7 +673,7 @@ def parse_clips(text, think_open=False):
     for window in re.findall(rf"{clock}\s*-\s*{clock}", body[0][:1000])[:16]:
         a, b = (sum(int(n) * 60.0**i for i, n in enumerate(t.split(":")[::-1])) for t in window)
         if a < b:
-            calls.append(rewards.ToolCall("clip", a, b, None, None))
+            calls.append(window_call("clip", a, b))
     return calls
 
 
@@ -712,7 +713,10 @@ def conan_times(records, calls, episode, starts):
     shown_times = episode.notes.setdefault("shown_times", overview)
     unshown = [start for start in starts if start not in shown_times]
     # A window ends with the frame that is on display at its end.
-    clips = [[s for s in unshown if call.start <= s <= call.end] for call in calls]
+    clips = []
+    for call in calls:
+        start, end = call.arguments["start"], call.arguments["end"]
+        clips.append([second for second in unshown if start <= second <= end])
     total, spare = sum(map(len, clips)), max(0, 8 - len(clips))
     shares = [spare * len(clip) // total if total else 0 for clip in clips]
     largest = sorted(range(len(clips)), key=lambda i: -len(clips[i]))
@@ -797,12 +801,12 @@ def sage_calls(text, think_open=False):
         error = "the frames of each window stay above: reason over them here"
     else:
         error = "not available"
-    return [rewards.ToolCall(name, start, end, None, error)]
+    return [window_call(name, start, end, None, error)]
 
 
 async def sage_reply(records, calls, episode, sampler, turn):
     """One user message: the frames of the window, or why there are none."""
-    [(spec, frames)] = await rollout.load_windows(records, calls, episode, sampler, turn)
+    [(spec, frames)] = await load_windows(records, calls, episode, sampler, turn)
     reply, record, content = Reply([]), records[0], []
     record["summary"] = record["summary"].removeprefix("error: ")
     if frames is not None:
@@ -819,6 +823,6 @@ def sage_final(turns, think_open=False):
     """System.final: the final_answer of the last turn, or its text if it holds no JSON."""
     reply = sage_object(turns[-1]) if turns else {}
     if not reply:
-        return rewards.answer_or_tail(turns, think_open)
+        return answers.answer_or_tail(turns, think_open)
     answer = reply.get("final_answer")
     return None if answer is None else str(answer)

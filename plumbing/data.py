@@ -27,6 +27,15 @@ import video
 # Tasks
 
 
+# What a label must be, for the line that refuses one.
+LABELS = {
+    "mcq": "the letter of one of the task's options",
+    "open": "a text with a letter or a digit, and no tags",
+    "list": "items in order, commas between, a letter or a digit",
+    "grounding": "[start, end] in seconds, 0 <= start < end",
+}
+
+
 def bare_options(options):
     """Options without their labels ("A. ", "(A) ", "A) ", "A: ")."""
     bare = []
@@ -99,7 +108,7 @@ def task_fault(row, unlabelled=False):
     if not isinstance(row.get("subtitles") or "", str):
         return "subtitles must be the path of a file, or null"
     evidence = row.get("evidence") or []
-    if not isinstance(evidence, list) or not all(rewards.span_text(span) for span in evidence):
+    if not isinstance(evidence, list) or not all(is_span(window) for window in evidence):
         return "evidence must be a list of windows [start, end] in seconds, or null"
     options = row.get("options") or []
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
@@ -107,8 +116,8 @@ def task_fault(row, unlabelled=False):
     if len(options) > 26:  # the rest would have no letter
         return f"{len(options)} options; there are letters for 26"
     # The type chooses the reward, so a misspelt one must not pass.
-    if row["type"] not in list(rewards.task_types()):  # JSON may hold any value
-        return f"type is {row['type']!r}; expected {', '.join(rewards.task_types())}"
+    if row["type"] not in list(LABELS):  # JSON may hold any value
+        return f"type is {row['type']!r}; expected {', '.join(LABELS)}"
     if row["answer"] is None and unlabelled:
         return None
     return label_fault(row, options)
@@ -131,15 +140,36 @@ def label_fault(row, options):
     if row["type"] == "mcq" and by_letter and by_text not in ("", by_letter):
         if row["answer"].strip() != by_letter:
             return f"the answer {row['answer']!r} is the letter of one option, the text of another"
-    # A label that earns less than 1 when the model writes that very label misleads training.
-    # Graded by the very functions that pay a rollout.
-    kind = rewards.task_types()[row["type"]]
-    text = kind.render_label(row["answer"], options)
-    body = rewards.final_answer([f"<answer>{text}</answer>"])
-    if text is None or rewards.accuracy(body, row["type"], row["answer"], options or None) < 0.999:
+    if not label_earns_all(row, options):
         return (f"the answer {str(row['answer'])[:80]!r} earns no full reward when the model gives "
-                f"it: of type {row['type']} it must be {kind.label_format}")
+                f"it: of type {row['type']} it must be {LABELS[row['type']]}")
     return None
+
+
+def is_span(value):
+    """Whether a value of JSON is [start, end] in seconds, 0 <= start < end."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    if not all(type(second) in (int, float) for second in value):
+        return False
+    return 0 <= value[0] < value[1] < 1e9  # NaN fails this
+
+
+def label_earns_all(row, options):
+    """Whether a policy that writes the very label is paid 1. Graded by the function that pays a
+    rollout: a label that can never be earned misleads training."""
+    label = row["answer"]
+    if row["type"] == "grounding":
+        if not is_span(label):
+            return False
+        label = f"{label[0]:.6f} - {label[1]:.6f}"
+    if not isinstance(label, str) or not label.strip():
+        return False
+    if row["type"] == "mcq":
+        letters = string.ascii_uppercase[: len(options)]
+        return label.strip().upper() in list(letters)
+    body = rewards.final_answer([f"<answer>{label}</answer>"], think_open=False)
+    return rewards.accuracy(body, row) > 0.999
 
 
 def late_window(task, end):

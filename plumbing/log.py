@@ -48,7 +48,8 @@ def episode_row(episode):
         row["length"] = sum(episode.context.mask)  # sampled tokens of the main agent
         row["cut_turns"] = episode.finish.count("length") / len(episode.turns)
         # By the paper's terms in every run, so that runs which are paid by others can be compared.
-        row["f_tau"] = rewards.format_reward(episode.turns, episode.think_open)["total"]
+        row["f_tau"] = rewards.format_reward(
+            episode.turns, episode.calls, episode.think_open)["total"]
     text = "".join(episode.turns)
     if episode.think_open:  # the forced prefix of each turn is no part of its text
         text += "<think>" * len(episode.turns)

@@ -233,7 +233,7 @@ def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
         for task in batch:
             for e in make_group(codec, source, task, step):
                 e.think_open = agent.think_prefix
-                e.reward = rollout.compute_reward(e, pay)
+                e.reward = rewards.score(e.turns, e.task, e.calls, e.think_open, pay)
                 yield e
 
     monkeypatch.setattr(rollout, "run", fake_run)

@@ -37,11 +37,15 @@ def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, c
     assert row["reward"] == {} and row["turns"] and len(row["calls"]) == 3
 
 
-def test_an_answer_without_a_window_that_the_machine_lost_is_none(codec, toy, capsys, monkeypatch):
-    def away(source, spec, fingerprint):
-        raise video.VideoError(spec["video"], "no such file")
+def test_an_answer_without_a_window_that_does_not_decode_is_none(codec, toy, capsys, monkeypatch):
+    real = rollout.VideoSource.load
 
-    monkeypatch.setattr(rollout.VideoSource, "load_window", away)
+    def damaged(source, spec):
+        if "start" in spec:
+            raise video.VideoError(spec["video"], "its bytes are damaged")
+        return real(source, spec)
+
+    monkeypatch.setattr(rollout.VideoSource, "load", damaged)
     ask.ask(sampler(codec, toy, calls((0, 8)), "x</think><answer>red</answer>"), [FILM], 4)
     assert re.search("answer: none .*video_error", capsys.readouterr().out)
 

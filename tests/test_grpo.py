@@ -352,7 +352,7 @@ def test_one_place_composes_the_reward_that_is_logged_and_the_one_that_is_traine
 
     monkeypatch.setattr(rewards, "score", score)
     for e in group:
-        e.reward = rollout.compute_reward(e, rewards.RewardConfig())
+        e.reward = rewards.score(e.turns, e.task, e.calls, e.think_open)
     totals = [e.reward["total"] for e in group]
     grpo.set_advantages(group, "struct")
     for e, total in zip(group, totals):

@@ -61,7 +61,7 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
             return
         for task in batch:
             e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, "video_error", "gone")
-            e.reward = rollout.compute_reward(e, sampler.pay)
+            e.reward = rewards.score(e.turns, e.task, e.calls, e.think_open, sampler.pay)
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
@@ -164,7 +164,8 @@ def test_recorded_rollouts_are_rewarded_as_this_run_pays(codec, source, tasks, t
     pay = rewards.RewardConfig(tool_weight=0.0, format_weight=2.0)
     worker = SimpleNamespace(pay=pay, judge=None)
     for e, again in zip(group, grpo.recorded_batch(worker, rows_of(path))):
-        assert again.reward == rollout.compute_reward(e, pay) and again.struct == e.struct
+        paid = rewards.score(e.turns, e.task, e.calls, e.think_open, pay)
+        assert again.reward == paid and again.struct == e.struct
 
 
 def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base,

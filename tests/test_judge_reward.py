@@ -78,7 +78,7 @@ def test_the_verdict_is_the_reward_of_an_open_answer(judge):
     right, wrong, called, called.calls = said("scarlet"), said("red", 1), said("crimson", 2), [call]
     with Server(table({"scarlet": "Yes.", "crimson": "**yes**"})) as server:
         yes, no, tool = pay(judge(server), right, wrong, called)
-    by_rule = [rollout.compute_reward(e) for e in (right, wrong, called)]
+    by_rule = [rewards.score(e.turns, e.task, e.calls) for e in (right, wrong, called)]
     assert [r["acc"] for r in by_rule] == [0.0, 1.0, 0.0] and "judge" not in by_rule[0]
     assert (yes["acc"], no["acc"]) == (1.0, 0.0) and (yes["judge"], no["judge"]) == (True, False)
     assert yes["total"] == by_rule[0]["total"] + 1 and yes["paid_task"] == 1.0
@@ -127,7 +127,8 @@ def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
         assert capsys.readouterr().err.count("no verdict of the judge (") == 1
         (second,) = pay(one, said("dark red"))
         assert one.lost == (reply not in ("yes and no", None))  # then it was away
-    assert first["judge"] == "fallback" and first["acc"] == rewards.token_f1("dark red", "red") > 0
+    assert first["judge"] == "fallback"
+    assert first["acc"] == rewards.grade_words("dark red", "red") > 0
     assert second["judge"] is False and second["acc"] == 0.0 and not capsys.readouterr().err
 
 

@@ -20,25 +20,40 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rewards
-from evaluation.answers import match_open
+from agent_tools import TOOLS
 
 
-def score(turns, kind, gold, options=None, num_parseable=0, num_executed=0, think_open=True, **pay):
-    """rewards.score of a task and of so many calls, the fields of RewardConfig by name."""
-    task = {"type": kind, "answer": gold, "options": options}
-    calls = [{"parseable": i < num_parseable, "status": "ok" if i < num_executed else "error"}
-             for i in range(max(num_parseable, num_executed))]
+def calls_in(turns, think_open=True, num_executed=0):
+    """Records of the calls that the turns hold, the first ones executed."""
+    records = []
+    for turn, text in enumerate(turns):
+        for call in rewards.parse_tool_calls(text, TOOLS, think_open):
+            status = "ok" if len(records) < num_executed else "error"
+            records.append({"turn": turn, "parseable": call.error is None, "status": status})
+    return records
+
+
+def score(turns, kind, gold, num_executed=0, think_open=True, **pay):
+    """rewards.score of a task, the fields of RewardConfig by name."""
+    task = {"type": kind, "answer": gold}
+    calls = calls_in(turns, think_open, num_executed)
     return rewards.score(turns, task, calls, think_open, rewards.RewardConfig(**pay))
 
 
 def format_reward(turns, think_open=True, **pay):
-    return rewards.format_reward(turns, think_open, rewards.RewardConfig(**pay))
+    calls = calls_in(turns, think_open)
+    return rewards.format_reward(turns, calls, think_open, rewards.RewardConfig(**pay))
+
+
+def accuracy(answer, kind, gold):
+    return rewards.accuracy(answer, {"type": kind, "answer": gold})
 
 
 CALL = ('<tool_call>{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
         '</tool_call>')
+XML = ("<function=crop_video>\n<parameter=start_time>\n3\n</parameter>\n<parameter=end_time>\n9\n"
+       "</parameter>\n</function>")
 THOUGHT = "I should look at the middle."
-PETS = ["cat", "dog", "hot dog", "two birds", "none"]  # options A to E
 approx = pytest.approx
 
 
@@ -47,14 +62,14 @@ def json_call(**arguments):
     return f"<tool_call>{json.dumps({'name': 'crop_video', 'arguments': arguments})}</tool_call>"
 
 
-def the_call(text, **kwargs):
+def the_call(text, think_open=False):
     """The only call of a text."""
-    (call,) = rewards.parse_tool_calls(text, **kwargs)
+    (call,) = rewards.parse_tool_calls(text, TOOLS, think_open)
     return call
 
 
 def test_docstring_example_runs():
-    assert doctest.testmod(rewards).failed == 0 and doctest.testmod(rewards).attempted == 4
+    assert doctest.testmod(rewards).failed == 0 and doctest.testmod(rewards).attempted == 3
 
 
 # ------------------------------------------------------------------------------------------------
@@ -68,16 +83,17 @@ def test_docstring_example_runs():
 ])  # fmt: skip
 def test_times_are_read_as_seconds(start, end, want):
     call = the_call(json_call(start_time=start, end_time=end))
-    assert call.error is None and (call.start, call.end) == want and call.num_frames is None
+    assert call.error is None
+    assert call.arguments == {"start": want[0], "end": want[1], "num_frames": None}
 
 
 @pytest.mark.parametrize("text, want", [
-    ("<tool_call>{}</tool_call>", "no tool name"), ("<tool_call></tool_call>", "JSON"),
-    ("<tool_call>", "JSON"), ("<tool_call>[1]</tool_call>", "JSON object"),
+    ("<tool_call>{}</tool_call>", "one object with name"), ("<tool_call></tool_call>", "JSON"),
+    ("<tool_call>", "JSON"), ("<tool_call>[1]</tool_call>", "one object"),
     ("<tool_call>" + "[" * 3000 + "</tool_call>", "JSON"),  # RecursionError inside the parser
     ("<tool_call>" + "[" * 5000 + "</tool_call>", "too long"),
-    ('<tool_call>{"name": "x"}</tool_call>', "unknown tool 'x'"),
-    ('<tool_call>{"name": 7}</tool_call>', "no tool name"),
+    ('<tool_call>{"name": "x", "arguments": {}}</tool_call>', "unknown tool 'x'"),
+    ('<tool_call>{"name": 7, "arguments": {}}</tool_call>', "one object with name"),
     ('<tool_call>{"name": "crop_video"}</tool_call>', "arguments"),
     ('<tool_call>{"name": "crop_video", "arguments": "1"}</tool_call>', "arguments"),
     ('<tool_call>{"name": "crop_video", "arguments": "{"}</tool_call>', "JSON"),
@@ -86,16 +102,23 @@ def test_times_are_read_as_seconds(start, end, want):
     (json_call(start_time=2), "end_time is missing"),
     (json_call(start_time=2, end_time=2), "empty or reversed"),
     (json_call(start_time=3, end_time=2), "empty or reversed"),
+    *((json_call(start_time=wrong, end_time=2), "start_time is not a time")
+      for wrong in (True, None, "", "x", "1:2:3:4", "1_0", "٣", [], {}, 1e300, "nan", "-inf")),
+    ('<tool_call>{"name": "crop_video", "arguments": {"start_time": NaN, "end_time": 3}}',
+     "start_time is not a time"),
     (CALL.replace("</tool_call>", " and more</tool_call>"), "JSON"),
     ("<tool_code>crop_video(start_time=1, end_time=2", "not a whole call"),
     ("<tool_code></tool_code>", "not a whole call"),
     ("<tool_code>crop_video()</tool_code>", "start_time is missing"),
-    ("<tool_code>os.system(1, 2)</tool_code>", "unknown tool"),
-    ("<tool_code>crop_video(1 2, 3)</tool_code>", "start_time is not a time"),
+    ("<tool_code>crop_video(1, 2)</tool_code>", "start_time is missing"),  # by name alone
+    ("<tool_code>os.system(a=1, b=2)</tool_code>", "unknown tool 'system'"),
     # nothing is evaluated
-    ("<tool_code>crop_video(1+1, 3)</tool_code>", "start_time is not a time"),
+    ("<tool_code>crop_video(start_time=1+1, end_time=3)</tool_code>", "start_time is not a time"),
     ("<tool_code>crop_video(" + "(" * 3000 + "</tool_code>", "not a whole call"),
-    ("<tool_code>" + "f(" * 5000 + "</tool_code>", "too long")])
+    ("<tool_code>" + "f(" * 5000 + "</tool_code>", "too long"),
+    # Qwen3.5's XML without the tag around it: no answer, and the model is told
+    (XML, "must stand between <tool_call>"), (XML + "\n</tool_call>", "must stand between"),
+    (f"<tool_call>{XML.replace('3', 'x')}</tool_call>", "start_time is not a time")])
 def test_each_bad_call_gets_an_entry_that_says_why(text, want):
     assert want in the_call(text).error
 
@@ -105,38 +128,47 @@ def test_each_bad_call_gets_an_entry_that_says_why(text, want):
     *((wrong, "num_frames must be") for wrong in (0, -1, 1.5, True, "many", "1:00", [], "8.5"))])
 def test_num_frames_is_a_whole_number_or_null(frames, want):
     call = the_call(json_call(start_time=1, end_time=2, num_frames=frames))
-    assert (call.num_frames, call.error) == (want, None) or (
-        call.num_frames is None and str(want) in call.error)
+    if call.error is None:
+        assert call.arguments["num_frames"] == want
+    else:
+        assert str(want) in call.error
 
 
 @pytest.mark.parametrize("text", [
     CALL.replace('{"start_time": 1, "end_time": 2}',
                  json.dumps('{"start_time": 1, "end_time": 2}')), CALL.removesuffix("</tool_call>"),
-    "<tool_code>\nprint(crop_video('0:01', end_time=\"0:02\"))\n</tool_code>",
+    "<tool_code>\nprint(crop_video(start_time='0:01', end_time=\"0:02\"))\n</tool_code>",
     "<tool_code>crop_video(video_path='v.mp4', start=1, end=0:02)", json_call(start=1, end=2), CALL,
     json_call(start_time=1, end_time=2, video_path="/etc/passwd"),
     "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>",
     CALL.removesuffix("</tool_call>") + "\n<answer>B</answer>",
-    '<tool_code>crop_video("a (1), b.mp4", 1, 2)</tool_code>',
-    "<tool_code>crop_video(1, 2)</tool_code>", CALL.replace("</tool_call>", "</tool_c")])
+    "<tool_call>" + XML.replace("3", "1").replace("9", "0:02") + "</tool_call>",
+    CALL.replace("</tool_call>", "</tool_c")])
 def test_every_dialect_gives_the_same_call(text):
-    assert the_call(text) == rewards.ToolCall("crop_video", 1.0, 2.0, None, None)
+    arguments = {"start": 1.0, "end": 2.0, "num_frames": None}
+    assert the_call(text) == rewards.ToolCall("crop_video", arguments, None)
 
 
 def test_a_call_in_a_closed_thought_is_a_thought_and_in_an_open_one_a_call():
-    assert rewards.parse_tool_calls(f"<think>{CALL}</think>ok") == []
-    assert len(rewards.parse_tool_calls(f"<think>hm {CALL}")) == 1
-    assert len(rewards.parse_tool_calls(f"<think>{CALL}</think>{CALL}")) == 1
+    def count(text, think_open=False):
+        return len(rewards.parse_tool_calls(text, TOOLS, think_open))
 
-
-def test_think_open_says_that_the_turn_began_inside_a_thought():
+    assert count(f"<think>{CALL}</think>ok") == 0
+    assert count(f"<think>hm {CALL}") == 1
+    assert count(f"<think>{CALL}</think>{CALL}") == 1
     text = f"draft {CALL} <think> more </think>"
-    assert rewards.parse_tool_calls(text, think_open=True) == []
-    assert len(rewards.parse_tool_calls(text)) == 1
-    # never closed: the call was written
-    assert len(rewards.parse_tool_calls(f"thought {CALL}", think_open=True)) == 1
-    # the closing tag alone tells how the turn began
-    assert rewards.parse_tool_calls(f"thought {CALL}</think>") == []
+    assert (count(text, think_open=True), count(text)) == (0, 1)
+    assert count(f"thought {CALL}", think_open=True) == 1  # never closed: the call was written
+
+
+def test_the_window_of_a_call_is_clamped_or_refused():
+    tool, task = TOOLS["crop_video"], {"video": "v.mp4"}
+    spec = tool.spec({"start": -5.0, "end": 90.0, "num_frames": 3}, task, 64.0)
+    assert spec == {"video": "v.mp4", "start": 0.0, "end": 64.0, "fps": 1.0, "num_frames": 3,
+                    "max_frames": 16}
+    for start, end in ((64.0, 70.0), (-5.0, 0.0)):
+        with pytest.raises(ValueError, match="holds nothing of the video, which runs from 0 to 64"):
+            tool.spec({"start": start, "end": end, "num_frames": None}, task, 64.0)
 
 
 PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</answer>", "<answer>B",
@@ -156,73 +188,31 @@ PIECES = ["<tool_call>", "<tool_code>", "<think>", "</think>", "<answer>", "</an
     (["<answer>B</answer><answer> </answer>"], "B"), (["<answer>A<answer>B"], "B"),
     (["<answer>A</answer>", "no tag here"], None),
     (["<think><answer>A</answer></think><answer>B</answer>"], "B"),
-    # the forced prefix: the turn began inside the thought
-    (["draft <answer>A</answer></think>"], None), (["draft <answer>A</answer></think> B"], None),
     (["<think>hm <answer>B</answer>"], "B"),  # a thought that never closes hides nothing
 ])  # fmt: skip
 def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
-    assert rewards.final_answer(turns) == want
+    assert rewards.final_answer(turns, False) == want
 
 
-@pytest.mark.parametrize("turns, want", [
-    (["<think>A</think> B "], "B"), (["hm</think>B"], "B"), (["<think>A"], None), (["B"], "B"),
-    ([f"{CALL} B"], "B"), (["<tool_response>A</tool_response>B"], "B"),
-    (["<tool_call>{"], None), (["x</think>C<answer>B</answer>"], "B"), ([], None)])
-def test_evaluation_falls_back_on_the_text_after_the_thought(turns, want):
-    assert rewards.answer_or_tail(turns) == want
+def test_a_draft_in_the_forced_thought_is_no_answer():
+    for text in ("draft <answer>A</answer></think>", "draft <answer>A</answer></think> B"):
+        assert rewards.final_answer([text], True) is None
 
 
-@pytest.mark.parametrize("response, want", [
-    ("B", "B"), ("b", "B"), ("(b)", "B"), ("B.", "B"), ("**B**", "B"), ("Ｂ", "B"),
-    ("\\boxed{D}", "D"),
-    ("B. dog", "B"), ("B) dog", "B"), ("(E) none", "E"), ("B: the brown one", "B"),
-    ("(E) dog", None), ("A. dog", None),  # label and text contradict each other
-    ("F", None), ("AB", None), ("A, C", None), ("B or C", None), ("", None), ("Cannot tell", None),
-    ("The answer is (b).", "B"), ("The answer is B because of the tail", "B"),
-    ("Answer: A because it shows", "A"),
-    ("The answer is A. No, wait: the answer is C.", "C"), ("The answer is B, not option C", "B"),
-    ("A. The answer is B, or option C", None), ("A. The answer is B", None),
-    ("I would not choose B, C", "C"), ("The answer is B or C", None),
-    ("The answer is Apples", None), ("The answer is A man", None), ("answer is not A", None),
-    ("The correct option is D.", "D"), ("I would choose C", "C"),
-    ("option B is wrong, option C is right", "C"),
-    ("option B, option C", None), ("not B but C", "C"), ("neither A nor B, D", "D"),
-    ("A man is running so B", "B"), ("A man is running", None), ("A's car", None),
-    ("A request timed out", None),
-    ("I think ...", None), ("I think it is the dog", "B"), ("A hot dog", "C"), ("2 birds", "D"),
-    ("the dog is not there", None), ("cat and dog", None), ("catalogue", None),
-    ("A. cat\nB. dog\nThe answer is B", "B"), ("A. cat\nB. dog", None),
-    ("<think>A</think>B", "B"), ("<think>B", None), ("<think>x</think><answer>A</answer>", "A"),
-    ("Therefore, the final answer is: B.", "B"), ("<answer>X</answer><answer>B</answer>", "B"),
-    ("<answer>B</answer> as A said", "B"),
-    ("<answer>\\boxed{C}</answer>", "C"), ("<answer>B", "B"), ("Best option: (B", "B"),
-    ("B) dog, since it barks", "B"), ("[D]", "D"),
-    ("The man picks B-roll", None), ("The best answer is: D. two birds", "D"),
-    ("I choose the dog, not the cat", None),
-    ("<action>A</action><observation>it is A</observation>B", "B"), ("<think>so B</think>", None),
-    ("dog.", "B"), ("It is option (c), a hot dog.", "C"), ("A shows two, C four.\nB", "B")])
-def test_letter_is_read_by_policy(response, want):
-    assert rewards.extract_letter(response, PETS) == want
+@pytest.mark.parametrize("answer, paid", [
+    ("B", 1), ("b", 1), ("(B)", 1), ("B.", 1), ("**B**", 1), ("B. dog", 1), ("B) dog", 1),
+    ("(B) dog", 1), ("B: the dog", 1), (" B\n", 1), ("A", 0), ("A. B", 0), ("BC", 0), ("B or C", 0),
+    # prose earns nothing: the question asks for the letter
+    ("dog", 0), ("The answer is B", 0), ("B because it barks", 0), ("", 0)])
+def test_a_letter_is_paid_alone_or_as_a_label(answer, paid):
+    assert accuracy(answer, "mcq", "b") == paid
 
 
-@pytest.mark.parametrize("response, want", [
-    ("It happens in the 24.3 - 30.4 seconds, no, in 5-7", (5, 7)), ("start: 10, end: 20", (10, 20)),
-    ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)), ("12.54 to 17.83", (12.54, 17.83)),
-    ("The start time is 12.5 seconds and the end time is 20 seconds.", (12.5, 20)),
-    ("starts at 3 seconds and ends at 9 seconds", (3, 9)), ("1:02:03 - 1:02:10", (3723, 3730)),
-    ("<think>1-2</think><answer>3-4</answer>", (3, 4)), ("from 00:03 until 00:09", (3, 9)),
-    ('{"start_time":10,"end_time":20.5}', (10, 20.5)), ("10.5–20 seconds", (10.5, 20)), ("", None),
-    ("1 minute 30 seconds to 2 minutes", (90, 120)), ("<answer>3 - 9</answer> or 10 - 12", (3, 9)),
-    ("between 10 and 20", (10, 20)), ("2 to 3 minutes", (120, 180)), ("10, 20 seconds", (10, 20)),
-    ("it lasts 6 seconds", None), ("from 10 to 20", (10, 20)), ("0:10 to 0:20", (10, 20)),
-    ("at 10, 20 people", None), ("2024-2025 frames", None), ("[[3.5, 9]]", (3.5, 9)), ("10", None),
-    ("start 9, end 3", None), ("5-7, then 9-8", None), ("10s, 20s", (10, 20)), ("10, 20", (10, 20)),
-    ("[10, 20]", (10, 20)), ("frames 10-20", None), ("10-20 frames", None), ("10 - 20", (10, 20)),
-    ("1:2:3:4 - 5", None), ("0:10 - 0:99", None), ("<think>1-2", None), ("１０－２０", (10, 20)),
-    ("(3 , 9)", (3, 9)), ("1.2.3, 5", None), ("20 - 10", None), ("10 - 10", None), ("5%-6%", None),
-    ("-5 - 10", None), ("3s-9s", (3, 9)), ("٣ - ٥", None)])
-def test_span_is_read_in_seconds(response, want):
-    assert rewards.extract_span(response) == want
+@pytest.mark.parametrize("answer, paid", [
+    ("0 - 10", 1 / 3), ("from 5 to 15 seconds", 1), ("0:05 - 0:15.0", 1), ("15 - 5", 0), ("5", 0),
+    ("", 0), ("1:2:3:4 - 5", 0), ("5.0 - 15\nConfidence: 0.9", 1), ("5 - 5", 0)])
+def test_a_span_is_the_first_two_times(answer, paid):
+    assert accuracy(answer, "grounding", [5, 15]) == approx(paid)
 
 
 @pytest.mark.parametrize("span, gold, want", [
@@ -233,31 +223,6 @@ def test_iou_equals_hand_computed_values(span, gold, want):
     assert rewards.temporal_iou(span, gold) == approx(want)
 
 
-def test_half_of_a_labelled_span_has_to_be_in_the_video():
-    within = rewards.task_types()["grounding"].within
-    assert [within((10, 20), end) for end in (30, 15, 14.9, 5)] == [True, True, False, False]
-
-
-@pytest.mark.parametrize("response, gold", [
-    ("The Dolly Zoom.", "dolly zoom"), ("twenty-one", "21"), ("1,000", "1000"), ("H₂O", "h2o"),
-    ("5.0", "five"), ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"),
-    ("well known", "well-known"), ("007", "7"), ("(A)", "A"),
-    ("दिन", "दिन"), ("তিন", "তিন"), ("พ่อ", "พ่อ"), ("كِتَابٌ", "كتاب"), ("שָׁלוֹם", "שלום"),
-    ("cafe\u0301", "café"), ("a red ❤️", "red"), ("1️⃣", "1")])
-def test_open_answers_match_after_normalising(response, gold):
-    assert match_open(response, gold) and rewards.accuracy(response, "open", gold) == 1.0
-
-
-@pytest.mark.parametrize("response, gold", [
-    ("", ""), (".", "."), ("the", "A"), (".", "A"), ("!!", "A"), ("", "A"), ("4", "14"),
-    ("zoom", "dolly zoom"), ("not red", "red"), ("-5", "5"), ("1.5", "15"), ("C++", "C"),
-    ("50", "50%"), ("red or blue", "red"),
-    # Vowels that are combining marks: day and gift, peacock and blow, three and oil, father and you
-    ("दान", "दिन"), ("मार", "मोर"), ("তেল", "তিন"), ("เธอ", "พ่อ")])
-def test_open_answers_that_differ_do_not_match(response, gold):
-    assert not match_open(response, gold)
-
-
 @pytest.mark.parametrize("response, gold, want", [
     ("red car red", "red red car", 1.0),  # multisets: order is free, repeats count
     ("red red red", "red", 0.5),  # 2 * 1 / (3 + 1)
@@ -265,20 +230,21 @@ def test_open_answers_that_differ_do_not_match(response, gold):
     ("the", "A", 0.0), ("दान", "दिन", 0.0), ("लाल कार", "नीली कार", 0.5),
     # without blanks between words: by characters, 5 of 7 and 5
     ("一辆红色的汽车", "红色的汽车", 10 / 12), ("赤い車", "赤い自動車", 6 / 8), ("蓝天", "红色", 0),
-    ("iPhone手机", "iPhone", 2 / 4)])
-def test_token_f1_counts_multisets(response, gold, want):
-    assert rewards.token_f1(response, gold) == approx(want)
+    ("iPhone手机", "iPhone", 2 / 4),
+    # signs that change the meaning; marks, points and pictures
+    ("C++", "C", 0), ("-5", "5", 0), ("1.5", "15", 0), ("50%", "50", 0),
+    ("A red car.", "Red car", 1),
+    ("दिन", "दिन", 1), ("তেল", "তিন", 0), ("เธอ", "พ่อ", 0), ("كِتَابٌ", "كتاب", 1),
+    ("שָׁלוֹם", "שלום", 1), ("cafe\u0301", "café", 1), ("a red ❤️", "red", 1), ("ＲＥＤ", "red", 1)])
+def test_f1_counts_multisets_of_words(response, gold, want):
+    assert accuracy(response, "open", gold) == approx(want)
 
 
-def test_accuracy_dispatches_on_task_type():
-    assert rewards.accuracy("dog", "mcq", "B", PETS) == 1.0
-    assert rewards.accuracy("C", "mcq", "b", PETS) == 0.0
-    assert rewards.accuracy("0 - 10", "grounding", [5, 15]) == approx(1 / 3)
-    assert rewards.accuracy("red car", "open", "blue car") == 0.5
-    for kind, gold in (("mcq", "A"), ("open", "x"), ("grounding", (0, 1))):
-        assert rewards.accuracy(None, kind, gold) == 0.0
+def test_no_answer_earns_nothing_and_another_type_is_an_error():
+    for kind, gold in (("mcq", "A"), ("open", "x"), ("list", "x"), ("grounding", (0, 1))):
+        assert accuracy(None, kind, gold) == 0.0
     with pytest.raises(KeyError, match="essay"):
-        rewards.accuracy("A", "essay", "A")
+        accuracy("A", "essay", "A")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -326,9 +292,10 @@ def test_nothing_earns_nothing():
         assert format_reward(turns, think_open=False)["total"] == 0.0
 
 
-@pytest.mark.parametrize("length, counts", [(9, False), (10, True), (11, True)])
-def test_a_thought_counts_from_ten_characters_on(length, counts):
-    assert format_reward(["x" * length + "</think><answer>B</answer>"])["think"] is counts
+@pytest.mark.parametrize("length, base", [(9, 0.6), (10, 0.8), (11, 0.8)])
+def test_a_thought_counts_from_ten_characters_on(length, base):
+    got = format_reward(["x" * length + "</think><answer>B</answer>"])
+    assert got["base"] == approx(base)
 
 
 @pytest.mark.parametrize("turn", [
@@ -337,17 +304,26 @@ def test_a_thought_counts_from_ten_characters_on(length, counts):
     f"{THOUGHT}</think><tool_response>a dog</tool_response><answer>B</answer>"])
 def test_misused_tags_cap_the_format_reward(turn):
     got = format_reward([turn])
-    assert got["capped"] and 0.0 < got["total"] <= 0.5  # the clean turn gets 1.0, see TABLE
+    assert 0.0 < got["total"] <= 0.5 and got["paid_base"] <= 0.5  # the clean turn gets 1.0
 
 
 def test_thinking_must_come_before_the_first_call():
-    assert format_reward([f"{THOUGHT}</think>{CALL}"])["think_before_call"]
+    assert format_reward([f"{THOUGHT}</think>{CALL}"])["base"] == approx(0.6)
+    code = "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>"
+    assert format_reward([f"{THOUGHT}</think>{code}"])["base"] == approx(0.6)
     for turn in (f"{CALL}{THOUGHT}</think>", f"{CALL}{THOUGHT}</think>{CALL}", f"</think>{CALL}",
-                 CALL,
-                 f"{THOUGHT}</think><tool_call>{{}}</tool_call>"):  # fmt: skip
-        assert not format_reward([turn])["think_before_call"]
-    dialect = f"{THOUGHT}</think><tool_code>crop_video(1, 2)</tool_code>"
-    assert format_reward([dialect])["think_before_call"]
+                 CALL, f"{THOUGHT}</think><tool_call>{{}}</tool_call>"):
+        assert format_reward([turn])["base"] <= 0.3 + 1e-9
+
+
+def test_base_and_anchor_are_the_parts_of_what_is_paid():
+    """For --format-credit anchor: R_base everywhere, R_anchor at the tags."""
+    for turns, base, _, total in TABLE:
+        got = score(turns, "open", "B", format_weight=0.5)
+        assert got["paid_base"] + got["paid_anchor"] == approx(got["paid_fmt"]) == approx(total / 2)
+        assert got["paid_base"] <= 0.5 * base + 1e-9
+    got = score([f"{THOUGHT}</think>"], "open", "B")  # base .3, R_anchor .4
+    assert (got["paid_base"], got["paid_anchor"]) == approx((0.3, 0.2))
 
 
 @pytest.mark.parametrize("said, share", [
@@ -357,8 +333,8 @@ def test_thinking_must_come_before_the_first_call():
     ("red, blue", 0.0), ("16 red, , 40 blue", 1.0)])
 def test_a_list_is_paid_by_the_places_that_are_right(said, share):
     """Token F1 would pay a wrong order in full."""
-    assert rewards.accuracy(said, "list", "16 red, 40 blue") == approx(share)
-    assert rewards.accuracy("", "list", "") == 0.0
+    assert accuracy(said, "list", "16 red, 40 blue") == approx(share)
+    assert accuracy("", "list", "") == 0.0
 
 
 def test_anchor_and_gamma_weigh_the_anchor_term():
@@ -372,23 +348,25 @@ def test_anchor_and_gamma_weigh_the_anchor_term():
 # Tool reward and the sum
 
 
-def test_tool_reward_equals_hand_computed_values():
-    cases = {(0, 0, 1.0): 0.0, (1, 0, 0.0): 0.1, (1, 0, 1.0): 0.1, (2, 1, 0.0): 0.3,
-             (1, 1, 0.2): 0.8, (0, 3, 1.0): 0.0}
-    assert {case: rewards.tool_term(*case) for case in cases} == cases
+@pytest.mark.parametrize("call, executed, answer, tool", [
+    ("", 0, "B", 0.0), (CALL, 0, "A", 0.1), (CALL, 0, "B", 0.1), (CALL, 1, "A", 0.3),
+    (CALL * 2, 1, "B", 0.8), ("<tool_call>{}</tool_call>", 0, "B", 0.0)])
+def test_tool_reward_equals_hand_computed_values(call, executed, answer, tool):
+    got = score([f"x</think>{call}", f"y</think><answer>{answer}</answer>"], "mcq", "B", executed)
+    assert got["tool"] == tool
 
 
 def test_score_sums_its_weighted_terms():
-    turns = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>dog</answer>"]
+    turns = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>B</answer>"]
     # fmt: .5 answer + .3 call + .1 balanced + .35 anchor, clipped to 1; without the anchor .9
-    got = score(turns, "mcq", "B", PETS, num_parseable=1, num_executed=1, anchor=0.0)
+    got = score(turns, "mcq", "B", 1, anchor=0.0)
     assert (got["acc"], got["fmt"], got["tool"], got["total"]) == (1, approx(0.9), 0.8, approx(2.7))
-    half = score(turns, "mcq", "B", PETS, 1, 1, anchor=0.0, format_weight=0.5, tool_weight=0.0)
+    half = score(turns, "mcq", "B", 1, anchor=0.0, format_weight=0.5, tool_weight=0.0)
     # terms come unweighted
     assert (half["total"], half["fmt"], half["tool"]) == (approx(1.45), approx(0.9), 0.8)
-    # two of three calls ran: two are paid for, and the task part pays, not the format part
-    dear = score(turns, "mcq", "B", PETS, 3, 2, anchor=0.0, call_cost=0.05)
-    assert (dear["paid_task"], dear["paid_fmt"]) == (approx(1.7), got["paid_fmt"])
+    assert (half["paid_task"], half["paid_fmt"]) == (approx(1.0), approx(0.45))
+    judged = rewards.score(turns, {"type": "open", "answer": "x"}, [], verdict=True)
+    assert judged["acc"] == 1.0
 
 
 def test_score_passes_every_setting_on():
@@ -403,15 +381,6 @@ def test_score_passes_every_setting_on():
     # a draft in the forced thought
     assert score(["<answer>1</answer><think>x</think>"], "open", "1")["acc"] == 0.0
     assert score(["<answer>1</answer><think>x</think>"], "open", "1", think_open=False)["acc"] == 1
-
-
-def test_closure_counts_opened_and_closed_tags():
-    whole = [f"{THOUGHT}</think>{CALL}", "hi</think><answer>dog</answer>"]
-    assert rewards.closure_counts(whole) == {"think": [2, 2], "tool_call": [1, 1],
-                                             "tool_code": [0, 0], "answer": [1, 1]}
-    got = rewards.closure_counts(["x</think><tool_call><tool_call></tool_call></answer>", "y"])
-    assert got == {"think": [2, 1], "tool_call": [2, 1], "tool_code": [0, 0], "answer": [0, 0]}
-    assert rewards.closure_counts(["y"], False)["think"] == [0, 0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -431,27 +400,24 @@ anything = st.one_of(scraps, st.text(max_size=60))
 @given(anything, st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_parsing_never_raises_and_returns_usable_calls(text, think_open):
-    for call in rewards.parse_tool_calls(text, think_open):
+    for call in rewards.parse_tool_calls(text, TOOLS, think_open):
         if call.error is None:
-            assert call.name == "crop_video" and -1e9 < call.start < call.end < 1e9
-            assert call.num_frames is None or call.num_frames >= 1
+            start, end, num_frames = call.arguments.values()
+            assert call.name == "crop_video" and -1e9 < start < end < 1e9
+            assert num_frames is None or num_frames >= 1
         else:
-            assert 0 < len(call.error) < 150 and "<" not in call.error
+            assert call.arguments is None and 0 < len(call.error) < 150
         json.dumps(vars(call), allow_nan=False).encode()
 
 
 @given(st.lists(anything, max_size=3), st.booleans(), st.booleans(),
-       st.sampled_from(sorted(rewards.task_types())))
+       st.sampled_from(["mcq", "open", "list", "grounding"]))
 @settings(deadline=None, max_examples=300)
 def test_scores_never_raise_and_stay_in_bounds(turns, think_open, answer_suffix, task_type):
     gold = {"mcq": "A", "open": "red car", "list": "1 red, 2 blue", "grounding": (1, 5)}[task_type]
-    got = score(turns, task_type, gold, PETS, 1, 1, think_open, answer_suffix=answer_suffix)
+    got = score(turns, task_type, gold, 1, think_open, answer_suffix=answer_suffix)
     assert 0.0 <= got["acc"] <= 1.0 and 0.0 <= got["fmt"] <= 1.0 and 0.0 <= got["tool"] <= 0.8
     assert got["total"] == approx(got["acc"] + got["fmt"] + got["tool"])
-    assert all(0 <= closed <= opened for opened, closed in rewards.closure_counts(
-        turns, think_open).values())
-    detail = format_reward(turns, think_open, answer_suffix=answer_suffix)
-    assert not detail["capped"] or detail["total"] <= 0.5
 
 
 # ------------------------------------------------------------------------------------------------
@@ -541,7 +507,6 @@ def test_groups_without_variance_give_no_signal():
     assert rewards.group_advantages([0.3] * 8, [0.7] * 8)[:2] == ([0.0] * 8, [0.0] * 8)
     # The parts cancel: the composed reward is constant although neither part is.
     assert rewards.group_advantages([1.0, 0.0], [0.0, 1.0])[:2] == ([0.0, 0.0], [0.0, 0.0])
-    assert rewards.group_advantages([], []) == ([], [], 0.0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -566,24 +531,14 @@ def test_window_scores_are_those_of_sets_of_seconds(windows, evidence):
                      "hit": float(bool(looked & gold))}
 
 
-@given(SPANS, SPANS.filter(bool))
-def test_windows_are_paid_by_their_iou_once_each_and_only_if_they_were_run(windows, evidence):
-    task = {"type": "open", "answer": "a dog", "evidence": evidence}
-    calls = [{"parseable": True, "status": status, "start": a, "end": b}
-             for a, b in windows for status in ("ok", "ok", "video_error")]
-    paid, free = (rewards.score(["Look."], task, calls,
-                  pay=rewards.RewardConfig(window_weight=weight)) for weight in (2.0, 0.0))
-    iou = rewards.window_scores(windows, evidence)["iou"]
-    assert paid["paid_task"] - free["paid_task"] == approx(2 * iou)
-    assert paid["paid_fmt"] == free["paid_fmt"] and paid["windows"]["iou"] == iou
+def test_windows_are_judged_once_each_and_only_if_they_were_run():
+    task = {"type": "open", "answer": "a dog", "evidence": [[8.0, 16.0]]}
+    calls = [{"turn": 0, "parseable": True, "status": status, "start": a, "end": b}
+             for a, b in ((8.0, 12.0), (12.0, 20.0)) for status in ("ok", "ok", "video_error")]
+    windows = rewards.score(["Look."], task, calls)["windows"]
+    assert windows == {"recall": 1.0, "precision": approx(8 / 12), "iou": approx(8 / 12), "hit": 1}
     failed = [{**call, "status": "error"} for call in calls]
     assert rewards.score(["Look."], task, failed)["windows"]["recall"] == 0.0
-
-
-def test_a_task_without_evidence_judges_no_window():
-    calls = [{"parseable": True, "status": "ok", "start": 0.0, "end": 1.0}]
     for evidence in ({}, {"evidence": None}, {"evidence": []}):
         task = {"type": "open", "answer": "a dog", **evidence}
-        result = rewards.score(["Look."], task, calls, pay=rewards.RewardConfig(window_weight=1.0))
-        assert "windows" not in result and result["total"] == rewards.score(["Look."], task,
-                                                                            calls)["total"]
+        assert "windows" not in rewards.score(["Look."], task, calls)

@@ -51,9 +51,9 @@ def prompts(engine):
 
 @pytest.mark.process  # three runs
 @pytest.mark.parametrize("flags, words", [
-    ([], {"Hello there", "Again"}), (["--set", "subtitles=aligned"], {"Hello there", "Again"}),
-    (["--set", "subtitles=full"], {"Hello there", "Goodbye", "Again"}),
-    (["--set", "subtitles=none"], set())], ids=lambda value: "-".join(sorted(value)))
+    ([], {"Hello there", "Again"}), (["--subtitles", "aligned"], {"Hello there", "Again"}),
+    (["--subtitles", "full"], {"Hello there", "Goodbye", "Again"}),
+    (["--subtitles", "none"], set())], ids=lambda value: "-".join(sorted(value)))
 def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, monkeypatch, flags,
                                                     words):
     found = []

@@ -21,6 +21,7 @@ import rewards
 import rollout
 import toy as toy_world
 import video
+from agent_tools import TOOLS
 
 
 def digests(folder):
@@ -144,9 +145,11 @@ def test_the_data_speaks_the_protocol(toy):
         assert ("tools" in row) == ("crop_video" in str(row["messages"][0])) == (kind != "plain")
         assert all(text.startswith("<think>\n") for text in texts)
         turns = [text.removeprefix("<think>\n") for text in texts]
-        assert rewards.format_reward(turns)["total"] == 1.0
-        calls = [(c.start, c.end) for c in rewards.parse_tool_calls(turns[0], think_open=True)
-                 if c.error is None]
+        calls, records = [], []
+        for call in rewards.parse_tool_calls(turns[0], TOOLS, think_open=True):
+            calls.append((call.arguments["start"], call.arguments["end"]))
+            records.append({"turn": 0, "parseable": True})
+        assert rewards.format_reward(turns, records)["total"] == 1.0
         told = turns[0].partition("I saw ")[2].split(".")[0]
         marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
         assert calls == (marked if kind == "call" else [])

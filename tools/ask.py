@@ -7,7 +7,7 @@ the caches, so a second question about a video is faster. The episode is that of
 --protocol or --engine openai another system is asked, as eval.py does. `run_events` is the core: it
 tells an episode step by step, and the terminal is one way to show the steps.
 
-Reads:  a checkpoint, a video: a file or a folder of frames; --subtitles of it. Questions come
+Reads:  a checkpoint, a video: a file or a folder of frames; --subtitle-file of it. Questions come
         from --question, from the terminal or from a pipe, one a line; options follow a question
         after bars.
 Writes: --out, if given: rollout JSONL without rewards.
@@ -30,16 +30,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
 import eval as evaluation
 import launch
-import rewards
 import rollout
-from evaluation import endpoint, protocol_loop, systems
+from evaluation import answers, endpoint, protocol_loop, systems
 from plumbing import arguments, data
 
 # ------------------------------------------------------------------------------------------------
 # An episode as events
 
 
-async def run_events(episode, sampler, play=rollout.run_episode, final=rewards.answer_or_tail):
+async def run_events(episode, sampler, play=rollout.run_episode, final=answers.answer_or_tail):
     """
     Plays an episode -> asynchronous iterator of its steps, each a dict with "event" and "at", the
     seconds since the episode began. Leaving the iterator cancels the episode.
@@ -109,7 +108,7 @@ def answer_event(episode, final) -> dict:
     options = episode.task["options"]
     answer = final(episode.turns, episode.think_open) if episode.status == "ok" else None
     return {"event": "answer", "text": answer, "status": episode.status, "error": episode.error,
-            "letter": rewards.extract_letter(answer, options) if answer and options else None,
+            "letter": answers.extract_letter(answer, options) if answer and options else None,
             "frames": len(episode.notes.get("seconds", [])), "windows": episode.executed()}
 
 
@@ -117,7 +116,7 @@ def answer_event(episode, final) -> dict:
 # The terminal
 
 
-def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_or_tail):
+def ask(sampler, tasks, frames, play=rollout.run_episode, final=answers.answer_or_tail):
     """Asks one question after the other and prints how the agent comes to its answers -> records.
     play, final: see `run_events`."""
 
@@ -132,7 +131,7 @@ def ask(sampler, tasks, frames, play=rollout.run_episode, final=rewards.answer_o
     rows = []
     for task in tasks:
         # Another seed for each question; the step has no other meaning here.
-        (episode,) = rollout.run(sampler, [task], frames, step=len(rows), play=narrated, tries=1)
+        (episode,) = rollout.run(sampler, [task], frames, step=len(rows), play=narrated)
         rows.append(episode.to_dict())
     return rows
 
@@ -221,7 +220,7 @@ def parse_args():
     systems.add_arguments(parser)
     endpoint.add_arguments(parser)
     rollout.add_agent_arguments(parser, tools_flag=False)
-    add("--subtitles", dest="subtitle_file", metavar="FILE",
+    add("--subtitle-file", metavar="FILE",
         help="of the video, SRT or WebVTT: lines spoken while a frame is shown")
     # One answer, the same each time.
     parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9)
@@ -243,8 +242,6 @@ def parse_args():
         if (first := next(videos_below(path), path)) != path:
             raise launch.UserError(f"{path}: a folder of videos; give one of them: --video {first}")
     args.video_root = args.video_root or os.path.commonpath([os.path.dirname(p) for p in paths])
-    if args.out:
-        rollout.check_rollout_file(args.out, args.video)
     return args
 
 

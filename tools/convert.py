@@ -36,7 +36,8 @@ import chat
 import launch
 import rewards
 import rollout
-from evaluation import benchmarks
+from agent_tools import TOOLS
+from evaluation import answers, benchmarks
 from plumbing import arguments, data
 
 # Columns of a task, under the names that data sets give them. --map adds one in front.
@@ -215,9 +216,12 @@ def video_piece(video):
 def window_of(times, reason):
     """[start, end] as published -> in seconds. Raises ValueError with the reason if they are not.
     """
-    # A decimal comma, as some spreadsheets write it.
-    window = [rewards.to_seconds(t.replace(",", ".") if isinstance(t, str) else t) for t in times]
-    if len(window) != 2 or None in window or not window[0] < window[1]:
+    try:
+        # A decimal comma, as some spreadsheets write it.
+        window = [rewards.to_seconds(str(second).replace(",", ".")) for second in times]
+    except ValueError:
+        raise ValueError(reason) from None
+    if len(window) != 2 or not window[0] < window[1]:
         raise ValueError(reason)
     return window
 
@@ -323,9 +327,10 @@ def response_pieces(pieces, call, overviews, max_frames):
             if still and len(overviews) != 1:
                 raise ValueError("stills in a tool response, of no single video")
             path = overviews[0] if still else piece["video"]
-            window = {"start": call.start, "end": call.end, "fps": 1.0, "max_frames": max_frames}
+            start, end = call.arguments["start"], call.arguments["end"]
+            window = {"start": start, "end": end, "fps": 1.0, "max_frames": max_frames}
             if path not in overviews:  # a separate clip, which holds exactly the window
-                window = {"frames": min(max(round(call.end - call.start), 1), max_frames)}
+                window = {"frames": min(max(round(end - start), 1), max_frames)}
             content.append({"type": "video", "video": path, **window})
     windows = [piece for piece in content if piece["type"] == "video"]
     # The release writes this sentence before frames. Without the frames the next turn would have
@@ -346,7 +351,7 @@ def our_messages(row, frames, max_frames):
     for message in talk if isinstance(talk, list) else []:
         role, pieces = message["role"], content_pieces(message, media)
         if role == "assistant":
-            calls = iter(rewards.parse_tool_calls(join_texts(pieces)))
+            calls = iter(rewards.parse_tool_calls(join_texts(pieces), TOOLS, False))
             rest.append({"role": role, "content": join_texts(pieces)})
             continue
         for kind, items in split_roles(role, pieces):
@@ -394,7 +399,7 @@ def pairing_fault(rest):
         elif message["role"] == "assistant" and waiting:
             return "calls and tool responses that do not pair up"
         elif message["role"] == "assistant":
-            waiting = len(rewards.parse_tool_calls(message["content"]))
+            waiting = len(rewards.parse_tool_calls(message["content"], TOOLS, False))
     return None if rest[-1]["role"] == "assistant" else "the last message is not the assistant's"
 
 
@@ -416,7 +421,7 @@ def our_prompt(head, rest, frames, crop_response, dropped):
     videos = chat.videos_in(head)
     if len(videos) != 1 or "start" in videos[0]:
         raise ValueError(f"{len(videos)} videos before the first turn; our prompt shows one, whole")
-    answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"])
+    answer = rewards.final_answer([m["content"] for m in rest if m["role"] == "assistant"], False)
     if answer is None:
         raise ValueError("no <answer> in the last turn, as others have; apart, such rows are tasks")
     prompt, question, options = question_of(
@@ -432,7 +437,7 @@ def our_prompt(head, rest, frames, crop_response, dropped):
         task.update(question=question, options=options, type="mcq")
     elif options and re.match(r"\(?[A-Z](?:[).:]|$)", answer):
         raise ValueError("the answer is none of the options")
-    elif timed and rewards.extract_span(answer) and re.fullmatch(span, answer, re.IGNORECASE):
+    elif timed and answers.extract_span(answer) and re.fullmatch(span, answer, re.IGNORECASE):
         task["type"] = "grounding"
     return rollout.main_messages(task, frames, crop_response=crop_response)
 
@@ -553,7 +558,7 @@ def letter_of(answer, options, first=None):
         return dict(enumerate(string.ascii_uppercase[:len(options)], first)).get(int(count[1]), "")
     label = re.match(r"\(?[A-Z][).:]\s", str(answer))
     by_letter, by_text = data.answer_letters(answer, options)
-    return by_text or by_letter or (label and rewards.extract_letter(answer, options)) or ""
+    return by_text or by_letter or (label and answers.extract_letter(answer, options)) or ""
 
 
 def to_task(row, dropped):
@@ -577,7 +582,7 @@ def to_task(row, dropped):
         raise ValueError("still images are not read")
     stated = extra.get("question")
     full_text, question, options = question_of([stated] if stated else texts, dropped)
-    kind = {"oe": "open", "tvg": "grounding", **{name: name for name in rewards.task_types()}}.get(
+    kind = {"oe": "open", "tvg": "grounding", **{name: name for name in data.LABELS}}.get(
         extra.get("question_type"))
     span = span_of(parse_loosely(answer), kind)  # "[1.5, 7]"
     letter = letter_of(answer, options, row["(first)"]) if options else ""
@@ -603,11 +608,19 @@ def to_task(row, dropped):
     more = {"evidence": [window_of(times, "no window in seconds: evidence, or start and end")
                          for times in windows if not {None, ""} >= {*times}],
             "subtitles": row.get("subtitles"),
-            "subtitle_start": rewards.to_seconds(row.get("subtitle_start"))}
+            "subtitle_start": offset_of(row.get("subtitle_start"))}
     task.update((key, value) for key, value in more.items() if value)
     if problem := data.task_fault({"id": "", **task}):
         raise ValueError(problem)
     return task
+
+
+def offset_of(value):
+    """Seconds of a published value, or None."""
+    try:
+        return rewards.to_seconds(value)
+    except ValueError:
+        return None
 
 
 def span_of(answer, kind):
@@ -616,7 +629,7 @@ def span_of(answer, kind):
     if isinstance(answer, dict):
         answer = [answer.get("start"), answer.get("end")]
     if not isinstance(answer, list):
-        return rewards.extract_span(str(answer)) if kind == "grounding" else None
+        return answers.extract_span(str(answer)) if kind == "grounding" else None
     return answer[0] if len(answer) == 1 and isinstance(answer[0], list) else answer
 
 

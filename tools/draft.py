@@ -30,9 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
-import rewards
 import rollout
 import video
+from evaluation import answers
 from evaluation.endpoint import ChatRequest, OpenAIEngine
 from plumbing import arguments, data, endpoint, judge, runs
 from tools import ask
@@ -71,7 +71,7 @@ def fill_task(reply, task):
         options = written["options"] if task["type"] == "mcq" else None
         if options:
             options = data.bare_options(options)
-            answer = options["ABCD".index(rewards.extract_letter(answer, options))]
+            answer = options["ABCD".index(answers.extract_letter(answer, options))]
             # Models put the right option first or second more often than not.
             random.Random(task["id"]).shuffle(options)
             answer = "ABCD"[options.index(answer)]
@@ -103,8 +103,8 @@ def draft_task(engine, source, args, name, number):
         return text
 
     def is_right(answer):
-        answer = rewards.answer_or_tail([answer])
-        return rewards.accuracy(answer, task["type"], task["answer"], task["options"]) >= 0.5
+        answer = answers.answer_or_tail([answer])
+        return answers.score_answer(answer, task) >= 0.5
 
     left_out = fill_task(reply(WRITE.format(FORMS[task["type"]]), [frames]), task)
     blind = in_window = None

@@ -34,7 +34,9 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import chat
 import launch
+import rewards
 import rollout
+from agent_tools import TOOLS
 from evaluation import results
 from plumbing import arguments, data, runs
 
@@ -108,14 +110,13 @@ def context_fault(row: dict) -> str | None:
 def read_evaluation(folder: str) -> list[dict]:
     """Folder of eval.py -> its records of real frames as rows of rollout.py, but without ids.
     Raises UserError naming the folder, and the task of a record that cannot be used."""
-    blank = {**{name: [] for name in CONTEXT}, "spans": [], "advantage": {}, "policy_step": 0}
+    blank = {**{name: [] for name in CONTEXT}, "spans": [], "struct": [], "advantage": {},
+             "policy_step": 0, "subtitles": ""}
     required = [name for name in (*rollout.RECORD_FIELDS, "K") if name not in blank]
     settings = results.read_json(folder, "args.json")
     if settings.get("protocol", "paravt") != "paravt":
         raise launch.UserError(f"{folder}: not of --protocol paravt, which alone sft.py trains on")
-    # Fields of rollout.AgentConfig.
-    windows = {name: settings[name] for name in ("sub_fps", "sub_frames", "sub_question",
-                                                 "crop_response") if name in settings}
+    windows = {"crop_response": settings.get("crop_response", "summary")}
     for row in (rows := results.read_records(folder).values()):
         missing = ", ".join(f"missing {name!r}" for name in required if name not in row)
         if why := missing or data.task_fault({"answer": None, **row["task"]}, unlabelled=True):
@@ -148,7 +149,8 @@ def read_groups(paths: list[str]) -> list[list]:
         for episode in group:  # by the present code, whatever version wrote them
             verdict = episode.reward.get("judge")  # but for a judge, who is not asked again
             known = verdict if isinstance(verdict, bool) else None
-            episode.reward = {**rollout.compute_reward(episode, verdict=known), "judge": verdict}
+            episode.reward = {**rewards.score(episode.turns, episode.task, episode.calls,
+                                               episode.think_open, verdict=known), "judge": verdict}
     return list(by_task.values())
 
 
@@ -169,15 +171,13 @@ def best_of(group: list, min_acc: float = 0.5, recall: float = 0.0):
     return max((e for e in group if not rollout_fault(e, min_acc, recall)), default=None, key=worth)
 
 
-def chats_of(episode, tools: bool = True, sub_question: bool = True,
-          crop_response: str = "summary") -> list[dict]:
+def chats_of(episode, tools: bool = True, crop_response: str = "summary") -> list[dict]:
     """An Episode -> SFT chats: one of the main agent, one of each sub-agent that was run. tools,
-    sub_question, crop_response: as in the rollouts, because a record of rollout.py does not hold
+    crop_response: as in the rollouts, because a record of rollout.py does not hold
     them."""
     task, prefix = episode.task, "<think>\n" if episode.think_open else ""
     tools = tools and episode.notes.get("tools", True)
     settings = episode.notes.get("settings") or {}
-    sub_question &= settings.get("sub_question", True)
     response = settings.get("crop_response", crop_response)
     messages = rollout.main_messages(task, episode.num_frames, tools, episode.subtitles, response)
     windows = iter(episode.context.items[1:] if episode.context else ())
@@ -192,8 +192,8 @@ def chats_of(episode, tools: bool = True, sub_question: bool = True,
             if call["status"] == "ok":
                 # The window as it was shown. Records of eval.py do not hold the frames.
                 if settings:
-                    spec = rollout.window_spec(argparse.Namespace(**call), task,
-                                               rollout.AgentConfig(**settings))
+                    # The window is clamped already.
+                    spec = TOOLS[call["name"]].spec(call, task, float("inf"))
                 else:
                     spec = call["sub"]["vision"][0]["spec"] if "sub" in call else next(windows).spec
                 spec = {key: value for key, value in spec.items() if value is not None}
@@ -204,7 +204,7 @@ def chats_of(episode, tools: bool = True, sub_question: bool = True,
             if call["status"] == "ok" and response == "summary":
                 reply = {"role": "assistant", "content": call["summary"]}
                 rows.append({"id": f"{name}/{turn}/{number}",
-                             "messages": [*rollout.sub_messages(task, spec, sub_question), reply]})
+                             "messages": [*rollout.sub_messages(task, spec), reply]})
     return rows
 
 
@@ -230,8 +230,6 @@ def main():
     add("--per-video", type=int, default=0, help="prompts of one video, at most; 0 = all")
     yes_no = argparse.BooleanOptionalAction
     add("--tools", action=yes_no, default=True, help="crop_video was offered, as in rollout.py")
-    add("--sub-question", action=yes_no, default=True,
-        help="sub-agents were told the question, as by --set sub_question")
     add("--crop-response", choices=["summary", "frames"], default="summary", help="as rollout.py")
     add("--band", nargs=3, metavar=("LOW", "HIGH", "TASKS"), help="tasks to write, and the range "
         "of their mean R_acc; default: none are written")
@@ -264,7 +262,7 @@ def main():
         counts = collections.Counter(rollout_fault(e, args.least, args.recall) or "good"
                                      for group in prompts.values() for e in group)
         rows = [row for episode in picked
-                for row in chats_of(episode, args.tools, args.sub_question, args.crop_response)]
+                for row in chats_of(episode, args.tools, args.crop_response)]
         write_rows(args.best, rows)
         print(f"{len(picked)} of {len(prompts)} prompts have a good rollout: {len(rows)} chats, "
               f"{len(picked)} of main agents -> {args.best}")

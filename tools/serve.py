@@ -54,6 +54,7 @@ from functools import partial
 from urllib.parse import unquote, urlsplit
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import agent_tools
 import chat
 import launch
 import rollout
@@ -589,7 +590,7 @@ def make_app(agents: Agents, store: VideoStore, args, key: bytes | None = None):
         video_url, frames, question = parse_chat(body.messages)
         values = {"temperature": body.temperature, "seed": body.seed}
         agent = replace(agents.sampler.agent, **{k: v for k, v in values.items() if v is not None})
-        most = max(args.frames, agent.sub_frames)  # the engine has room for so many
+        most = max(args.frames, agent_tools.CropVideo.max_frames)  # the engine has room for so many
         if (body.frames or 0) > most:
             raise Refused(400, f"at most {most} frames; more: start serve.py with --frames N")
         root, path = await asyncio.to_thread(store.acquire_video, video_url, frames, body.fps)

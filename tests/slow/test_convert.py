@@ -10,6 +10,7 @@ from test_convert import ANSWER, TOOLS, convert, piece
 import chat
 import rewards
 import rollout
+from agent_tools import TOOLS
 from plumbing.data import chat_fault
 
 STRICT = ("Think first, call **crop_video** if needed, then answer. Format strictly as:  "
@@ -88,8 +89,8 @@ def test_a_chat_and_a_task_of_one_question_begin_with_the_same_ids(tmp_path, cod
     assert ids[:len(prompt)] == prompt
     text = chat.decode(codec, ids, keep_end=True)
     assert "video_path" not in text and "Video path" not in text and "Format strictly" not in text
-    call = rewards.parse_tool_calls(talk["messages"][2]["content"])[0]
-    assert (call.start, call.end, call.error) == (8.0, 12.0, None)
+    call = rewards.parse_tool_calls(talk["messages"][2]["content"], TOOLS, False)[0]
+    assert (call.arguments["start"], call.arguments["end"], call.error) == (8.0, 12.0, None)
 
 
 WINDOW = {"type": "video", "video": "longvt_source/selftrace_1/b.mp4", "start": 8.0, "end": 12.0,

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import types
 from pathlib import Path
 
 import pytest
@@ -14,34 +13,16 @@ from conftest import ROOT, run_script
 from fixtures import rows_of
 from scripted import Server, call
 from test_draft import SCRIPT, Model
+from test_rollout import changed
 
 import chat
 import grpo
-from plumbing import arguments
-
-
-def changed(section):
-    """Scripts that a section of docs/hacking.md changes, after its diffs: name -> text. Every line
-    that a diff takes away or keeps stands in the script, in that order and together."""
-    text, scripts = (Path(ROOT) / "docs" / "hacking.md").read_text(), {}
-    (text,) = [part for part in re.split(r"^## ", text, flags=re.M) if part.startswith(section)]
-    for diff in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
-        for part in re.split(r"^(?=# \w+\.py$)", diff, flags=re.MULTILINE)[1:]:
-            name, _, rest = part.removeprefix("# ").partition("\n")
-            scripts.setdefault(name, (Path(ROOT) / name).read_text())
-            for hunk in re.split(r"^@@.*\n", rest, flags=re.MULTILINE)[1:]:
-                lines = hunk.strip("\n").split("\n")
-                old, new = ("\n".join(line[1:] for line in lines if not line.startswith(mark))
-                            for mark in "+-")
-                assert old in scripts[name], f"{name}:\n{old}"
-                scripts[name] = scripts[name].replace(old, new, 1)
-    return scripts
 
 
 @pytest.mark.parametrize("section, names", [
-    ("A price on length", ["rewards.py"]), ("A new reward", ["rewards.py", "grpo.py"]),
+    ("A price on length", ["rewards.py"]), ("A new reward", ["rewards.py"]),
     ("Another distribution of K", ["rollout.py"]), ("RLOO", ["rewards.py", "grpo.py"]),
-    ("A second tool", ["rewards.py", "rollout.py", "video.py"])], ids=lambda value: value[:9])
+    ("A second tool", ["agent_tools.py", "video.py"])], ids=lambda value: value[:9])
 def test_the_changes_of_the_guide_fit_the_scripts(section, names):
     scripts = changed(section)
     assert list(scripts) == names
@@ -51,25 +32,18 @@ def test_the_changes_of_the_guide_fit_the_scripts(section, names):
 
 
 def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
-    """Two windows that share two of their three seconds: the flag's weight times 4 of 6."""
-    path, scripts = tmp_path / "rewards_with_spread.py", changed("A new reward")
-    path.write_text(scripts["rewards.py"])
+    """Two windows that share two of their three seconds: the weight times 4 of 6."""
+    path = tmp_path / "rewards_with_spread.py"
+    path.write_text(changed("A new reward")["rewards.py"])
     monkeypatch.syspath_prepend(tmp_path)
     rewards = importlib.import_module(path.stem)
-    calls = [{"parseable": True, "status": "ok", "start": start, "end": start + 3.0}
+    calls = [{"turn": 0, "parseable": True, "status": "ok", "start": start, "end": start + 3.0}
              for start in (8.0, 9.0)]
     task = {"type": "open", "answer": "red"}
     plain, paid = (rewards.score(["<answer>red</answer>"], task, calls, pay=rewards.RewardConfig(
         spread_weight=weight)) for weight in (0.0, 0.5))
     assert paid["spread"] == 4 / 6
     assert paid["total"] - plain["total"] == pytest.approx(0.5 * 4 / 6)
-    assert paid["paid_task"] - plain["paid_task"] == pytest.approx(0.5 * 4 / 6)
-    grpo, grpo.__file__ = types.ModuleType("grpo_with_spread"), os.path.join(ROOT, "grpo.py")
-    exec(compile(scripts["grpo.py"], "grpo.py", "exec"), vars(grpo))
-    grpo.rewards, parser = rewards, arguments.parser("")
-    grpo.add_training_arguments(parser)
-    args = parser.parse_args(["--ckpt", "x", "--out", "y", "--set", "spread_weight=0.5"])
-    assert grpo.reward_config(args).spread_weight == 0.5
 
 
 def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):

@@ -19,6 +19,7 @@ from conftest import ROOT, run_script
 import chat
 import model
 import rewards
+from agent_tools import TOOLS
 from plumbing import checkpoint, data
 
 
@@ -162,8 +163,9 @@ CALL = ("<tool_call>\n<function=crop_video>\n<parameter=start_time>\n{}\n</param
     (CALL.format(8, 16).removesuffix("\n</tool_call>"), (8.0, 16.0)),
     (CALL.format(8, 16).replace("start_time", "start").replace("end_time", "end"), (8.0, 16.0))])
 def test_calls_in_xml(body, wanted):
-    (call,) = rewards.parse_tool_calls("ok</think>\n" + body, True)
-    assert call.error is None and (call.start, call.end) == wanted
+    (call,) = rewards.parse_tool_calls("ok</think>\n" + body, TOOLS, True)
+    assert call.error is None
+    assert (call.arguments["start"], call.arguments["end"]) == wanted
 
 
 def test_tags_of_a_call_carry_credit(codec35):
@@ -192,7 +194,7 @@ def test_tags_of_a_call_carry_credit(codec35):
     CALL.format(8, 16).replace("crop_video", "look"), CALL.format(8, 16).replace("</function>", ""),
     "<tool_call><function=></function></tool_call>"])
 def test_faulty_calls_in_xml_are_one_error_each(body):
-    (call,) = rewards.parse_tool_calls("ok</think>\n" + body, True)
+    (call,) = rewards.parse_tool_calls("ok</think>\n" + body, TOOLS, True)
     assert call.error and len(call.error) < 200
 
 

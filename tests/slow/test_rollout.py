@@ -3,7 +3,6 @@ More of rollout.py: masses of odd text, the rarer flags:
 python -m pytest tests/slow/test_rollout.py -q
 """
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scripted import AGENT, ANSWER, Scripted, call, calls, play_one, text_of, window_of
+from scripted import AGENT, ANSWER, Scripted, call, calls, play_one, text_of
 from test_rollout import runs
 
 import chat
@@ -48,28 +47,6 @@ def test_special_tokens_written_by_a_sub_agent_or_a_task_stay_text(codec, tasks,
     assert text.count("<answer>red</answer><|image_pad|>") == 3
     a, b = (Counter(i for r in e.subs() for i in r.expanded if i in marks) for e in (tame, engine))
     assert a == b and a[codec.image_pad] == 16
-
-
-# ------------------------------------------------------------------------------------------------
-# Labels
-
-
-@pytest.mark.parametrize("span, beyond", [
-    ([0, 64], False), ([60, 66.5], False), ([63.9, 64.1], False), ([100, 110], True),
-    ([64, 65], True), ([63, 66], True), ([5, 500], True)])
-def test_a_span_beyond_the_end_of_its_video_is_a_counted_outcome(codec, toy, tasks, frames_of,
-                                                                 span, beyond):
-    """The length is known once the overview is made: nothing is sampled for such a label, and a run
-    of hours goes on. A benchmark's labels are its publisher's: they are asked as they are."""
-    task = {**tasks[0], "type": "grounding", "answer": span}
-    own, engine = replace(frames_of, check_labels=True), Scripted(codec, [ANSWER])
-    episode = play_one(engine, [task], own)
-    assert (episode.status == "label_error") == beyond
-    if beyond:
-        assert "beyond the video, which has 64 s" in episode.error
-        assert not engine.requests and episode.to_dict()["ids"] == []
-        assert episode.reward["total"] == 0.0 and rollout.runs.is_retried(episode.to_dict())
-    assert play_one(Scripted(codec, [ANSWER]), [task], frames_of).status == "ok"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -113,20 +90,6 @@ def test_no_text_breaks_an_episode(first, second, sub, plain, codec, tasks, fram
     episode = play_one(engine, tasks, frames_of,
                        replace(AGENT, max_turns=2, max_new_tokens=900, sub_max_new_tokens=200))
     check_sound(codec, episode, 4)
-
-
-def test_a_wrong_window_takes_the_place_of_one_call(monkeypatch, codec, tasks, frames_of):
-    from bench import wrong_window
-
-    engine = Scripted(codec, [calls((0, 8), (16, 24)), ANSWER])
-    tasks = [{**tasks[0], "evidence": [[14.0, 30.0]]}]
-    monkeypatch.setattr(rollout, "record_calls", rollout.record_calls)  # restored at the end
-    monkeypatch.setattr(sys, "argv", ["wrong_window.py", "0", "1"])
-    monkeypatch.setattr(wrong_window.evaluation, "main", lambda: play_one(engine, tasks, frames_of))
-    wrong_window.main()
-    first, (start, end) = sorted(map(window_of, engine.subs()), key=lambda w: w != (0.0, 8.0))
-    assert first == (0.0, 8.0) and end - start == 8 and (end <= 14 or start >= 30)
-    assert '"start_time": 16' in text_of(codec, engine.mains()[-1].ids)
 
 
 def test_the_crops_of_a_short_benchmark_lie_in_its_video(monkeypatch, toy, capsys):

@@ -22,9 +22,9 @@ from PIL import Image
 from scripted import AGENT, Scripted, calls, turn_of
 
 import chat
-import rewards
 import rollout
 import video
+from evaluation import answers
 from tools import ask, serve
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed; vLLM brings it")
@@ -135,7 +135,7 @@ def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(runnin
         turns = [e["text"] for e in response.json()["trace"] if e["event"] == "turn"]
         assert turns[0] == wanted["turns"][0]
     # The file below --video-root has the same identity in both, so the frames have the same key.
-    assert content_of(server.post(film(FILM), text())) == rollout.rewards.answer_or_tail(
+    assert content_of(server.post(film(FILM), text())) == answers.answer_or_tail(
         wanted["turns"], True)
     names = {r.items[0].spec["video"] for r in server.engine.mains() if r.items}
     assert sum(len(name) == 64 for name in names) == 1, "a film that is sent twice is kept once"
@@ -151,7 +151,7 @@ def test_the_preset_sets_the_type_of_a_question_that_names_none(running, codec, 
                          ({"options": ["red", "blue"]}, "mcq")):
         assert server.post(**fields).is_success
         asked = chat.decode(codec, server.engine.mains()[-1].ids)
-        assert rewards.task_types()[kind].prompt_suffix in asked
+        assert rollout.ANSWER_STYLES[kind] in asked
     assert serve.question_task(QUESTION)["type"] == "open"
 
 
