@@ -120,7 +120,8 @@ def build_parser():
     add("--save-every", type=int, default=20, help="steps between checkpoints; 0: at the end")
     add("--eval-every", type=int, default=50, help="steps between uses of --val; 0: at the end")
     add("--track", choices=TRACKERS, help="send the numbers of log.jsonl there too")
-    rollout.add_agent_arguments(parser)
+    rollout.add_agent_arguments(parser, tools_flag=False)
+    parser.set_defaults(tools=True)  # RolloutWorkers of `evaluate` try both
     add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
     return parser
 
