@@ -5,7 +5,6 @@ python -m pytest tests/slow/test_rollout.py -q
 import json
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -90,14 +89,3 @@ def test_no_text_breaks_an_episode(first, second, sub, plain, codec, tasks, fram
     episode = play_one(engine, tasks, frames_of,
                        replace(AGENT, max_turns=2, max_new_tokens=900, sub_max_new_tokens=200))
     check_sound(codec, episode, 4)
-
-
-def test_the_crops_of_a_short_benchmark_lie_in_its_video(monkeypatch, toy, capsys):
-    from bench import speed
-
-    monkeypatch.setattr(speed, "installed", lambda module, *_: module == "decord")
-    for name in ("make_video", "by_decord"):
-        monkeypatch.setattr(speed, name, lambda *_: None)
-    args = SimpleNamespace(seconds=5, height=360, rounds=1)
-    speed.compare_decoders(args, str(toy / "videos" / "rl-0000.mp4"))
-    assert "crops" in capsys.readouterr().out
