@@ -13,7 +13,7 @@ turn, and the answer; every sub-agent chat is a sample too. Chats are packed to 
 without seeing each other. One count N for the whole batch is taken before backward, so 1 rank or 8,
 one pack or ten, give the same gradient.
 
-As in the paper the vision tower is frozen, so its features are computed once per frame set.
+As in the paper the vision tower is frozen, so its features are computed once per batch.
 
 Crash-only: a video that does not decode costs its chat, and is counted; everything else ends the
 run with one line. The same command goes on from the newest checkpoint, exactly: the order of the
@@ -264,6 +264,15 @@ def build_optimizers(policy, args, device):
     return optimizers
 
 
+def frozen_features(policy, chats, frames):
+    """What the frozen tower makes of the frames of one batch, {key: Frames}. Anew for each batch:
+    which frames share a call of the tower decides on the last bits of their features, and a run
+    that goes on has none of the calls before."""
+    features = model.VisionFeatures(policy.hf.model.visual, policy.codec, chats.load)
+    features.frames = frames
+    return features
+
+
 def forward_backward(policy, packs):
     """Forward over this rank's packs, and backward if gradients are on -> (mean loss in nats per
     token, N trained tokens), both over all ranks. Collective."""
@@ -298,7 +307,8 @@ def held_out_loss(policy, chats, args, rank, world):
     # In batches: the frames of all chats would not fit into memory.
     for first in range(0, len(chats.rows), args.batch_size):
         batch = chats.rows[first:first + args.batch_size]
-        packs, policy.features.frames, _ = chats.packs(batch[rank::world])
+        packs, frames, _ = chats.packs(batch[rank::world])
+        policy.features = frozen_features(policy, chats, frames)
         # No policy.eval(): our attention has no dropout, so both modes compute the same.
         with torch.no_grad():
             loss, n = forward_backward(policy, packs)
@@ -339,8 +349,6 @@ def main():
 
     policy = checkpoint.load_policy(ckpt, codec, device, args.gradient_checkpointing,
                                     args.lora_rank, replicas=args.dp_replicate)
-    # The tower is frozen: a frame set goes through once, then the features are kept.
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, train.load)
     optimizers = build_optimizers(policy, args, device)
     if folder:  # fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizers, folder)
@@ -356,12 +364,13 @@ def main():
     for step in range(start + 1, steps + 1):
         last = step == steps
         began = time.monotonic()
-        packs, policy.features.frames, skipped = future.result()  # raises its error
+        packs, frames, skipped = future.result()  # raises its error
         waited = time.monotonic() - began  # near 0 if decoding keeps up with training
         if not last:
             future = prefetch.submit(train.batch, step + 1, rank, world)
 
         # 1. One optimizer step. Collective, from the first forward to the norm.
+        policy.features = frozen_features(policy, train, frames)
         fraction = schedule(step - 1, steps, args.warmup, args.min_lr)
         loss, num_trained = forward_backward(policy, packs)
         norm = model.reduce_and_clip(policy, args.max_grad_norm)
