@@ -6,7 +6,7 @@ whether an answer says what the reference answer says.
          parser for evaluation and for rewards
 
 Asks an endpoint; keeps its verdicts in a file. Used by rollout.py, grpo.py, eval.py,
-tools/replay.py, tools/draft.py and evaluation/endpoint.py.
+tools/draft.py and evaluation/endpoint.py.
 """
 import asyncio
 import contextlib

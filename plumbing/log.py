@@ -51,10 +51,10 @@ def episode_row(episode):
         row["f_tau"] = rewards.format_reward(
             episode.turns, episode.calls, episode.think_open)["total"]
     text = "".join(episode.turns)
-    if episode.think_open:  # the forced prefix of each turn is no part of its text
-        text += "<think>" * len(episode.turns)
     for tag in TAGS:
         opened = text.count(f"<{tag}>")
+        if tag == "think" and episode.think_open:
+            opened += len(episode.turns)  # the forced prefix, which is no part of the text
         if opened > 0:
             row[f"closed_{tag}"] = min(1.0, text.count(f"</{tag}>") / opened)
     return row
