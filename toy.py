@@ -177,7 +177,8 @@ def summary_of(window, scenes):
 
 
 def window_content(task, window):
-    """The frames of a window as content of a message, as rollout.window_spec asks for them."""
+    """The frames of a window as content of a message, as agent_tools.CropVideo.spec asks for them.
+    """
     return {"type": "video", "video": task["video"], "start": float(window[0]),
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
 
@@ -186,68 +187,104 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
     start, and at one K each it answers directly and without tools; and some sub-agents, if they
     answer the calls. wrong_share: of the samples, that are about other scenes than those of the
-    question. one_call: one call a turn.
+    question. one_call: one call a turn."""
+    scenes = task["scenes"]
+    # Each K with a frame for each scene.
+    every = [k for k in rollout.GATED_FRAMES if k >= len(scenes)]
+    samples = [("direct", rng.choice(every))]
+    samples += [("call", k) for k in every]
+    samples.append(("plain", rng.choice(every)))
+    rows = []
+    for way, k in samples:
+        looks = overview_looks(k, scenes[-1]["window"][1])
+        seen = told_scenes(scenes, looks)
+        # The scenes that this sample is about.
+        meant = [scene for scene in seen if scene["border"] == task["events"][0]["border"]]
+        if not meant:  # the overview missed all scenes of the question
+            continue
+        if rng.random() < wrong_share:
+            others = [scene for scene in seen if scene not in meant]
+            meant = rng.sample(others, min(len(meant), len(others)))
+            meant.sort(key=seen.index)
+        # Prompts come from rollout.py as in RL, because another wording would be another task.
+        messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
+        messages += main_turns(task, way, looks, seen, meant, rng, one_call, crop_response)
+        row = {"id": f"{task['id']}-{way}-{k}"}
+        if way != "plain":
+            row["tools"] = rollout.tool_schema(crop_response)
+        rows.append({**row, "messages": messages})
+    if crop_response == "summary":
+        rows += sub_agent_chats(task, every, rng)
+    return rows
+
+
+def main_turns(task, way, looks, seen, meant, rng, one_call, crop_response):
+    """The main agent's turns after the prompt, and the responses to its calls -> messages. looks:
+    frames of the overview; seen: the scenes that it tells; meant: those that the sample is about.
 
     Every first thought tells of the scenes. An answer repeats what the summaries tell, or what the
     frames show, with the word "nothing" for a flash that they do not show. So every word of an
     answer can be learned.
     """
-    rows, scenes, seconds = [], task["scenes"], task["scenes"][-1]["window"][1]
-    # Each K with a frame for each scene.
-    every = [k for k in dict.fromkeys(rollout.GATED_FRAMES) if k >= len(scenes)]
-    samples = [("direct", rng.choice(every)), *(("call", k) for k in every),
-               ("plain", rng.choice(every))]
-    for way, k in samples:
-        # Prompts come from rollout.py as in RL, because another wording would be another task.
-        messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
-        looks = overview_looks(k, seconds)
-        overview_scenes = told_scenes(scenes, looks)
-        # The scenes that this sample is about.
-        meant = [e for e in overview_scenes if e["border"] == task["events"][0]["border"]]
-        if not meant:  # the overview missed all scenes of the question
-            continue
-        if rng.random() < wrong_share:
-            others = [e for e in overview_scenes if e not in meant]
-            meant = rng.sample(others, min(len(meant), len(others)))
-            meant.sort(key=overview_scenes.index)
-        # "0 red, 18 blue look 18 to 30, ..": starts and borders, and the windows to look at.
-        evidence = "I saw " + ", ".join(
-            f"{e['window'][0]} {e['border']}" + " look {} to {}".format(*e["window"]) * (e in meant)
-            for e in overview_scenes) + ". "
-        # One call per window, then the summaries as tool responses.
-        turns = [[e] for e in meant] if one_call else [meant]
-        for turn in turns if way == "call" else ():
-            text = thought_text(evidence * (turn is turns[0]) + "I need a closer look.", rng)
-            messages.append({"role": "assistant", "content": text + "\n".join(
-                call_text(*e["window"]) for e in turn)})
-            messages += [{"role": "tool", "content": [window_content(task, e["window"])]
-                          if crop_response == "frames" else summary_of(e["window"], scenes)
-                          or rollout.EMPTY_SUMMARY} for e in turn]
-        # All that the crop of a window showed, else what the overview did. So a window that is too
-        # wide spoils the answer.
-        flashes = ", ".join(
-            (way == "call" and summary_of(e["window"], scenes)) or f"{e['window'][0]} "
-            + (e["colour"] if visible_scenes([e], looks) else "nothing") for e in meant)
-        text = thought_text(f"{evidence * (way != 'call')}I saw {flashes}.", rng)
-        answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
-        messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})
-        tools = {} if way == "plain" else {"tools": rollout.tool_schema(crop_response)}
-        rows.append({"id": f"{task['id']}-{way}-{k}", **tools, "messages": messages})
-    if crop_response == "frames":
-        return rows
-    # Four scenes as some overview tells them, two windows of any place, and a few seconds around
-    # two flashes, because sub-agents that cannot read flashes hold a whole run back.
+    scenes = task["scenes"]
+    # "0 red, 18 blue look 18 to 30, ..": starts and borders, and the windows to look at.
+    told = []
+    for scene in seen:
+        start, end = scene["window"]
+        look = f" look {start} to {end}" if scene in meant else ""
+        told.append(f"{start} {scene['border']}{look}")
+    evidence = f"I saw {', '.join(told)}. "
+    messages = []
+    if way == "call":
+        # One call per window, then the responses to all calls of the turn.
+        turns = [[scene] for scene in meant] if one_call else [meant]
+        for turn in turns:
+            text = thought_text(evidence + "I need a closer look.", rng)
+            evidence = ""  # the first thought alone tells it
+            calls = "\n".join(call_text(*scene["window"]) for scene in turn)
+            messages.append({"role": "assistant", "content": text + calls})
+            for scene in turn:
+                content = summary_of(scene["window"], scenes) or rollout.EMPTY_SUMMARY
+                if crop_response == "frames":
+                    content = [window_content(task, scene["window"])]
+                messages.append({"role": "tool", "content": content})
+    # All that the crop of a window showed, else what the overview did. So a window that is too
+    # wide spoils the answer.
+    flashes = []
+    for scene in meant:
+        shown = summary_of(scene["window"], scenes) if way == "call" else ""
+        if not shown:
+            colour = scene["colour"] if visible_scenes([scene], looks) else "nothing"
+            shown = f"{scene['window'][0]} {colour}"
+        flashes.append(shown)
+    flashes = ", ".join(flashes)
+    text = thought_text(f"{evidence}I saw {flashes}.", rng)
+    answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
+    messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})
+    return messages
+
+
+def sub_agent_chats(task, every, rng):
+    """Chats of sub-agents: four scenes as some overview tells them, two windows of any place, and a
+    few seconds around two flashes, because sub-agents that cannot read flashes hold a whole run
+    back. every: the K of the main agent's samples."""
+    scenes = task["scenes"]
+    seconds = scenes[-1]["window"][1]
     looks = overview_looks(rng.choice(every), seconds)
-    windows = [e["window"] for e in told_scenes(scenes, looks)]
-    windows = windows if len(windows) <= 4 else rng.sample(windows, 4)
-    windows += [(a, rng.randrange(a + 6, min(a, seconds - 64) + 65))
-                for a in rng.choices(range(0, seconds - 8, 2), k=2)]
-    windows += [(e["start"] - rng.randint(0, 1), min(seconds, e["end"] + rng.randint(0, 2)))
-                for e in rng.sample(scenes, 2)]
-    for number, (a, b) in enumerate(windows):
-        rows.append({"id": f"{task['id']}-sub-{number}", "messages": [
-            *rollout.sub_messages(task, window_content(task, (a, b))),
-            {"role": "assistant", "content": summary_of((a, b), scenes) or rollout.EMPTY_SUMMARY}]})
+    windows = [scene["window"] for scene in told_scenes(scenes, looks)]
+    if len(windows) > 4:
+        windows = rng.sample(windows, 4)
+    for start in rng.choices(range(0, seconds - 8, 2), k=2):
+        windows.append((start, rng.randrange(start + 6, min(start, seconds - 64) + 65)))
+    for scene in rng.sample(scenes, 2):
+        start = scene["start"] - rng.randint(0, 1)
+        windows.append((start, min(seconds, scene["end"] + rng.randint(0, 2))))
+    rows = []
+    for number, window in enumerate(windows):
+        summary = summary_of(window, scenes) or rollout.EMPTY_SUMMARY
+        messages = rollout.sub_messages(task, window_content(task, window))
+        messages.append({"role": "assistant", "content": summary})
+        rows.append({"id": f"{task['id']}-sub-{number}", "messages": messages})
     return rows
 
 
