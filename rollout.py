@@ -699,24 +699,16 @@ def check_context(codec, tasks, agent, source, frames):
             overview, _, subtitles = source.load_overview(spec, task)
         except video.VideoError:
             continue  # counted as video_error when the episode of this task comes
-        tokens = prompt_tokens(codec, agent, task, spec, overview, overview.seconds, subtitles)
+        k = len(overview.seconds)
+        messages = main_messages(task, k, agent.tools, subtitles, agent.crop_response)
+        tools = tool_schema(agent.crop_response) if agent.tools else None
+        tokens = len(open_context(codec, messages, [spec], [overview], tools).ids)
         if tokens + 32 > agent.max_model_len:  # 32: the shortest thought and answer worth sampling
             raise launch.UserError(
-                f"--max-model-len {agent.max_model_len} is too small: task {task['id']} with "
-                f"{len(overview.seconds)} frames takes {tokens} tokens; raise it, or lower "
-                "--frames or --max-pixels"
+                f"--max-model-len {agent.max_model_len} is too small: task {task['id']} with {k} "
+                f"frames takes {tokens} tokens; raise it, or lower --frames or --max-pixels"
             )
         return
-
-
-def prompt_tokens(codec, agent, task, spec, frames, times, subtitles):
-    """Tokens of the first prompt of a task with an overview of Frames at `times`, seconds."""
-    # Only sizes and times enter the ids: `frames` may hold fewer.
-    item = replace(chat.vision_item(spec, frames), frames=len(times), seconds=list(times))
-    messages = main_messages(task, len(times), agent.tools, subtitles, agent.crop_response)
-    tools = tool_schema(agent.crop_response) if agent.tools else None
-    ids, _ = chat.encode_prompt(codec, messages, [item], tools)
-    return len(ids)
 
 
 def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
@@ -779,11 +771,6 @@ def parse_args():
     return args
 
 
-def args_path(out):
-    """The file of the settings of rollouts that are written to `out`."""
-    return f"{out.removesuffix('.jsonl')}.args.json"
-
-
 # Arguments that a start which goes on may change: they change no episode.
 FREE_ARGUMENTS = {
     "show", "out", "cpu", "patience", "gpu_memory_utilization", "max_num_seqs", "judge_url",
@@ -797,6 +784,7 @@ def rows_so_far(args, tasks, ckpt):
     folder, name = os.path.split(os.path.abspath(args.out))
     launch.make_out(folder)
     launch.lock(folder, f".{name}.lock")
+    args_path = f"{args.out.removesuffix('.jsonl')}.args.json"
     settings = {name: value for name, value in vars(args).items() if name not in FREE_ARGUMENTS}
     # A link such as `last` may lead to other weights by now.
     settings.update(ckpt=os.path.realpath(ckpt), tasks=launch.stable_hash(json.dumps(tasks)))
@@ -804,9 +792,9 @@ def rows_so_far(args, tasks, ckpt):
     paths = [path for path in (args.out, f"{args.out}.part") if os.path.exists(path)]
     if not paths:
         content = {**vars(args), "inputs": settings}
-        launch.write_atomic(args_path(args.out), json.dumps(content, indent=1))
+        launch.write_atomic(args_path, json.dumps(content, indent=1))
         return []
-    with open(args_path(args.out), encoding="utf-8") as file:
+    with open(args_path, encoding="utf-8") as file:
         before = json.load(file)["inputs"]
     differ = [name for name in settings if before.get(name) != settings[name]]
     if differ:
@@ -855,19 +843,12 @@ def main():
     rows.sort(key=lambda row: (row["group"], row["sample"]))
     launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
     os.remove(f"{args.out}.part")
-    print(f"{summary_line(rows, len(rows) - before, time.monotonic() - began)} -> {args.out}")
-    engine.close()  # on a GPU this ends the process
-
-
-def summary_line(rows, num_new, seconds):
-    """Records, how many are new, seconds that these took -> one line for the terminal."""
-    text = f"{num_new} new rollouts in {seconds:.1f} s, {len(rows)} in all"
-    # Failed episodes stay in every denominator: leaving them out would flatter a run.
-    for name in ("total", "acc", "fmt", "tool"):
-        mean = sum(row["reward"].get(name, 0.0) for row in rows) / len(rows)
-        text += f" | {name} {mean:.3f}"
+    # Failed episodes stay in the mean: leaving them out would flatter a run.
+    total = sum(row["reward"]["total"] for row in rows) / len(rows)
     failed = sum(row["status"] != "ok" for row in rows)
-    return f"{text} | {failed} not ok"
+    print(f"{len(rows) - before} new rollouts in {time.monotonic() - began:.1f} s, {len(rows)} in "
+          f"all -> {args.out} | R {total:.3f} | {failed} not ok")
+    engine.close()  # on a GPU this ends the process
 
 
 if __name__ == "__main__":
