@@ -107,18 +107,16 @@ def groups(codec, source, tasks):
 @pytest.fixture(scope="module")
 def frames_of(toy):
     """A source that the tests of a file share, so that each frame set is decoded once."""
-    import rollout
     import video
 
-    return rollout.VideoSource(str(toy), video.FrameCache())
+    return video.VideoSource(str(toy), video.FrameCache())
 
 
 @pytest.fixture
 def source(toy):
-    import rollout
     import video
 
-    return rollout.VideoSource(str(toy), video.FrameCache())
+    return video.VideoSource(str(toy), video.FrameCache())
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_engine_and_trainer_agree_on_frames_of_four_tokens(
         response, vllm_engines, codec, policy, tasks, toy, monkeypatch):
     """The toy's frames are one token, whose height and width are always those of its time. Here a
     trainer that lost both would be told of."""
-    source = rollout.VideoSource(str(toy), video.FrameCache(), min_pixels=4096, max_pixels=4096)
+    source = video.VideoSource(str(toy), video.FrameCache(), min_pixels=4096, max_pixels=4096)
     engine, agent = Saying(vllm_engines(), FIVE_CALLS), replace(HOT, crop_response=response)
     check_episodes(engine, policy, codec, tasks[:1], source, agent, 5)
     whole = model.rope_positions

@@ -30,7 +30,6 @@ import chat
 import grpo
 import launch
 import model
-import rollout
 import sft
 import video
 from model import TokenSpan, Tree
@@ -260,7 +259,7 @@ def one_grpo_update(toy, replicas=1):
     """One update of GRPO with the default KL, by the same three groups on this process group ->
     its numbers for the log, and the way of the weights."""
     (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
-    source = rollout.VideoSource(str(toy), video.FrameCache())
+    source = video.VideoSource(str(toy), video.FrameCache())
     models = [checkpoint.load_policy(str(toy / "init"), codec, device, frozen=frozen,
                                      replicas=replicas) for frozen in (False, True)]
     policy, reference = models

@@ -84,7 +84,7 @@ def toy_inputs(args, wide=False, pixels=32 * 32):
         toy.build_init(ckpt, random.Random(0), 0, 2048, 28, 16, 6144, vocab=151936)
     dist.barrier()
     tasks = data.read_tasks(os.path.join(root, "rl.jsonl"))[:4]
-    source = rollout.VideoSource(root, video.FrameCache(), min_pixels=pixels, max_pixels=pixels)
+    source = video.VideoSource(root, video.FrameCache(), min_pixels=pixels, max_pixels=pixels)
     return ckpt, chat.load_codec(ckpt), tasks, source
 
 

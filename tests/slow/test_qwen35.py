@@ -127,7 +127,7 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
     text, rope = hf.config.text_config, hf.config.text_config.rope_parameters
     assert text.head_dim * rope["partial_rotary_factor"] == 2 * sum(rope["mrope_section"])
     task = data.read_tasks(str(world35 / "rl.jsonl"))[0]
-    source = rollout.VideoSource(str(world35), video.FrameCache())
+    source = video.VideoSource(str(world35), video.FrameCache())
     spec = source.overview_spec(task, 5)
     frames = source.load(spec)
     context = rollout.open_context(codec35, rollout.main_messages(task, 5), [spec], [frames],
