@@ -25,14 +25,13 @@ def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, c
     asked = sampler(codec, toy, calls((0, 8), (90, 80), (16, 24)), "Done.\n</think>\n"
                     "<answer>red</answer>", sub=lambda request: f"saw {request.items[0].frames}")
     (row,), said = ask.ask(asked, [FILM], 4), capsys.readouterr().out
-    steps = [r"\[turn 1, \d+\.\d s\]", "crop_video", r"  \[call \d, .*: error\] error: ",
-             r"  \[call 1 looks at 8 frames, 0\.0 to 8\.0 s\]",
-             r"  \[call 1, 0\.0 to 8\.0 s: ok, \d+\.\d s\] saw 8", r"\[turn 2, ",
-             r"answer: red   \(4 frames, 2 windows, \d+\.\d s\)"]
+    steps = [r"\[turn 1\]", "crop_video", r"\[call 2, .*: error\] error: ",
+             r"\[call 1, 0\.0 to 8\.0 s, 8 frames: ok\] saw 8", r"\[turn 2\]",
+             r"answer: red   \(4 frames, 2 windows\)"]
     places = [re.search(step, said) for step in steps]
     assert all(places), said
     # A call that cannot be read is told before those that take time, so only these are in order.
-    order = [places[i].start() for i in (0, 1, 3, 4, 5, 6)]
+    order = [places[i].start() for i in (0, 1, 3, 4, 5)]
     assert order == sorted(order)
     assert row["reward"] == {} and row["turns"] and len(row["calls"]) == 3
 
@@ -62,7 +61,7 @@ def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     done = run_script("tools/ask.py", "--preset", "toy", "--ckpt", toy / "init", "--video", film,
                       "--question", "Which?", "--frames", 4, "--out", out, reference=True)
     assert done.returncode == 0, done.stderr
-    assert "[turn 1, " in done.stdout and "answer: " in done.stdout
+    assert "[turn 1] " in done.stdout and "answer: " in done.stdout
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["task"]["video"] == "rl-0000.mp4" and row["reward"] == {}
     # An answer that nobody knows cannot be trained on.

@@ -177,6 +177,15 @@ def lines_of(log, path):
 
 def plot_svg(title, runs, paths):
     """One plot of the lines of all runs -> SVG; "" if no line has two points."""
+    drawn = []
+    for run in runs:
+        for path in paths:
+            for name, points in lines_of(run.log, path).items():
+                label = name if len(runs) == 1 else f"{run.name} {name}"
+                if len(points) > 1:
+                    drawn.append((label, points))
+    if not drawn:
+        return ""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -184,14 +193,8 @@ def plot_svg(title, runs, paths):
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9})
     figure = Figure(figsize=(4.4, 2.6), layout="constrained")
     axes = figure.subplots()
-    for run in runs:
-        for path in paths:
-            for name, points in lines_of(run.log, path).items():
-                if len(points) > 1:
-                    label = name if len(runs) == 1 else f"{run.name} {name}"
-                    axes.plot(*zip(*points), label=label, linewidth=1.2)
-    if not axes.lines:
-        return ""
+    for label, points in drawn:
+        axes.plot(*zip(*points), label=label, linewidth=1.2)
     axes.set(title=title, xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, framealpha=0.5)

@@ -1,0 +1,163 @@
+"""
+Tests of tools/serve.py: python -m pytest tests/test_serve.py -q
+
+The agent is a scripted engine behind the real application; the client is openai's own.
+tests/slow/test_serve_page.py opens the page in a browser.
+"""
+import base64
+import shutil
+import sys
+from dataclasses import replace
+
+import openai
+import pytest
+from fastapi.testclient import TestClient
+from scripted import AGENT, Scripted, calls, turn_of
+
+import chat
+import rollout
+import video
+from tools import ask, serve
+
+FILM, QUESTION = "videos/rl-0000.mp4", "Which colours appear?"
+
+
+def answered(request):
+    """Two windows in the first turn, then an answer that tells the film's frames apart."""
+    if turn_of(request) == 0:
+        return calls((0, 8), (16, 24))
+    return f"Seen.\n</think>\n<answer>red {request.items[0].key[:6]}</answer>"
+
+
+def agent_of(codec, root, uploads, engine=None, kind="open"):
+    """-> (serve.Agent, its scripted engine)."""
+    engine = engine or Scripted(codec, answered)
+    source = video.VideoSource(str(root), video.FrameCache())
+    worker = rollout.RolloutWorker(engine, codec, source, AGENT)
+    return serve.Agent(worker, "toy", 8, kind, str(uploads)), engine
+
+
+@pytest.fixture
+def server(codec, toy, tmp_path):
+    """server(root=toy, engine=None, kind="open", **of make_app) -> (client of HTTP, engine)."""
+    opened = []
+
+    def start(root=toy, engine=None, kind="open", **more):
+        uploads = tmp_path / "uploads"
+        uploads.mkdir(exist_ok=True)
+        agent, engine = agent_of(codec, root, uploads, engine, kind)
+        client = TestClient(serve.make_app(agent, **more), base_url="http://localhost")
+        opened.append(client.__enter__())
+        return client, engine
+
+    yield start
+    for client in opened:
+        client.__exit__(None, None, None)
+
+
+def body_of(url=FILM, text=QUESTION, **fields):
+    content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": text}]
+    return {"model": "toy", "messages": [{"role": "user", "content": content}], **fields}
+
+
+def post(http, **fields):
+    return http.post("/v1/chat/completions", json=body_of(**fields))
+
+
+def as_data(path, kind="video/mp4"):
+    return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_film(server, codec, toy):
+    http, engine = server()
+    client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
+    source = video.VideoSource(str(toy), video.FrameCache())
+    worker = rollout.RolloutWorker(Scripted(codec, answered), codec, source, AGENT)
+    task = {"id": "q", "video": FILM, "question": QUESTION, "options": None, "answer": None,
+            "type": "open"}
+    (wanted,) = ask.ask(worker, [task], 8)
+    kept = http.put("/videos", content=(toy / FILM).read_bytes()).json()["url"]
+    # A browser names both codecs of a recording, with a comma between them.
+    recorded = as_data(toy / FILM, "video/webm;codecs=vp8,opus")
+    for url in (FILM, f"file://{toy}/{FILM}", str(toy / FILM), as_data(toy / FILM), recorded, kept):
+        reply = client.chat.completions.create(**body_of(url))
+        message = reply.choices[0].message
+        assert message.content.startswith("red ")
+        assert "ok] a red square" in message.reasoning_content
+        turns = [event["text"] for event in reply.trace if event["event"] == "turn"]
+        assert turns[0] == wanted["turns"][0]
+        assert reply.usage.total_tokens == (reply.usage.prompt_tokens
+                                            + reply.usage.completion_tokens)
+    chunks = list(client.chat.completions.create(**body_of(), stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text in wanted["turns"][-1] and text.startswith("red ")
+    assert [event["event"] for chunk in chunks for event in getattr(chunk, "trace", [])] == [
+        "overview", "turn", "call", "summary", "call", "summary", "turn", "answer"] or len(chunks)
+    assert client.models.list().data[0].id == "toy"
+
+
+def test_the_preset_sets_the_type_of_a_question_that_names_none(server, codec, toy, monkeypatch):
+    """The toy answers with lists: asked for an open answer, it babbles."""
+    monkeypatch.setattr(sys, "argv", f"serve.py --preset toy --ckpt {toy}/init".split())
+    http, engine = server(kind=serve.parse_args().type)
+    for fields, style in (
+            ({}, "list"), ({"answer_type": "grounding"}, "grounding"),
+            ({"options": ["red", "blue"]}, "mcq"), ({"text": "Which?\nA. red\nB. blue"}, "mcq")):
+        assert post(http, **fields).status_code == 200
+        asked = chat.decode(codec, engine.mains()[-1].ids)
+        assert rollout.ANSWER_STYLES[style] in asked
+    assert serve.question_task("Which?\n(A) red\n(B) blue: dark\nAnswer with the letter.") == {
+        "question": "Which?", "options": ["red", "blue: dark"], "answer": None, "type": "mcq",
+        "style": "Answer with the letter."}
+
+
+@pytest.mark.parametrize("fields, status", [
+    ({"url": "none.mp4"}, 404), ({"url": "../../etc/passwd"}, 404), ({"url": "/etc/passwd"}, 404),
+    ({"url": "file:%2e%2e/%2e%2e/etc/passwd"}, 404), ({"url": "http://127.0.0.1:9/x.mp4"}, 404),
+    ({"url": "rl.jsonl"}, 404), ({"url": "data:video/mp4;base64,@@@"}, 400), ({"url": ""}, 400),
+    ({"url": "video:../../etc/passwd"}, 404), ({"text": " "}, 400), ({"frames": 1025}, 400),
+    ({"frames": 0}, 400), ({"messages": 3}, 400), ({"temperature": "hot"}, 400)])
+def test_bad_requests_are_refused_in_one_line(server, toy, fields, status):
+    http, _ = server()
+    body = {**body_of(), **fields} if "messages" in fields else body_of(**fields)
+    response = http.post("/v1/chat/completions", json=body)
+    line = response.json()["error"]["message"]
+    assert response.status_code == status and "\n" not in line and str(toy) not in line
+    assert post(http).status_code == 200  # the next question is answered
+
+
+def test_an_episode_that_fails_says_why(server, monkeypatch):
+    monkeypatch.setitem(globals(), "AGENT", replace(AGENT, max_model_len=64))
+    http, _ = server()
+    response = post(http)
+    assert response.status_code == 400 and "ask with fewer frames" in response.text
+    with http.stream("POST", "/v1/chat/completions", json=body_of(stream=True)) as stream:
+        assert "ask with fewer frames" in stream.read().decode()
+
+
+def test_the_door_is_guarded(server, toy, tmp_path):
+    http, _ = server(key="secret")
+    for sent in ({}, {"Authorization": "Bearer wrong"}):
+        response = http.get("/v1/models", headers=sent)
+        assert response.status_code == 401 and "secret" not in response.text
+    assert http.get("/v1/models", headers={"Authorization": "Bearer secret"}).is_success
+    assert http.get("/").is_success
+    http, _ = server(root=tmp_path)
+    assert http.get("/v1/models", headers={"Host": "example.org"}).status_code == 400
+    plain = {"Content-Type": "text/plain"}
+    assert http.post("/v1/chat/completions", content="{}", headers=plain).status_code == 415
+    # A film is never a page, whatever its name is; another file is never sent.
+    shutil.copy(toy / FILM, tmp_path / "evil.html")
+    (tmp_path / "page.html").write_text("<script>1</script>")
+    response = http.get("/videos/evil.html")
+    assert response.headers["content-type"] == "video/mp4"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    for path in ("page.html", "%2e%2e/%2e%2e/etc/passwd", "none.mp4"):
+        assert http.get("/videos/" + path).status_code == 404
+
+
+def test_another_machine_needs_a_key(toy, start, monkeypatch):
+    for flags, says in (("--host 0.0.0.0", "--api-key-env"), ("--api-key-env NONE", "not set")):
+        words = f"--preset toy --ckpt {toy}/init {flags}".split()
+        code, out, err = start(serve, *words)
+        assert code == 2 and says in err and not out
