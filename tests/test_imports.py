@@ -19,7 +19,7 @@ ORDER = ("launch plumbing.arguments rewards agent_tools plumbing.caches plumbing
          "evaluation.endpoint evaluation.qwen_vl_sampling evaluation.frame_sources "
          "evaluation.protocol_loop evaluation.paper evaluation.paper_driver evaluation.paper_texts "
          "evaluation.systems evaluation.costs evaluation.windows evaluation.scores "
-         "evaluation.results eval tools.plan tools.ask tools.pick tools bench").split()
+         "evaluation.results eval tools.ask tools.pick tools bench").split()
 FILES = sorted(path for folder in (".", "plumbing", "evaluation", "tools", "bench")
                for path in Path(ROOT, folder).glob("*.py"))
 

@@ -1,5 +1,5 @@
 """
-Tests of tools/gpu_check.py: python -m pytest tests/slow/test_plan.py -q
+Tests of tools/gpu_check.py: python -m pytest tests/slow/test_gpu_check.py -q
 """
 import json
 
