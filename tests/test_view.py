@@ -78,7 +78,8 @@ def test_who_wrote_what_and_its_credit():
     assert view.credits_of(row, 0, "struct")[:2] == [["I look.\n", 0.5], ["</think>", 0.75]]
     assert view.credits_of(row, 0, "none") == [[TURNS[0], 0.5]]
     assert view.credits_of(row, 0, "sequence") == [[TURNS[0], 0.75]]
-    row["pieces"], row["advantage"] = [], {}  # of an endpoint
+    row["pieces"] = []  # of an endpoint, in an evaluation
+    del row["advantage"]
     assert view.credits_of(row, 0, "struct") == [[TURNS[0], 0.0]]
 
 

@@ -307,7 +307,7 @@ def task_of_table(row, dropped):
     task = make_task(video_of_row(row), question, options, answer, kind)
     windows = parsed(row.get("evidence")) or [[row.get("start"), row.get("end")]]
     if windows[0][0] not in (None, ""):
-        task["evidence"] = [[rewards.to_seconds(at) for at in window] for window in windows]
+        task["evidence"] = [list(map(rewards.to_seconds, window)) for window in windows]
     if row.get("subtitles"):
         task["subtitles"] = row["subtitles"]
     return task
@@ -377,7 +377,8 @@ def tool_responses(role, pieces):
             continue
         for part in re.split("(</?tool_response>)", piece["text"]):
             if part == "<tool_response>":
-                responses.append(current := [])
+                current = []
+                responses.append(current)
             elif part == "</tool_response>":
                 current = after
             elif part.strip():
@@ -484,6 +485,16 @@ def drop_unclear(rows, left_out):
     return clear
 
 
+def renamed(row, names, path):
+    """A row of a file -> the same with our names of columns."""
+    row = dict(row)
+    for ours, theirs in names.items():
+        if theirs not in row:
+            raise launch.UserError(f"{path}: no column {theirs}, but {', '.join(row)}")
+        row[ours] = row[theirs]
+    return {str(key).lower(): value for key, value in row.items()}
+
+
 def convert(paths, out, frames, max_frames=64, names=None):
     """Files of rows -> one JSONL. names: {our column: theirs}. Prints what was left out, and why.
     """
@@ -492,11 +503,7 @@ def convert(paths, out, frames, max_frames=64, names=None):
         stem = os.path.splitext(os.path.basename(path))[0]
         found = []
         for number, row in enumerate(read_table(path)):
-            for ours, theirs in (names or {}).items():
-                if theirs not in row:
-                    raise launch.UserError(f"{path}: no column {theirs}, but {', '.join(row)}")
-                row[ours] = row[theirs]
-            row = {str(key).lower(): value for key, value in row.items()}
+            row = renamed(row, names or {}, path)
             name = f"{stem}/{number}"
             try:
                 converted = convert_row(row, frames, max_frames, dropped)

@@ -1,7 +1,7 @@
 """
 gpu_check.py (tests/slow/test_gpu_check.py): do the trainer and the engine compute the same on the
-GPUs of this machine as on CPU in fp32? One command checks all GPUs of a node and writes one file to send
-back:
+GPUs of this machine as on CPU in fp32? One command checks all GPUs of a node and writes one file to
+send back:
 
   python tools/gpu_check.py --ckpt Qwen3-VL-2B-Instruct
 

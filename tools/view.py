@@ -259,11 +259,11 @@ def credits_of(row, turn, format_credit):
     # An endpoint returns no tokens: then a character is one.
     pieces = row["pieces"][turn] if row["pieces"] else row["turns"][turn]
     structural = rewards.structural_mask([piece.encode("utf-8", "replace") for piece in pieces])
-    parts = []
+    advantage, parts = row.get("advantage", {}), []  # an evaluation has none
     for piece, in_struct in zip(pieces, structural):
-        credit = row["advantage"].get("task", 0.0)
+        credit = advantage.get("task", 0.0)
         if format_credit == "sequence" or (in_struct and format_credit != "none"):
-            credit += row["advantage"].get("fmt", 0.0)
+            credit += advantage.get("fmt", 0.0)
         if parts and parts[-1][1] == credit:
             parts[-1][0] += piece
         else:
