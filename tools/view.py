@@ -30,7 +30,7 @@ import video
 
 # Title of a plot: its lines, as paths in a row of log.jsonl; * stands for every name there.
 PLOTS = {
-    "Loss, nats a token": ["loss", "val_loss"],
+    "Loss": ["loss", "val_loss"],
     "Reward R": ["total"],
     "Accuracy R_acc": ["acc", "val.acc"],
     "Format reward, and f_tau": ["fmt", "f_tau"],
