@@ -1,27 +1,155 @@
 """
-plumbing/judge.py (tests/test_judge_reward.py): the judge of open answers: a chat endpoint that says
-whether an answer says what the reference answer says.
+plumbing/judge.py (tests/test_judge_reward.py): chat endpoints, asked by openai's own client, and
+the judge of open answers.
 
   judge  question, reference answer, given answer -> yes, no, or no verdict; one prompt and one
          parser for evaluation and for rewards
 
-Asks an endpoint; keeps its verdicts in a file. Used by rollout.py, grpo.py, eval.py,
-tools/draft.py and evaluation/endpoint.py.
+  counted           the server says no to one text (400, 413, 422): Refused
+  asked once more   by openai's client, ten times: no connection, a time-out, 408, 409, 429, 5xx
+  the end           all else, and the tenth time: RunError. The same command goes on.
+
+Asks endpoints; keeps the judge's verdicts in a file.
 """
+
+import argparse
 import asyncio
 import contextlib
 import errno
 import json
 import os
 import re
-import sys
+import ssl
+import threading
 from concurrent.futures import Future
 
 import launch
-from plumbing.endpoint import Client, Reply, base_url, error_line, is_retryable, message_text
 
-# The question of the start: a judge that has no verdict on these texts has none on others.
+# A judge that has no verdict on these texts has none on others: (question, reference, answer).
 PROBE = "Which colour is a clear sky by day?", "blue", "It is blue."
+
+
+# ------------------------------------------------------------------------------------------------
+# The client
+
+
+class Refused(Exception):
+    """The server says no to this one text, and would say no to it again."""
+
+
+class ChatClient:
+    """Chat endpoints, asked by openai's client in a thread of its own."""
+
+    retries = 10  # after 0.5, 1, 2, .. 8, 8 seconds, or as the server says
+
+    def __init__(self, urls, model, key_variable=None, seconds=300.0, workers=16):
+        """urls: bases that take turns, http://127.0.0.1:8000/v1. key_variable: environment variable
+        of the key, which is never printed or stored. seconds: of one try. workers: requests at
+        once. Raises UserError for a variable without a key."""
+        import openai  # a second, which --help need not wait for
+
+        self.model, self.key = model, "none"
+        if key_variable:
+            # A file that was read into the variable often ends in a newline.
+            self.key = os.environ.get(key_variable, "").strip()
+            if not (self.key and self.key.isascii() and self.key.isprintable()):
+                raise launch.UserError(f"the variable {key_variable} holds no key, or one with a "
+                                       "character that a header cannot hold")
+        # No redirect and no proxy carries the key, or the frames, to another host. Headers that
+        # openai's client takes from OPENAI_* variables are left out.
+        headers = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
+        http = openai.DefaultAsyncHttpxClient(
+            follow_redirects=False, trust_env=False, verify=ssl.create_default_context())
+        self.clients = [
+            openai.AsyncOpenAI(base_url=url, api_key=self.key, timeout=seconds, http_client=http,
+                               max_retries=self.retries, default_headers=headers) for url in urls]
+        self.turn = 0  # of the endpoints
+        self.slots = asyncio.Semaphore(workers)
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, work):
+        """A coroutine -> Future of its result, from the thread of the requests."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def chat(self, body, client=None):
+        """Fields of a request -> (answer, its first choice). client: one of self.clients; default:
+        the next. Raises Refused, RunError."""
+        import openai
+
+        if client is None:
+            client = self.clients[self.turn % len(self.clients)]
+            self.turn += 1
+        try:
+            async with self.slots:
+                answer = await client.chat.completions.create(
+                    model=self.model, messages=body["messages"],
+                    extra_body={name: body[name] for name in body if name != "messages"})
+            choice = answer.choices[0]
+            message_text(choice.message)
+            fault = getattr(answer, "error", None) or getattr(choice, "error", None)  # gateways'
+            silent = choice.finish_reason is None and not choice.message.content
+            if fault or silent or choice.finish_reason in ("error", "abort"):
+                raise ValueError(f"half an answer: {fault or choice.finish_reason}")
+            return answer, choice
+        except openai.APIStatusError as error:
+            if error.status_code in (400, 413, 422):
+                raise Refused(self.in_one_line(error)) from None
+            reason = self.in_one_line(error)
+        # The last four: the answer is no JSON, or not of the promised form.
+        except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = self.in_one_line(error.__cause__ or error)
+        raise launch.RunError(f"{client.base_url}, model {self.model}: {reason}; the same command "
+                              "goes on")
+
+    def in_one_line(self, error):
+        """An error -> its kind and text, without the key, which some servers repeat."""
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        # A word of a few letters (EMPTY, for a server that needs no key) is no secret.
+        if len(self.key) > 5:
+            text = text.replace(self.key, "***")
+        return launch.printable(text)[:300]
+
+    def check(self, body):
+        """Asks every endpoint at a start -> their first choices. Raises UserError if one does not
+        answer, or refuses."""
+        choices = []
+        for client in self.clients:
+            try:  # a wrong address is soon told
+                patient = client.with_options(max_retries=min(2, self.retries))
+                request = self.chat(body, patient)
+                choices.append(self.run(request).result()[1])
+            except (Refused, launch.RunError) as error:
+                raise launch.UserError(
+                    f"{client.base_url}, model {self.model}, does not answer: {error}; see the "
+                    "server's log, the name of the model, the variable of the key, the /v1 of the "
+                    "address") from None
+        return choices
+
+    def close(self, code=0):
+        """Returns at once. code: as of VllmEngine.close, has no effect."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def message_text(message):
+    """A message of openai's client -> its text; of a list of parts the texts, without thoughts."""
+    content = message.content or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    return content
+
+
+def base_url(text):
+    """A URL as a flag's value. Raises ArgumentTypeError if it holds a user, a password or a query
+    (?key=..): settings are written to files and sent to trackers."""
+    if "@" in text or "?" in text:
+        raise argparse.ArgumentTypeError("the address names a user or has a query; give it without,"
+                                         " and the key in an environment variable")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------
+# The judge
 
 
 def add_judge_arguments(parser, when, name="the judge's name"):
@@ -29,8 +157,8 @@ def add_judge_arguments(parser, when, name="the judge's name"):
     add = parser.add_argument_group("judge of open answers").add_argument
     add("--judge-url", type=base_url, help=f"chat endpoint, asked {when}; default: none")
     add("--judge-model", help=name)
-    parser.add_setting("judge_tokens", "of a judge's reply, its thought included", 2048)
-    parser.add_setting("judge_key_env", "environment variable that holds the judge's key", type=str)
+    add("--judge-tokens", type=int, default=2048, help="of a reply, its thought included")
+    add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
 def judge_messages(question, gold, answer):
@@ -71,97 +199,59 @@ def append_row(path, row):
     line = json.dumps(row).encode() + b"\n"
     try:
         with open(path, "ab", buffering=0) as f:  # one write, so a kill leaves no half line
-            if (size := f.write(line)) < len(line):  # a full disk takes a part, without an error
+            size = f.write(line)
+            if size < len(line):  # a full disk takes a part, without an error
                 f.truncate(f.tell() - size)
                 raise OSError(errno.ENOSPC, "the disk is full")
     except OSError as error:
         raise launch.RunError(f"{path}: {launch.why(error)}; the same command goes on") from None
 
 
-def rewrite_files(paths):
-    """Writes finished JSONL anew. A disk that was full for a while may have taken rows into memory
-    alone, where they are read as if they were on it."""
-    for path in filter(launch.is_file, paths):
-        launch.write_atomic(path, launch.read_file(path))
-
-
-class Judge(Client):
+class Judge(ChatClient):
     """A chat endpoint that decides open answers while rollouts go on. Equal texts are asked about
     once, and verdicts are kept in a file for a run that goes on."""
 
     def __init__(self, args, path=None):
         """args: the judge's flags. path: JSONL of verdicts, read and appended to; None: no file.
-        Raises UserError if no server answers, if it refuses, or if its answer is no verdict."""
-        self.path, self.model, self.tokens = path, args.judge_model, args.judge_tokens
-        self.url = args.judge_url.rstrip("/") + "/chat/completions"
-        super().__init__(args.judge_key_env)
-        self.room = asyncio.Semaphore(16)  # requests at once
-        # Answers that wait; tries in a row that no server answered; answers without a reply so
-        # far; whether the user knows.
-        self.waiting, self.failed, self.lost, self.told = 0, 0, 0, False
-        if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
-            reply = self.run(self.post_with_retries(judge_messages(*PROBE))).result()
-            if reply.error:
-                raise launch.UserError(error_line(self.url, self.model, reply, "judge-"))
-            text = reply_text(reply)
-            if read_verdict(text) is None:
-                reason = f"neither yes nor no within judge_tokens {self.tokens}: {text[-100:]!r}"
-                raise launch.UserError(f"{self.url}: --judge-model {self.model} gives no verdict "
-                                       f"({reason}); a model that thinks needs more tokens")
+        Raises UserError if the judge does not answer, refuses, or has no verdict on PROBE."""
+        super().__init__([args.judge_url], args.judge_model, args.judge_key_env)
+        self.path, self.tokens = path, args.judge_tokens
         self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
         for texts, verdict in read_verdicts(path, self.model).items():
             self.known[texts] = Future()
             self.known[texts].set_result(verdict)
+        if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
+            [choice] = self.check(self.body(*PROBE))
+            text = message_text(choice.message)
+            if read_verdict(text) is None:
+                raise launch.UserError(
+                    f"--judge-model {self.model} gives no verdict (neither yes nor no within "
+                    f"--judge-tokens {self.tokens}: {text[-100:]!r}); a model that thinks needs "
+                    "more tokens")
 
-    def ask(self, question, gold, answer):
-        """-> (Future of True, False, or None after a failure; whether these texts were asked about
-        before). Returns at once. A failure is not kept: the next ask tries again."""
-        texts = question, gold, answer
-        before = self.known.get(texts)
-        if before is not None and not (before.done() and before.result() is None):
-            return before, True
-        self.known[texts] = self.run(self.judge_answer(texts))
-        return self.known[texts], False
+    def body(self, *texts):
+        return {"messages": judge_messages(*texts), "max_tokens": self.tokens, "temperature": 0.0,
+                "seed": 0}
 
-    async def post_with_retries(self, messages):
-        """Posts up to five times, within about 15 s -> Reply."""
-        body = json.dumps({"model": self.model, "messages": messages,
-                           "max_tokens": self.tokens, "temperature": 0.0, "seed": 0}).encode()
-        for attempt in range(5):
-            # A server that is away: the answers that wait are paid by rule, those of the next step
-            # are asked about again.
-            if self.ending or self.failed > 4:
-                return Reply(0, error="the judge is away")
-            reply = await self.post(self.url, body, 300.0)  # a thought takes minutes on a slow card
-            again = bool(reply.error) and is_retryable(reply.status)
-            self.failed = self.failed + 1 if again and reply.status != 429 else 0  # 429: it is up
-            if not again or attempt == 4:
-                return reply
-            await self.pause(max(2.0**attempt, min(reply.wait, 60.0)))
+    def ask(self, *texts):
+        """Question, reference answer, given answer -> (Future of True, False, or None for a reply
+        without a verdict; whether these texts were asked about before). Returns at once. The Future
+        raises RunError if the judge does not answer."""
+        before = texts in self.known
+        if not before:
+            self.known[texts] = self.run(self.verdict_on(texts))
+        return self.known[texts], before
 
-    async def judge_answer(self, texts):
-        """-> verdict, see ask."""
-        self.failed *= self.waiting > 0
-        self.waiting += 1
-        async with self.room:
-            reply = await self.post_with_retries(judge_messages(*texts))
-        self.waiting -= 1
-        text = reply_text(reply)
-        verdict = read_verdict(text)
-        self.lost += bool(reply.error) and reply.status not in (400, 413, 422)  # of this answer
-        if verdict is None and not self.told:
-            self.told = True  # once a run: judge_failed counts all of them
-            reason = reply.error or f"neither yes nor no: {str(text)[:100]!r}"
-            print(launch.printable(f"no verdict of the judge ({reason}); such answers keep the "
-                                   "score of the rule"), file=sys.stderr, flush=True)
+    async def verdict_on(self, texts):
+        try:
+            _, choice = await self.chat(self.body(*texts))
+        except Refused:
+            return None
+        verdict = read_verdict(message_text(choice.message))
         if verdict is not None and self.path:
             row = dict(zip(("question", "gold", "answer"), texts), model=self.model)
             append_row(self.path, {**row, "verdict": verdict})
         return verdict
-
-
-def reply_text(reply):
-    return "" if reply.error else message_text(reply.answer["choices"][0]["message"])
 
 
 def open_judge(args, path=None):

@@ -104,7 +104,6 @@ def pytest_addoption(parser):
     add("--all", action="store_true", help="also the tests in tests/slow")
     add("--all-faults", action="store_true",
         help="test_file_faults strikes at every file operation, not at a sample of them")
-    add("--checkouts", metavar="DIR", help="clones of publishers' code, for tests/publishers")
     add("--kills", type=int, default=2, help="of a run, in the tests of test_survival that kill")
 
 

@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import chat
 import rollout
 from engine import Completion
-from evaluation import protocol_loop
-from evaluation.endpoint import tool_probe
+from evaluation import systems
 from plumbing import judge
-from plumbing.endpoint import PROBE
 
+# What endpoints are asked at a start.
+PROBES = ([{"role": "user", "content": "Reply with yes."}], judge.judge_messages(*judge.PROBE))
 ANSWER = "I saw red.\n</think>\n<answer>red</answer>"
 CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end_time": 16}}\n'
         "</tool_call>")
@@ -130,7 +130,7 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if body["messages"] in (PROBE, tool_probe(), judge.judge_messages(*judge.PROBE)):
+                if body["messages"] in PROBES:
                     outer.probes += 1
                     reply = probe
                 else:
@@ -184,7 +184,8 @@ def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
     if engine.codec:
         done = list(rollout.run(sampler, tasks, frames, group, step))
     else:
-        done = list(protocol_loop.run(sampler, tasks, protocol_loop.Protocol(), frames, group))
+        system = systems.all_systems()["paravt"]
+        done = list(systems.run(sampler, tasks, system, frames, group))
     return sorted(done, key=lambda e: (order[e.task["id"]], e.sample))
 
 

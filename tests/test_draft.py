@@ -98,13 +98,6 @@ def test_only_drafts_that_need_their_window_are_kept(films, run):
     assert json.loads(re.search(r'json">(.*?)</script>', page)[1]) == {"root": ".", "rows": rows}
 
 
-def test_drafts_that_a_detached_disk_took_are_missed(run, monkeypatch):
-    monkeypatch.setattr(draft.judge, "append_row", lambda path, row: open(path, "a").close())
-    with Server(Model()) as server:
-        code, said = run(server.url)
-    assert code == 1 and "drafts.jsonl lost rows: is the disk there?" in said
-
-
 @pytest.mark.process  # three runs
 def test_a_stop_costs_no_draft_and_no_correction_by_hand(films, run):
     with Server(Model(fails=(0, 7))) as server:

@@ -4,6 +4,7 @@ tests/test_endpoint.py -q
 
 Against an endpoint that speaks from a script; test_server.py asks a real server.
 """
+import argparse
 import base64
 import io
 import json
@@ -11,29 +12,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scripted import AGENT, ANSWER, Server, calls, play_one
+from scripted import AGENT, ANSWER, Server, calls, play, play_one
 
 import launch
 import rollout
 import video
 from evaluation import endpoint
+from plumbing import judge
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def no_pause(monkeypatch):
-    pauses = []
-
-    async def pause(self, seconds):
-        pauses.append(seconds)
-
-    monkeypatch.setattr(endpoint.OpenAIEngine, "pause", pause)
-    return pauses
+def no_retries(monkeypatch):
+    monkeypatch.setattr(endpoint.OpenAIEngine, "retries", 0)
 
 
 def ask(server, tasks, source, agent=AGENT, **more):
-    engine, engine.codec = endpoint.OpenAIEngine(server.url, "some-model", **more), None
+    engine, engine.codec = endpoint.OpenAIEngine([server.url], "some-model", **more), None
     try:
         return play_one(engine, tasks, source, agent)
     finally:
@@ -76,20 +72,15 @@ def test_endpoint_gets_frames_after_their_times_and_one_user_turn_of_responses(t
     assert "continue_final_message" not in sub and len(sub["messages"]) == 2
 
 
-def test_what_endpoints_differ_in_is_a_flag(tasks, frames_of):
-    """Images are capped evenly over the whole request, times with them; the limit's name and the
-    temperature are settable."""
+def test_fields_of_every_request_are_the_users(tasks, frames_of):
     with Server(ANSWER) as server:
-        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False), image_cap=2,
-            tokens_field="max_completion_tokens", send_temperature=False)
+        ask(server, tasks, frames_of, replace(AGENT, think_prefix=False),
+            fields={"max_completion_tokens": 9, "max_tokens": None, "top_k": 20})
         ask(server, tasks, frames_of, replace(AGENT, think_prefix=False, tools=False))
-    capped, plain = server.asked
-    assert [p["text"] for p in capped["messages"][1]["content"]
-            if p["type"] == "text"][:2] == ["<24.0 seconds>", "<56.0 seconds>"]
-    assert sum(p["type"] == "image_url" for p in capped["messages"][1]["content"]) == 2
-    assert capped["max_completion_tokens"] == 512
-    assert not {"max_tokens", "temperature", "seed"} & set(capped)
-    assert capped["tools"] == rollout.tool_schema() and capped["tool_choice"] == "none"
+    given, plain = server.asked
+    assert given["max_completion_tokens"] == 9 and given["top_k"] == 20
+    assert "max_tokens" not in given
+    assert given["tools"] == rollout.tool_schema() and given["tool_choice"] == "none"
     assert "tools" not in plain and plain["max_tokens"] == 512 and plain["temperature"] == 0.7
     assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
 
@@ -103,70 +94,90 @@ def test_the_text_of_a_list_of_parts_is_the_answer(tasks, frames_of):
     assert episode.turns == [ANSWER]
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_endpoint_errors_that_may_pass_are_tried_again(status, tasks, frames_of, no_pause):
-    with Server(status, status, ANSWER) as server:
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_is_asked_again(status, tasks, frames_of):
+    with Server(status, ANSWER) as server:
         episode = ask(server, tasks, frames_of)
-    assert episode.status == "ok" and len(server.asked) == 3 and no_pause == [1.0, 2.0]
+    assert episode.status == "ok" and len(server.asked) == 2
 
 
-@pytest.mark.parametrize("reply, times, why", [
-    (400, 1, "HTTP 400: Error response"), (403, 1, "HTTP 403"), (500, 3, "HTTP 500"),
-    (401, 3, "Message: Unauthorized."),  # a gateway's, while it restarts: the probe is answered
-    *((code, 3, f"HTTP {code}") for code in (404, 302, 424, 405, 421)),
-    (b"not json", 3, "bad answer"), (b'{"choices": []}', 3, "bad answer"),
-    (b'{"choices": [{"message": {"content": [1]}}]}', 3, "bad answer"),
-    (b'{"choices": CUT', 3, "RemoteProtocolError"),
-    *((b'{"choices": [{"finish_reason": "%b", "message": {"content": "A"}}]}' % reason, 3,
-       "broke off") for reason in (b"abort", b"network_error", b"cancelled", b"TIMEOUT")),
-    (b'{"choices": [{"message": {"content": ""}}], "usage": {"completion_tokens": 0}}', 3, "broke"),
-    (b'{"choices": [{"message": {"content": ""}}]}', 3, "broke off: none"),  # a gateway's
-    (b'{"error": "busy", "choices": [{"message": {"content": "A"}}]}', 3, "broke off: busy")])
-def test_endpoint_errors_end_the_episode_and_never_count_as_an_answer(
-        reply, times, why, tasks, frames_of, no_pause):
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_text_that_is_refused_is_counted_and_never_an_answer(status, tasks, frames_of):
     """An error text that was graded could be a correct letter."""
-    with Server(reply) as server:
-        episode = ask(server, tasks, frames_of, retries=2)
-    assert episode.status == "engine_error" and why in episode.error and len(server.asked) == times
-    assert not episode.turns and episode.reward["acc"] == 0.0
-    assert (launch.MACHINE in episode.error) == (times > 1)  # asked again: eval.py ends with 1
+    with Server(status) as server:
+        episode = ask(server, tasks, frames_of)
+    assert episode.status == "engine_error" and str(status) in episode.error
+    assert not episode.turns and episode.reward["acc"] == 0.0 and len(server.asked) == 1
+
+
+@pytest.mark.parametrize("reply", [
+    401, 403, 404, 500, (302, "", {"Location": "http://127.0.0.1:9/v1"}), b"not json",
+    b'{"choices": []}', b'{"choices": [{"message": {"content": [1]}}]}',
+    b'{"choices": [{"message": {"content": ""}}]}',
+    b'{"choices": [{"finish_reason": "error", "message": {"content": "A"}}]}',
+    b'{"error": "busy", "choices": [{"finish_reason": "stop", "message": {"content": "A"}}]}'])
+def test_whatever_else_a_server_says_ends_the_run(reply, tasks, frames_of, no_retries):
+    with Server(reply) as server, pytest.raises(launch.RunError, match="the same command goes on"):
+        ask(server, tasks, frames_of)
+
+
+def test_a_dead_server_ends_the_run(tasks, frames_of, no_retries):
+    with Server(ANSWER) as server:
+        pass
+    with pytest.raises(launch.RunError, match="ConnectError"):
+        ask(server, tasks, frames_of)
 
 
 def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
-        tasks, frames_of, monkeypatch, no_pause):
-    monkeypatch.setenv("SOME_KEY", "s3cret-value")
-    monkeypatch.setenv("OPENAI_API_KEY", "not-this-one")
-    with Server(ANSWER) as server:
+        tasks, frames_of, monkeypatch, no_retries):
+    monkeypatch.setenv("SOME_KEY", "s3cret-value\n")
+    for name in ("API_KEY", "ORG_ID", "PROJECT_ID", "ADMIN_KEY"):
+        monkeypatch.setenv(f"OPENAI_{name}", "not-this-one")
+    with Server(ANSWER) as thief, Server(ANSWER) as server:
+        monkeypatch.setenv("http_proxy", thief.url.removesuffix("/v1"))
+        monkeypatch.delenv("no_proxy", raising=False)
         good = ask(server, tasks, frames_of, key_variable="SOME_KEY")
         ask(server, tasks, frames_of)
-    assert server.headers[0][1]["Authorization"] == "Bearer s3cret-value"
-    assert "Authorization" not in server.headers[1][1]
-    assert server.headers[0][0] == "/v1/chat/completions"
-    with Server(401) as server:
-        bad = ask(server, tasks, frames_of, key_variable="SOME_KEY")
-    assert "s3cret" not in json.dumps([good.to_dict(), bad.to_dict(), server.asked])
+        assert not thief.asked
+    (path, headers), (_, others) = server.headers
+    assert path == "/v1/chat/completions" and "Bearer s3cret-value" in headers.values()
+    assert "Bearer none" in others.values() and "not-this-one" not in str(server.headers)
+    with Server(ANSWER) as thief, Server((307, "", {"Location": thief.url})) as server:
+        with pytest.raises(launch.RunError):
+            ask(server, tasks, frames_of, key_variable="SOME_KEY")
+        assert not thief.asked
+    echo = 401, {"error": {"message": "Incorrect key: s3cret-value."}}, {}
+    with Server(echo) as server, pytest.raises(launch.RunError) as refused:
+        ask(server, tasks, frames_of, key_variable="SOME_KEY")
+    assert "s3cret" not in json.dumps([good.to_dict(), str(refused.value), server.asked])
+    assert "***" in str(refused.value)
+    monkeypatch.setenv("SOME_KEY", "two\nlines")
+    with pytest.raises(launch.UserError, match="SOME_KEY holds no key"):
+        endpoint.OpenAIEngine(["http://x"], "m", key_variable="SOME_KEY")
 
 
-@pytest.mark.parametrize("reply, wait, why", [
-    ((401, {"error": "Unauthorized"}), 0, ("HTTP 401: Unauthorized", "--api-key-env")),
-    ((401, {"error": {"message": "Incorrect key: s3cret-value."}}), 0, ("Incorrect key: ***.",)),
-    ((404, {"error": {"message": "The model `m` does not exist."}}), 0,
-     ("The model `m` does not exist.", "--model m", "/v1")),
-    ((400, {"message": "top_k is not known " + "x" * 900}), 0, ("HTTP 400: top_k is not known",)),
-    ((503, "loading\x1b[2J"), 2, ("HTTP 503: loading", "server's log"))])
-def test_a_server_that_refuses_is_found_before_the_run(reply, wait, why, monkeypatch, no_pause):
-    """One line with the address, the server's words and the flag to look at, never the key."""
-    monkeypatch.setenv("SOME_KEY", "s3cret-value\n")
+@pytest.mark.parametrize("reply", [
+    (401, {"error": "Unauthorized"}), (404, {"error": {"message": "The model does not exist."}}),
+    (503, "loading")])
+def test_a_server_that_refuses_is_found_before_the_run(reply, no_retries):
     with Server(ANSWER, probe=(*reply, {})) as server:
-        engine = endpoint.OpenAIEngine(server.url, "m", key_variable="SOME_KEY", retries=2)
-        with pytest.raises(launch.UserError) as refused:
+        engine = endpoint.OpenAIEngine([server.url], "m")
+        with pytest.raises(launch.UserError, match=f"{server.url}.* {reply[0]}") as refused:
             engine.check_servers()
-        said = str(refused.value)
-        assert server.url in said and "\n" not in said and len(said) < 450
-        assert not any("s3cret" in part or "\x1b" in part for part in said.split())
-        for part in why:
-            assert part in said
-        assert server.probes == 1 + wait and not server.asked and len(no_pause) == wait
-    with Server(ANSWER, probe=None) as server:  # content null, as of a model that still thinks
-        endpoint.OpenAIEngine(server.url, "m").check_servers()
-        assert server.probes == 1
+        assert "\n" not in str(refused.value) and not server.asked
+
+
+def test_several_endpoints_take_turns(tasks, frames_of):
+    with Server(ANSWER) as one, Server(ANSWER) as two:
+        engine, engine.codec = endpoint.OpenAIEngine([one.url, two.url], "m", workers=2), None
+        found = play(engine, tasks[:1], frames_of, replace(AGENT, tools=False), group=4)
+        engine.close()
+    assert [e.status for e in found] == ["ok"] * 4
+    assert (len(one.asked), len(two.asked)) == (2, 2)
+
+
+@pytest.mark.parametrize("url", ["me:pa55@host/v1", "https://host/v1?key=pa55"])
+def test_an_address_with_a_password_is_refused_without_repeating_it(url):
+    with pytest.raises(argparse.ArgumentTypeError, match="names a user") as refused:
+        judge.base_url(url)
+    assert "pa55" not in str(refused.value)

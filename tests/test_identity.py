@@ -62,8 +62,7 @@ def flags_of(script, world):
         "grpo": (*common, *rl, "--val", world / "held.jsonl", "--steps", 1, "--prompts", 2,
                  "--num-generations", 2, "--max-new-tokens", 4),
         "rollout": (*common[:4], *rl, "--max-new-tokens", 4, "--out", world / "rollout.jsonl"),
-        "eval": (*common, *rl, "--allow-errors", "--protocol", "direct", "--prompt-file",
-                 world / "prompt.txt")}[script]
+        "eval": (*common, *rl)}[script]
 
 
 def judge_flags(server):
@@ -121,7 +120,7 @@ def ended(world, start, server, finished, tmp_path, tmp_path_factory):
             assert code == 0, said
             if stage == "grpo":  # the random model gave no answer to judge
                 names = ("judge_url", "judge_model", "judge_tokens", "judge_key_env")
-                asked = SimpleNamespace(**dict(zip(names, (server.url, "m", None))))
+                asked = SimpleNamespace(**dict(zip(names, (server.url, "m", 2048, None))))
                 judge = open_judge(asked, str(made / "grpo" / "judge.jsonl"))
                 assert judge.ask("Which?", "crimson", "red")[0].result() is False
                 judge.close()

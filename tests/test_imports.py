@@ -17,8 +17,7 @@ ORDER = ("launch plumbing.arguments rewards agent_tools plumbing.caches plumbing
          "plumbing.runs plumbing.qwen35 plumbing.checkpoint plumbing.log "
          "plumbing.muon rollout toy sft grpo evaluation.answers evaluation.benchmarks "
          "evaluation.endpoint evaluation.qwen_vl_sampling evaluation.frame_sources "
-         "evaluation.protocol_loop evaluation.paper evaluation.paper_driver evaluation.paper_texts "
-         "evaluation.systems evaluation.costs evaluation.windows evaluation.scores "
+         "evaluation.systems evaluation.scores "
          "evaluation.results eval tools.ask tools.pick tools bench").split()
 FILES = sorted(path for folder in (".", "plumbing", "evaluation", "tools", "bench")
                for path in Path(ROOT, folder).glob("*.py"))

@@ -55,11 +55,6 @@ def pay(judge, *episodes):
 
 
 @pytest.fixture
-def no_pause(monkeypatch):
-    monkeypatch.setattr(client.Client, "pause", lambda self, seconds: asyncio.sleep(0))
-
-
-@pytest.fixture
 def judge(tmp_path):
     """judge(server, **flags) -> Judge with its file in tmp_path; closed at the end."""
     made = []
@@ -78,7 +73,7 @@ def test_the_verdict_is_the_reward_of_an_open_answer(judge):
     right, wrong, called, called.calls = said("scarlet"), said("red", 1), said("crimson", 2), [call]
     with Server(table({"scarlet": "Yes.", "crimson": "**yes**"})) as server:
         yes, no, tool = pay(judge(server), right, wrong, called)
-    by_rule = [rewards.score(e.turns, e.task, e.calls) for e in (right, wrong, called)]
+    by_rule = [rollout.compute_reward(e) for e in (right, wrong, called)]
     assert [r["acc"] for r in by_rule] == [0.0, 1.0, 0.0] and "judge" not in by_rule[0]
     assert (yes["acc"], no["acc"]) == (1.0, 0.0) and (yes["judge"], no["judge"]) == (True, False)
     assert yes["total"] == by_rule[0]["total"] + 1 and yes["paid_task"] == 1.0
@@ -115,36 +110,24 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
             "verdict": True} in rows
 
 
-@pytest.mark.parametrize("reply, times", [
-    (500, 5), ("yes and no", 1), (b"{", 5), (None, 1),  # a gateway's, with status 200:
-    (b'{"choices": [{"error": {"code": 503}, "message": {"content": "No healthy upstream"}}]}', 5)])
-def test_a_failed_verdict_is_paid_by_token_f1_and_tried_again(
-        reply, times, judge, tmp_path, no_pause, capsys):
-    with Server(*[reply] * times, "no") as server:
-        one = judge(server)
-        (first,) = pay(one, said("dark red"))
-        assert len(server.asked) == times and not (tmp_path / "judge.jsonl").exists()
-        assert capsys.readouterr().err.count("no verdict of the judge (") == 1
-        (second,) = pay(one, said("dark red"))
-        assert one.lost == (reply not in ("yes and no", None))  # then it was away
-    assert first["judge"] == "fallback"
-    assert first["acc"] == rewards.grade_words("dark red", "red") > 0
-    assert second["judge"] is False and second["acc"] == 0.0 and not capsys.readouterr().err
+@pytest.mark.parametrize("reply", ["yes and no", 400, None])
+def test_an_answer_without_a_verdict_is_paid_by_token_f1(reply, judge, tmp_path):
+    with Server(reply) as server:
+        (first,) = pay(judge(server), said("dark red"))
+    assert len(server.asked) == 1 and not (tmp_path / "judge.jsonl").exists()
+    assert first["judge"] == "fallback" and first["acc"] == rewards.token_f1("dark red", "red") > 0
+
+
+@pytest.mark.parametrize("reply", [b"{", 401, (302, "", {"Location": "http://127.0.0.1:9/v1"})])
+def test_a_judge_that_does_not_answer_ends_the_run(reply, judge):
+    with Server(reply) as server, pytest.raises(launch.RunError, match="the same command goes on"):
+        pay(judge(server), said("dark red"))
 
 
 def test_a_verdict_that_cannot_be_written_ends_the_run(judge, tmp_path):
     with Server("no") as server, pytest.raises(launch.RunError, match="judge.jsonl: No"):
         one, one.path = judge(server), str(tmp_path / "gone" / "judge.jsonl")
         pay(one, said("dark red"))
-
-
-def test_a_judge_that_is_away_is_asked_a_few_times_in_all(judge, no_pause):
-    with Server(*[500] * 99) as server:
-        pay(judge(server), *(said(f"{n} red", n) for n in range(8)))
-    assert len(server.asked) <= 12  # 8 at once; 4 of them once more, before the fifth failure
-    with Server(*[429] * 10, *["no"] * 8) as server:  # a rate limit: it is there
-        rewards = pay(judge(server), *(said(f"{n} blue", n) for n in range(8)))
-    assert [reward["judge"] for reward in rewards] == [False] * 8
 
 
 @pytest.mark.parametrize("text, verdict", [
@@ -221,14 +204,12 @@ def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys)
     with Server("no") as server:
         run("out", "--steps", 2, *judged_by(server))
         assert set(map(given, server.asked)) == {"blue"}
-    assert "judged 6 failed 2 cached 2" in capsys.readouterr().out
     first, second = rows_of(tmp_path / "out" / "log.jsonl")
-    assert (first["judged"], first["judge_failed"], first["judge_cached"]) == (6, 2, 2)
-    assert (second["judged"], second["judge_failed"], second["judge_cached"]) == (6, 0, 5)
+    assert first["judge_failed"] == pytest.approx(2 / 6) and second["judge_failed"] == 0
     assert first["acc"] == second["acc"] == 0.25
     run("plain", "--steps", 1)
     (plain,) = rows_of(tmp_path / "plain" / "log.jsonl")
-    assert plain["acc"] == 0.25 and "judged" not in plain
+    assert plain["acc"] == 0.25 and "judge_failed" not in plain
     with_judge, without = (rows_of(tmp_path / name / "rollouts" / "step_000000.rank0.jsonl")
                            for name in ("out", "plain"))
     assert [r["reward"].get("judge") for r in with_judge] == [False, True, "fallback", None] * 2
@@ -237,31 +218,3 @@ def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys)
     for rows, best in ((with_judge, 1), (without, 0)):
         task_part = [row["advantage"]["task"] for row in rows[:4]]
         assert max(task_part) == task_part[best] > 0 and task_part.count(max(task_part)) == 1
-
-
-def test_an_evaluation_without_its_judge_is_never_the_best(run, open_tasks, tmp_path, no_pause):
-    val = write_rows(tmp_path / "val.jsonl", [rows_of(open_tasks)[0] | {"id": f"v{n}", "answer": n}
-                                              for n in "12345"])
-    bad, flags = {"1": "hm"}, ("--val", val, "--eval-every", 1, "--save-every", 1)
-    with Server(lambda b: next((bad[k] for k in bad if f"answer: {k}" in str(b)), "yes")) as server:
-        run("out", "--steps", 2, *flags, *judged_by(server))  # one is neither yes nor no: F1 pays
-        for bad["1"], bad["2"], out, steps in (404, "yes", "out", 4), ("hm", "hm", "new", 1):
-            with pytest.raises(launch.RunError, match=f"^step {steps}: .* Or was a judge away"):
-                run(out, "--steps", steps, *flags, *judged_by(server))
-    assert str((tmp_path / "out" / "best").readlink()) == "step_000001"
-
-
-def test_rollouts_without_a_verdict_come_again(run, start, toy, open_tasks, tmp_path, monkeypatch):
-    """few: as if they were of thousands. Then they end a run only if the judge was away."""
-    for reply, few, ends, verdict in (("hm", "", 1, "fallback"), ("yes", "", 0, True),
-                                      ("hm", "few", 0, "fallback"), (404, "away", 1, "fallback")):
-        out = tmp_path / few / "r.jsonl"  # verdicts stand beside it
-        out.parent.mkdir(exist_ok=True)
-        with Server(reply, probe="yes") as server, monkeypatch.context() as patch:
-            if few:
-                patch.setattr(rollout.runs, "unjudged", lambda reward: False)
-            code, _, err = start(rollout, "--preset", "toy", "--ckpt", toy / "init", "--data",
-                                 open_tasks, "--frames", 4, "--num-generations", 4, "--out", out,
-                                 "--video-root", toy, *judged_by(server))
-        assert code == (f"stopped after {8 if few else 2} of 8 rollouts" in err) == ends, err
-        assert [row["reward"].get("judge") for row in rows_of(out)] == [*[verdict] * 3, None] * 2

@@ -5,6 +5,7 @@ Each system of the paper's table is played by a script: what it is shown, how it
 what it gets back, when it has to answer, what is graded. With ids (the engines of this project) and
 without (an endpoint that takes messages).
 """
+import hashlib
 import json
 import sys
 from dataclasses import replace
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 from scripted import Server
 
+import chat
 import eval as evaluation
 import rollout
-from evaluation import benchmarks, endpoint, protocol_loop, results, systems
+from evaluation import benchmarks, endpoint, results, systems
 
 STORED = Path(__file__).with_name("protocols.json")
+OPENINGS = Path(__file__).with_name("openings.json")
 TASK = {"id": "q", "video": "videos/eval-0000.mp4", "question": "Which {colour} is first?",
         "options": ["red", "blue"], "answer": "B", "type": "mcq"}
 
@@ -53,28 +56,39 @@ def readable(body):
     return out
 
 
+def set_up(name, toy, monkeypatch, url="http://x", *flags):
+    """-> (flags of eval.py, AgentConfig, VideoSource) of a protocol."""
+    given = ["eval.py", "--base-url", url, "--model", "m", "--data", "d", "--protocol", name]
+    monkeypatch.setattr(sys, "argv", [*given, *flags])
+    args = evaluation.parse_args()
+    agent, source = evaluation.agent_and_source(args, str(toy), "none")
+    agent.tools = args.tools == ["on"]
+    return args, agent, source
+
+
+def stored(path, name, value):
+    """What a file holds of a protocol. An entry that was taken out is written anew."""
+    found = json.loads(path.read_text())
+    if name not in found:
+        path.write_text(json.dumps({**found, name: value}, indent=1) + "\n")
+    return found.get(name)
+
+
 @pytest.mark.parametrize("name", list(systems.all_systems()))
-def test_an_endpoint_is_sent_what_is_stored(name, toy, source, monkeypatch):
+def test_an_endpoint_is_sent_what_is_stored(name, toy, monkeypatch):
     """tests/protocols.json, made of requests that reached a server: look at what changed there. An
     entry that is taken out is written anew."""
     script = [*scripts().get(name, []), "<answer>B</answer>"]
     with Server(*script) as server:
-        given = f"eval.py --engine openai --base-url {server.url} --model m --data d --frames 2"
-        monkeypatch.setattr(sys, "argv", [*given.split(), "--protocol", name])
-        args = evaluation.parse_args()
-        agent, _ = rollout.agent_settings(args, str(toy / "eval.jsonl"))
-        agent.tools = args.tools == ["on"]
-        protocol, _ = systems.make_protocol(args)
-        engine = endpoint.make_engine(args, bool(protocol.prefill))
-        sampler = rollout.RolloutWorker(engine, None, systems.source_of(source, args), agent)
-        (episode,) = protocol_loop.run(sampler, [TASK], protocol, 2)
+        args, agent, shown = set_up(name, toy, monkeypatch, server.url, "--frames", "2")
+        system, _ = systems.make_system(args)
+        engine = endpoint.make_engine(args, system.prefill)
+        worker = rollout.RolloutWorker(engine, None, shown, agent)
+        (episode,) = systems.run(worker, [TASK], system, 2)
         engine.close()
         sent = [readable(body) for body in server.asked]
-    assert results.record_of(episode, "d", 2, "on", args)["score"] == 1.0
-    stored = json.loads(STORED.read_text())
-    if name not in stored:
-        STORED.write_text(json.dumps({**stored, name: sent}, indent=1) + "\n")
-    assert sent == stored.get(name), "written to tests/protocols.json: is it meant?"
+    assert results.record_of(episode, "d", 2, "on", system)["score"] == 1.0
+    assert sent == stored(STORED, name, sent), "written to tests/protocols.json: is it meant?"
 
 
 def test_every_row_of_the_papers_table_has_an_entry():
@@ -83,21 +97,80 @@ def test_every_row_of_the_papers_table_has_an_entry():
     assert set(rows.values()) <= set(systems.all_systems())
 
 
+def tasks_of(split):
+    """Made-up tasks of a benchmark, None: of --data."""
+    options = ["a red kite", "a blue {kite}", 'no kite: "none"', "two kites", "a kite\\line"]
+    same = {"video": "videos/eval-0000.mp4", "question": "Which kite flies?", "answer": "B"}
+    if split:
+        same["split"] = split
+    if split == "charades":
+        return [{**same, "event": "a kite flies", "options": None, "answer": [1, 2],
+                 "type": "grounding"}]
+    found = [{**same, "options": None, "answer": "a kite", "type": "open"}]
+    for count in (4, 2, 5):
+        task = {**same, "options": options[:count], "type": "mcq"}
+        found += [task, {**task, "published": "Which kite flies?\n(A) a red kite\n(B) x",
+                         "published_options": [option + " " for option in options[:count]]}]
+    return found
+
+
+# Turns of every form of call, good and bad.
+TURNS = ['<tool_call>{"arguments": {"start": 2, "end": 8.4}}</tool_call>',
+         '<tool_call>{"name": "crop_video", "arguments": {start: 3}}</tool_call>C',
+         '<think>x <tool_call>{"arguments": {"start_time": "12.5", "end_time": "0:20"}}</tool_call>'
+         '</think><tool_call>{"arguments": {"start_time": "00:01:10", "end_time": "1:15.5"}}'
+         '</tool_call><tool_call>{"arguments":{"start_time":"soon"}}</tool_call>',
+         "<tool_code>crop_video(start_time=5.0, end_time='9')</tool_code><tool_code>print(1)"
+         "</tool_code><tool_code>crop_video(5, 9)</tool_code>",
+         '<tool_call>{"name": "crop_video", "arguments": "{}"}</tool_call>', "",
+         '<video_zoom>{"segment": [10, 14], "fps": 1}</video_zoom>',
+         '<video_zoom>{"segment": [0, 50], "fps": 1}</video_zoom>',
+         '<video_zoom>{"segment": ["a", "b"], "fps": 1}</video_zoom>', "<video_zoom>",
+         "<clip>00:00:05-00:00:10, 00:01:05-00:01:20</clip>", "<clip>5-9</clip>",
+         "<clip>00:00:10-00:00:05</clip>", "<clip>00:00:05-00:00:10"]
+
+
+@pytest.mark.parametrize("name", list(systems.all_systems()))
+def test_first_messages_calls_and_frames_are_those_that_are_stored(name, toy, monkeypatch):
+    """tests/openings.json: a digest for each split, of every kind of task with and without
+    subtitles; of the calls that are read; of the frames of the overview and of a window."""
+    args, agent, source = set_up(name, toy, monkeypatch)
+    system = systems.all_systems()[name]
+    found = {}
+    for split in (None, *benchmarks.splits()):
+        found[str(split)] = [
+            [{**message, "content": [
+                {key: piece.get(key) for key in ("type", "text", "stamp")}
+                for piece in chat.content_of(message)]}
+             for message in system.opening(task, args.frames[0], agent, spoken, 200.0)]
+            for task in tasks_of(split) for spoken in ("", "Hi you")]
+    if system.parse:
+        found["calls"] = [[(call.start, call.end, call.num_frames, bool(call.error))
+                           for call in system.parse(text)] for text in TURNS]
+    video = "videos/eval-0000.mp4"
+    window = {"start": 10, "end": 14.5, "fps": 1.0, "num_frames": 4, "max_frames": 16}
+    frames = []
+    for spec in ({"frames": 8}, {"frames": args.frames[0]}, window):
+        shown = source.load({"video": video, **spec})
+        frames.append([shown.seconds.round(3).tolist(), shown.images.shape])
+    found["frames"] = frames
+    found = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+             for key, value in found.items()}
+    assert found == stored(OPENINGS, name, found), "written to tests/openings.json: is it meant?"
+
+
 # ------------------------------------------------------------------------------------------------
 # Two loops
 
 
 def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
-    """With ids. An endpoint, another protocol and one call a turn go through protocol_loop.play."""
+    """With ids. An endpoint goes through systems.play."""
     plays = []
     monkeypatch.setattr(rollout, "run", lambda *_, play: plays.append(play is rollout.run_episode))
     sampler = rollout.RolloutWorker(None, codec, source, rollout.AgentConfig())
-    for some, protocol in ((sampler, protocol_loop.Protocol()),
-                           (sampler, protocol_loop.Protocol(one_call=True)),
-                           (replace(sampler, codec=None), protocol_loop.Protocol()),
-                           (sampler, protocol_loop.Protocol(stop=("x",)))):
-        protocol_loop.run(some, [], protocol)
-    assert plays == [True, False, False, False]
+    for some in (sampler, replace(sampler, codec=None)):
+        systems.run(some, [], systems.all_systems()["paravt"])
+    assert plays == [True, False]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -125,7 +198,7 @@ def sage(name, start=None, end=None, needed=True, **more):
 @pytest.mark.parametrize("text, calls", [
     (sage("extract_parts_from_timestamp", "00:01:10", "1:15"), [(70.0, 75.0, None)]),
     (sage("identify_timestamps_visually", "00:00:10", "00:00:08"), [(10.0, 8.0, "HH:MM:SS")]),
-    (sage("extract_parts_from_timestamp", None, "00:00:08"), [(None, 8.0, "HH:MM:SS")]),
+    (sage("extract_parts_from_timestamp", None, "00:00:08"), [(None, None, "HH:MM:SS")]),
     (sage("unified_web_search"), [(None, None, "not available")]),
     (sage("perform_reasoning"), [(None, None, "stay above")]),
     (sage("rm -rf"), [(None, None, "no tool of this name")]),
@@ -138,7 +211,7 @@ def test_sages_first_tool_is_read(text, calls):
     found = systems.sage_calls(text)
     assert [(call.start, call.end) for call in found] == [call[:2] for call in calls]
     for call, (*_, error) in zip(found, calls):
-        assert error is None and call.error is None or error in call.error
+        assert (error or "") in (call.error or "") and bool(error) == bool(call.error)
 
 
 @pytest.mark.parametrize("turn, answer", [

@@ -34,7 +34,7 @@ import rollout
 import video
 from evaluation import answers
 from evaluation.endpoint import ChatRequest, OpenAIEngine
-from plumbing import arguments, data, endpoint, judge, runs
+from plumbing import arguments, data, judge, runs
 from tools import ask
 
 WRITE = """These frames are one part of a longer video, each after its time. Write one question
@@ -95,9 +95,9 @@ def draft_task(engine, source, args, name, number):
 
     def reply(text, frames=()):
         content = [*[{"type": "video"} for _ in frames], {"type": "text", "text": text}]
-        done = engine.run(engine.call(ChatRequest(
+        done = engine.wait_for(ChatRequest(
             task["id"], [], [], [], list(frames), args.max_new_tokens, 0.0, args.seed,
-            messages=[{"role": "user", "content": content}]))).result()
+            messages=[{"role": "user", "content": content}]))
         if not (text := done.text.rpartition("</think>")[2].strip()):
             raise Unanswered(done.error or "the answer was empty")
         return text
@@ -132,7 +132,7 @@ def main():
     parser = arguments.parser(__doc__)
     add = parser.add_argument
     add("videos", nargs="+", metavar="VIDEOS", help="files, or folders that hold them")
-    add("--base-url", required=True, type=endpoint.base_url, help="http://127.0.0.1:8000/v1, say")
+    add("--base-url", required=True, type=judge.base_url, help="http://127.0.0.1:8000/v1, say")
     add("--model", required=True, help="name of the model at the endpoint; it has to see images")
     add("--api-key-env", help="environment variable that holds the key")
     add("--out", required=True, help="task JSONL to write")
@@ -165,7 +165,7 @@ def main():
         "model", "questions", "types", "seconds", "frames", "max_pixels", "seed")}
     if rows and (changed := runs.settings_diff(args, {}, {"args": rows[0]["settings"]})):
         raise launch.UserError(f"{drafts} is of {', '.join(changed)}; choose another --out")
-    engine = OpenAIEngine(args.base_url, args.model, args.api_key_env, workers=args.workers)
+    engine = OpenAIEngine([args.base_url], args.model, args.api_key_env, workers=args.workers)
     engine.check_servers()
     cache = video.FrameCache(2**28, args.workers)
     source = video.VideoSource(root, cache, 1024, args.max_pixels)
@@ -190,10 +190,6 @@ def main():
     with ThreadPoolExecutor(args.workers) as pool:
         list(tqdm(pool.map(work, todo), "drafts", len(todo), disable=None))
     engine.close()
-    # A disk that is full or detached for a while may have lost rows, in memory or beneath a mount.
-    if rows and launch.read_file(drafts).count(b"\n") < len(rows):
-        raise launch.RunError(f"{drafts} lost rows: is the disk there? The same command goes on")
-    judge.rewrite_files([drafts, args.out])
     write_page(f"{stem}.html", root, rows)
     counts = Counter(row["left_out"] for row in rows)
     print(f"{len(rows)} drafts, {counts.pop(None, 0)} kept -> {args.out}; to correct: {stem}.html")

@@ -53,7 +53,7 @@ VIDEOMME = [{**BUNS, "question_id": "001-1", "task_type": "Counting Problem", "a
 
 @pytest.mark.parametrize("where", ["videomme/test-00000-of-00001.parquet", "test.jsonl",
                                    "test-00000-of-00001.json"])
-def test_videomme(tmp_path, monkeypatch, where):
+def test_videomme(tmp_path, where):
     """Options come labelled, three questions share a video, a subtitle file may lack, a video may
     end in .MP4 or .mkv."""
     put(tmp_path, where, VIDEOMME)
@@ -69,12 +69,6 @@ def test_videomme(tmp_path, monkeypatch, where):
     assert notes == {"items": 3, "published": 2700, "no video": 1, "no subtitles": 1,
                      "no usable answer": 0}
     assert read("videomme_wsub", tmp_path)[0] == tasks
-    # An automount that takes a moment: the first look finds nothing.
-    real, looks = launch.is_file, []
-    monkeypatch.setattr(launch, "is_file", lambda path, **more: real(path, **more) and (
-        folder not in path or looks.append(folder) or looks.count(folder) > 1))
-    for folder in ("/subtitle/", "/data/"):  # noqa: B007  (the lambda reads it)
-        pytest.raises(launch.UserError, read, "videomme_wsub", tmp_path).match("files come or go")
 
 
 def longvideobench(**more):
@@ -203,8 +197,7 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
         put(root, f"Charades_v1{folder}/3MSZA.mp4")
         tasks, notes = read("charades", root)
         # An exact duplicate is an item of its own. The larger videos are named.
-        assert len(tasks) == 3 and notes["no video"] == 1 and notes.get("in Charades_v1") == (
-            None if folder else 2)
+        assert len(tasks) == 3 and notes["no video"] == 1
         question = "When does this happen in the video: person turn a light on."
         assert tasks[f"{name}/24.3-30.4"] == {
             "id": f"{name}/24.3-30.4", "video": f"Charades_v1{folder}/3MSZA.mp4", "options": None,
@@ -213,45 +206,10 @@ def test_charades_as_text_and_as_half_precision(tmp_path):
         assert tasks[f"{name}/24.3-30.4#2"]["answer"] == [24.3, 30.4]
 
 
-CGBENCH = {"qid": 7, "video_uid": "ab", "question": "Which bun?", "choices": ["Two", "Red", "3"],
-           "duration": 612.5, "domain": "GUI", "sub_category": "Time Perception",
-           "right_answer": "B", "clue_intervals": [[4, 9.5], [30, 31]]}
-
-
-def test_cgbench_and_the_films_of_its_clues(tmp_path):
-    put(tmp_path, "cgbench_mini.json", [CGBENCH, {**CGBENCH, "qid": 8, "clue_intervals": []}])
-    put(tmp_path, "cg_videos_720p/ab.mp4")
-    put(tmp_path, "cg_clue_videos/7.mp4")
-    put(tmp_path, "cg_subtitles/ab.srt")
-    tasks, notes = read("cgbench", tmp_path)
-    tags = {"duration": "10 ~ 20", "domain": "GUI", "sub_category": "Time Perception"}
-    assert tasks["7"] == {"id": "7", "video": "cg_videos_720p/ab.mp4", "type": "mcq",
-                          "question": "Which bun?", "options": ["Two", "Red", "3"], "answer": "B",
-                          "subtitles": "cg_subtitles/ab.srt",
-                          "evidence": [[4.0, 9.5], [30.0, 31.0]], "tags": tags}
-    assert "evidence" not in tasks["8"] and notes["no evidence"] == 1 and notes["published"] == 3000
-    clue, notes = read("cgbench_clue", tmp_path)
-    assert clue["7"]["video"] == "cg_clue_videos/7.mp4" and notes["no video"] == 1
-    assert "evidence" not in clue["7"] and clue["7"]["subtitles"] is None
-
-
-def test_timelens_knows_the_first_span_and_merges_equal_rows(tmp_path):
-    row = {"video_path": "c/x.mp4", "query": "it falls", "span": [[2, 8], [9, 10]]}
-    put(tmp_path, "charades-00000-of-00001.jsonl", [row, row, {**row, "span": [[3, 8]]}])
-    put(tmp_path, "qvhighlights-00000-of-00001.jsonl", [row])
-    put(tmp_path, "c/x.mp4")
-    tasks, notes = read("timelens_charades", tmp_path)
-    assert notes == {"items": 2, "no video": 0, "no subtitles": 0, "no usable answer": 0,
-                     "equal rows merged": 1}
-    first, _ = tasks.values()
-    assert (first["answer"], first["evidence"], first["event"]) == ([2, 8], [[2, 8]], "it falls")
-    assert len(read("timelens_qvhighlights", tmp_path)[0]) == 1
-
-
 def test_a_broken_parquet_and_a_missing_folder_are_named(tmp_path):
     pytest.importorskip("pyarrow", reason=NO_PYARROW)
     (tmp_path / "train-0.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(launch.UserError, match="train-0.parquet: not readable"):
         benchmarks.read_split("lvbench", str(tmp_path))
-    with pytest.raises(launch.UserError, match="no such folder"):
+    with pytest.raises(launch.UserError, match="no rows of lvbench"):
         benchmarks.read_split("lvbench", str(tmp_path / "none"))

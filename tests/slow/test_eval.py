@@ -10,17 +10,12 @@ from scripted import Server
 from test_eval import (  # noqa: F401  # isort: skip
     ROWS, SAID, answer, records, row, task_of, videomme, world)
 
-from evaluation import costs, scores
+import eval as evaluation
+from evaluation import scores
 
 
 def record(name, score, video=None, **task):
     return {"task": {"id": name, "video": video or name, "type": "mcq", **task}, "score": score}
-
-
-def dealt(rows, parts, root="", **more):
-    """-> the task ids of each part."""
-    shares = costs.balance_tasks([(str(root), r) for r in rows], parts, **more)
-    return [[rows[i]["id"] for i in share] for share in shares]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -31,13 +26,13 @@ def test_intervals_are_of_videos_drawn_with_replacement():
     """40 of 80 right: 0.5 with a standard error of sqrt(.25 / 80) = .056. When the 80 are 8 videos
     that are right or wrong as a whole, the error is that of 8 coins: sqrt(.25 / 8) = .177."""
     alone = [record(i, i % 2) for i in range(80)]
-    value, draws = scores.bootstrap(alone, None)
-    low, high = scores.interval(draws)
-    assert value == 0.5 and len(draws) == 2000
+    stats = scores.headline_stats(alone, None)
+    low, high = stats["interval"]
+    assert stats["headline"] == 0.5
     assert high - low == pytest.approx(2 * 1.96 * 0.0559, rel=0.12)
-    value, draws = scores.bootstrap([record(i, i % 8 % 2, video=i % 8) for i in range(80)], None)
-    low, high = scores.interval(draws)
-    assert value == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)
+    stats = scores.headline_stats([record(i, i % 8 % 2, video=i % 8) for i in range(80)], None)
+    low, high = stats["interval"]
+    assert stats["headline"] == 0.5 and high - low == pytest.approx(2 * 1.96 * 0.177, rel=0.15)
 
 
 def test_headlines_of_the_benchmarks():
@@ -71,8 +66,8 @@ def test_samples_give_a_mean_and_the_best_of_n(world):
         "red" if r.id.split("/")[2] != "1" and task_of(r) == "red" else "no"))
     (result,) = done.results
     assert result["n"] == 6 and result["acc"] == pytest.approx(2 / 6) and result["pass@n"] == 0.5
-    assert result["samples"] == 3
-    assert len({r.seed for r in done.engine.requests}) == 6 and "pass@n 0.500" in done.out
+    assert len({r.seed for r in done.engine.requests}) == 6
+    assert ["pass@n", "6", "0.500"] in [line.split() for line in done.out.splitlines()]
 
 
 def test_the_judge_decides_open_answers_and_never_in_silence(world):
@@ -111,19 +106,9 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
         again = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"))
         assert again.results[0]["acc"] == pytest.approx(2 / 7)
         assert again.results[0]["judge"]["failed"] == 2 and len(server.asked) == 6
-        both = world("--compare", done.folder, done.folder, out=done.folder.parent / "both",
-                     drop=("--data", "--ckpt"))
-        assert both.code == 0 and " 0.286 [" in both.out  # the verdicts count there, too
-        assert f"WARNING: {done.folder}: 2 items failed through the machine or lack" in both.err
         refused = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"),
                         allow=False)
         assert refused.code == 2 and "judge_error" in refused.err
-        replies["gone"] = 401, "no", {}  # an error of the server: not this answer's
-        away = world(*flags, rows=rows, say=say, allow=False)
-        assert away.code == 1 and "2 items failed through the machine" in away.err
-        (done.folder / "judge.jsonl").write_text(lines[0] + "\n")  # a disk that lost the other one
-        lost = world("--compare", *[done.folder] * 2, out=both.folder, drop=("--data", "--ckpt"))
-        assert lost.code == 2 and "judge.jsonl lacks 3 verdicts" in lost.err
 
 
 # ------------------------------------------------------------------------------------------------
@@ -133,15 +118,10 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
 def test_the_questions_of_a_video_go_to_one_rank():
     """Video-MME has three a video, LVBench fifteen; round robin decoded each on every rank."""
     rows = [row(f"{v}-{q}", video=f"{v}.mp4") for q in range(3) for v in "abcdefgh"]
-    shares = dealt(rows, 4)
+    shares = [share for (share,) in evaluation.tasks_by_rank([(None, 4, "on", rows)], 4)]
     assert [len(share) for share in shares] == [6] * 4
-    assert sorted(sum(shares, [])) == sorted(r["id"] for r in rows)
-    homes = {}  # video -> ranks
-    for rank, share in enumerate(shares):
-        for name in share:
-            homes.setdefault(name[0], set()).add(rank)
-    assert all(len(ranks) == 1 for ranks in homes.values())
-    assert dealt(rows, 4) == shares and dealt([], 2) == [[], []]
-    # Six videos more with one question each: most work first, and nobody has more than 8.
-    more = dealt(rows + [row(f"{v}-0", video=f"{v}.mp4") for v in "ijklmn"], 4)
-    assert [len(share) for share in more] == [8, 8, 7, 7] and more[0][0] == "a-0"
+    assert sorted(sum(shares, [])) == list(range(24))
+    for v in "abcdefgh":
+        homes = {n for n, share in enumerate(shares) for i in share
+                 if rows[i]["video"] == f"{v}.mp4"}
+        assert len(homes) == 1

@@ -21,7 +21,7 @@ from test_video import write
 import chat
 import rollout
 import video
-from evaluation import protocol_loop, results
+from evaluation import results, systems
 from plumbing import data as data_py
 
 REAL = ["I need a closer look.\n</think>\n" + CALL, "I saw it.\n</think>\n<answer>red</answer>",
@@ -101,7 +101,7 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
     agent, step = rollout.AgentConfig(max_turns=2, think_prefix=seed % 2 == 0, sub_frames=2), 0
     while said["texts"] < 2500:
         sampler = rollout.RolloutWorker(talker(say), None, source, replace(agent, seed=step))
-        for episode in protocol_loop.run(sampler, tasks, protocol_loop.Protocol(), 4, group=40):
+        for episode in systems.run(sampler, tasks, systems.all_systems()["paravt"], 4, group=40):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
             record = results.grade_record({"status": "ok", "turns": episode.turns,

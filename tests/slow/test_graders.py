@@ -1,7 +1,6 @@
 """
-How often do three graders read a reply as it is meant? Ours, lmms-eval's and that of the paper's
-authors, on a fixed list of replies that we made up, knowing our own rules:
-python -m pytest tests/publishers --checkouts DIR -q
+How often does our grader read a reply as it is meant? On a fixed list of replies that we made up,
+knowing our own rules: python -m pytest tests/slow/test_graders.py -q
 
 Every reply of multiple choice is graded twice, once with the option it means as gold and once with
 another one (a reply that names no option: with two golds). A grader agrees if it scores 1 in the
@@ -9,12 +8,10 @@ first case and 0 in the second. Spans agree if the score is the IoU of the span 
 letter and a text contradict each other, the letter counts.
 """
 import json
-import os
 
 import pytest
-from proof import EVALUATION, FILES, HERE
 
-from evaluation import benchmarks, paper_texts, results
+from evaluation import benchmarks, results, systems
 
 OPTIONS = ["a red cup", "a blue cup", "a green bowl", "a dog"]
 # Reply -> the letter that it means, "" for none.
@@ -99,22 +96,11 @@ def row_of(bench, number, gold):
     return rows[bench]
 
 
-# How many replies a grader reads as meant, on 2026-11-26 (lmms-eval 75571cfe, ParaVT cf55249):
-# multiple choice (60) or spans (14), and MMVU's open ones (11).
-COUNTS = {"ours": {"charades": 14, "mmvu open": 11},
-          "lmms-eval": {"charades": 10, "longvideobench": 42, "mmvu": 50, "mmvu open": 6},
-          "ParaVT": {"charades": 13, "mlvu": 35, "mmvu open": 6}}
-OTHERS = {"ours": 59, "lmms-eval": 47, "ParaVT": 46}
-BENCHES = [bench for bench in FILES if bench != "videomme_wsub"]
-
-
-def counted(grader, bench, scores):
-    """Scores of the cases of a benchmark, in order -> asserts COUNTS."""
-    found = {}
-    for (_, gold, wanted), score in zip(cases(bench), scores):
-        name = bench if len(gold) < 3 else "mmvu open"  # a letter, or [start, end]
-        found[name] = found.get(name, 0) + (abs(score - wanted) <= 0.005)
-    assert found == {name: COUNTS[grader].get(name, OTHERS[grader]) for name in found}
+# How many replies are read as meant: of multiple choice 60, of spans 14, of MMVU's open ones 11.
+COUNTS = {"charades": 14, "mmvu open": 11}
+# benchmark -> file of rows
+FILES = {"videomme": "test", "longvideobench": "lvb_val", "lvbench": "train-0", "mlvu": "test-0",
+         "mmvu": "validation", "charades": "test-0"}
 
 
 def rows_of(bench, tmp_path):
@@ -125,30 +111,13 @@ def rows_of(bench, tmp_path):
     return rows, benchmarks.read_split(bench, str(tmp_path))[0]
 
 
-@pytest.mark.parametrize("bench", BENCHES)
-def test_ours(bench, tmp_path):
+@pytest.mark.parametrize("bench", FILES)
+def test_replies_are_read_as_they_are_meant(bench, tmp_path):
+    system, found = systems.all_systems()["paravt"], {}
     _, tasks = rows_of(bench, tmp_path)
-    counted("ours", bench, [results.grade_record({"task": task, "status": "ok", "turns": [text],
-                                           "think_open": False})["score"]
-                            for task, (text, *_) in zip(tasks, cases(bench))])
-
-
-@pytest.mark.parametrize("grader", ["lmms-eval", "ParaVT"])
-@pytest.mark.parametrize("bench", BENCHES)
-def test_a_publishers(grader, bench, tmp_path, request):
-    path = os.path.join(request.config.getoption("--checkouts") or "", grader)
-    if not os.path.isdir(path):
-        pytest.skip(f"--checkouts names no folder with a clone of {grader}; with one this test "
-                    f"counts the made-up replies of {bench} that its grader reads as meant")
-    rows, _ = rows_of(bench, tmp_path)
-    if bench == "longvideobench":  # as parquet ships it
-        rows = [{**r, **{f"option{n}": t for n, t in enumerate(r["candidates"])}} for r in rows]
-    if bench in ("lvbench", "mmvu"):  # as parquet ships it
-        rows = [{"video_path": "videos/Art/v.mp4", **row} for row in rows]
-    items = [{"bench": bench, "row": row, "text": text, "said": [text], "files": {}, "frames": 4,
-              "video": os.devnull, "shape": [8, 1, 32, 32]}
-             for row, (text, *_) in zip(rows, cases(bench))]
-    name = "paper-direct" if grader == "ParaVT" else f"lmms-eval:{bench}"
-    sent = paper_texts.run_driver(path, name, items, os.path.join(HERE, "child.py"), [EVALUATION])
-    found = [one.get("result", one) for one in sent]
-    counted(grader, bench, [one.get("score") or 0.0 for one in found])
+    for task, (text, gold, wanted) in zip(tasks, cases(bench)):
+        record = {"task": task, "status": "ok", "turns": [text], "think_open": False}
+        name = bench if len(gold) < 3 else "mmvu open"  # a letter, or [start, end]
+        right = abs(results.grade_record(record, system)["score"] - wanted) <= 0.005
+        found[name] = found.get(name, 0) + right
+    assert found == {name: COUNTS.get(name, 59) for name in found}
