@@ -35,7 +35,8 @@ def agent_of(path):
     path = os.path.abspath(path)
     folder = os.path.dirname(path)
     names = [field.name for field in fields(rollout.AgentConfig)]
-    for args_path in (rollout.args_path(path), f"{folder}/args.json", f"{folder}/../args.json"):
+    own = path.removesuffix(".jsonl") + ".args.json"  # of rollout.py
+    for args_path in (own, f"{folder}/args.json", f"{folder}/../args.json"):
         if os.path.exists(args_path):
             with open(args_path, encoding="utf-8") as file:
                 saved = json.load(file)
