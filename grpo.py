@@ -546,14 +546,12 @@ def check_data(args):
     data.report_check(faults, args.data)
 
 
-def load_models(args, ckpt, codec, load, device, folder):
-    """-> (policy, reference or None, optimizer). load: a spec -> its frames. folder: the checkpoint
-    from which the run goes on, or None. Collective."""
+def load_models(args, ckpt, codec, device, folder):
+    """-> (policy, reference or None, optimizer). folder: the checkpoint from which the run goes on,
+    or None. Collective."""
     # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
     policy = checkpoint.load_policy(ckpt, codec, device, args.preset != "toy", args.lora_rank,
                                     replicas=args.dp_replicate)
-    # The vision tower is frozen. Features of a frame are computed once and read by all forwards.
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, load)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
     reference = None
@@ -562,7 +560,6 @@ def load_models(args, ckpt, codec, load, device, folder):
     elif args.beta > 0:
         reference = checkpoint.load_policy(ckpt, codec, device, frozen=True,
                                            replicas=args.dp_replicate)
-        reference.features = policy.features  # both read the features of one tower
     if folder:
         checkpoint.load_train_state(policy, optimizer, folder)
     return policy, reference, optimizer
@@ -621,7 +618,7 @@ def setup(args):
     for name, rows in ((args.data, tasks), (args.val, val_tasks)):
         if rows:
             source.cache.check_present(args, name, rows)
-    policy, reference, optimizer = load_models(args, ckpt, codec, source.load, device, folder)
+    policy, reference, optimizer = load_models(args, ckpt, codec, device, folder)
     engine_dtype, weights = model.engine_dtype(codec, device), None
     if folder:  # the engine will read --ckpt, but the resumed weights are newer
         weights = checkpoint.full_weights(policy, engine_dtype)
@@ -652,7 +649,13 @@ def train_step(run, episodes, step, args):
     trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
     # The frames that the rollouts saw, so that an update reads no file.
     contexts = [e.context for e in episodes if e.context]
-    run.policy.features.frames = {f.key: f for context in contexts for f in context.frames}
+    frames = {f.key: f for context in contexts for f in context.frames}
+    # The vision tower is frozen. Features are computed once a step and read by all its forwards.
+    features = model.VisionFeatures(run.policy.hf.model.visual, run.worker.codec,
+                                    run.worker.source.load, frames)
+    run.policy.features = features
+    if run.reference:
+        run.reference.features = features
     gap_sub = sub_agent_gap(run.policy, episodes, step, args.temperature)
     stats = update(run.policy, run.reference, run.optimizer, trees, num_tokens, args)
     stats["gap_sub"] = gap_sub

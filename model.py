@@ -67,14 +67,17 @@ def patchify(codec, images, device="cpu"):
 
 class VisionFeatures:
     """Features of the frozen tower, computed once per distinct frame set. The least recently used
-    sets are dropped if all together exceed max_bytes."""
+    sets are dropped if all together exceed max_bytes. A stage makes one for each batch: which
+    frames share a call of the tower decides on the last bits of their features, and a run that goes
+    on has none of the calls before."""
 
-    def __init__(self, visual, codec, load, max_bytes=2**30):
-        """load: a VisionItem's spec -> video.Frames; for features and frames not kept."""
+    def __init__(self, visual, codec, load, frames=None, max_bytes=2**30):
+        """load: a VisionItem's spec -> video.Frames; for features and frames not kept. frames:
+        {VisionItem.key: video.Frames} that are in memory, which need no load."""
         self.visual = visual
         self.codec = codec
         self.load = load
-        self.frames = {}  # VisionItem.key -> video.Frames that are in memory, which need no load
+        self.frames = frames or {}
         self.cache = OrderedDict()  # VisionItem.key -> features
         self.bytes = 0
         self.max_bytes = max_bytes

@@ -135,15 +135,13 @@ class Chats:
         self.path, self.codec, self.args, self.cache = path, codec, args, cache
         self.root = video.root_of(args, path)
         self.rows = data.read_chats(path, faults)
-        names = []
+        items = []
         for row in self.rows:
-            names += [item["video"] for item in chat.videos_in(row["messages"])]
-        self.missing = data.missing_videos(names, self.root, args.missing_videos, path)
+            items += chat.videos_in(row["messages"])
+        cache.check_present(args, path, items)
 
     def load(self, spec):
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
-        if spec["video"] in self.missing:  # one that goes after the start ends the run
-            raise video.VideoError(spec["video"], "was not there at the start")
         return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)
 
     def encode(self, row):
@@ -152,9 +150,6 @@ class Chats:
         try:
             frames = [self.load(spec) for spec in specs]
         except (video.VideoError, ValueError) as error:  # ValueError: a window beyond the video
-            # What the disk does is not the fault of the chat.
-            if isinstance(error.__cause__, OSError):
-                raise launch.RunError(error) from error
             print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
             return None, []
         items = [chat.vision_item(spec, loaded) for spec, loaded in zip(specs, frames)]
@@ -264,15 +259,6 @@ def build_optimizers(policy, args, device):
     return optimizers
 
 
-def frozen_features(policy, chats, frames):
-    """What the frozen tower makes of the frames of one batch, {key: Frames}. Anew for each batch:
-    which frames share a call of the tower decides on the last bits of their features, and a run
-    that goes on has none of the calls before."""
-    features = model.VisionFeatures(policy.hf.model.visual, policy.codec, chats.load)
-    features.frames = frames
-    return features
-
-
 def forward_backward(policy, packs):
     """Forward over this rank's packs, and backward if gradients are on -> (mean loss in nats per
     token, N trained tokens), both over all ranks. Collective."""
@@ -304,11 +290,12 @@ def held_out_loss(policy, chats, args, rank, world):
     import torch
 
     nats, tokens = 0.0, 0
+    tower = policy.hf.model.visual
     # In batches: the frames of all chats would not fit into memory.
     for first in range(0, len(chats.rows), args.batch_size):
         batch = chats.rows[first:first + args.batch_size]
         packs, frames, _ = chats.packs(batch[rank::world])
-        policy.features = frozen_features(policy, chats, frames)
+        policy.features = model.VisionFeatures(tower, policy.codec, chats.load, frames)
         # No policy.eval(): our attention has no dropout, so both modes compute the same.
         with torch.no_grad():
             loss, n = forward_backward(policy, packs)
@@ -360,6 +347,7 @@ def main():
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(train.batch, start + 1, rank, world)
     stop_event = launch.stop_on_signal()
+    tower = policy.hf.model.visual
     num_bad = 0  # steps in a row that moved no weight
     for step in range(start + 1, steps + 1):
         last = step == steps
@@ -370,7 +358,7 @@ def main():
             future = prefetch.submit(train.batch, step + 1, rank, world)
 
         # 1. One optimizer step. Collective, from the first forward to the norm.
-        policy.features = frozen_features(policy, train, frames)
+        policy.features = model.VisionFeatures(tower, codec, train.load, frames)
         fraction = schedule(step - 1, steps, args.warmup, args.min_lr)
         loss, num_trained = forward_backward(policy, packs)
         norm = model.reduce_and_clip(policy, args.max_grad_norm)

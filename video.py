@@ -698,10 +698,10 @@ class FrameCache:
         path = os.path.realpath(path)
         try:
             state = (path, *identity(path), CACHE_VERSION)
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError):
             if self.missing is not None and path not in self.missing:
                 raise  # it was there at the start, so its disk has gone
-            raise VideoError(path, "no such file") from error
+            raise VideoError(path, "no such file") from None
 
         def read():
             starts, ticks, keys, sizes = self.load_or_compute(digest(state), read_table, path)

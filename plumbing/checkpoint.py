@@ -2,7 +2,7 @@
 plumbing/checkpoint.py (tests/test_checkpoint.py): checkpoint folders: load in shards, LoRA, save,
 go on.
 
-  out/step_000050/  weights and small files as from_pretrained and vLLM read them, README.md;
+  out/step_000050/  weights and small files as from_pretrained and vLLM read them;
                     train_state/: fp32 shards of weights and moments; state.json, written last
   out/last, best    links to the newest one and to the one that its state.json names
 
@@ -13,7 +13,7 @@ renames the modules: then neither the shards of a checkpoint nor the weights of 
 found. The files have peft's layout, so that other tools read them.
 
 Crash-only: a folder gets its name when all of it is on the disk. What a kill leaves behind has
-another name, and the next save deletes it.
+another name, or is older than the two newest, and the next save or start deletes it.
 
 Departs from transformers' save_pretrained, which rewrites configuration and tokenizer in its own
 dialect: the small files of a checkpoint are copied byte for byte.
@@ -54,43 +54,34 @@ FREE = ("steps", "epochs", "out", "resume", "check", "data", "val", "missing_vid
 def resolve(path):
     """A checkpoint folder, a run folder (its newest checkpoint) or OWNER/NAME on the Hub -> the
     folder that from_pretrained opens. Raises UserError."""
-    folder = path
     if not os.path.isdir(path):
-        folder = download(path)
-    elif os.path.isdir(os.path.join(path, "last")):  # sft.py and grpo.py link it
-        folder = os.path.join(path, "last")
-    names = os.listdir(folder)
-    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
-        raise launch.UserError(f"--ckpt {path}: {folder} needs a config.json and .safetensors "
-                               "files; no .bin, no GGUF, no adapters without their base's files")
-    return os.path.realpath(folder)
+        return download(path)
+    if os.path.isdir(os.path.join(path, "last")):  # sft.py and grpo.py link it
+        path = os.path.join(path, "last")
+    return os.path.realpath(path)
 
 
-def download(name, revision=None):
+def download(name):
     """OWNER/NAME on the Hub -> folder in the Hub's cache, whose path names the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         # Weights and small files. Folders inside hold formats that are not read here.
-        return snapshot_download(name, revision=revision, ignore_patterns=["*/*"],
+        return snapshot_download(name, ignore_patterns=["*/*"],
                                  allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt"])
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise launch.UserError(f"--ckpt {name}: no such folder ({os.path.abspath(name)}), and "
-                               f"nothing from the Hub ({reason})") from None
+        reason = " ".join(str(error).split())[:200]
+        raise launch.UserError(f"--ckpt {name}: no such folder, and nothing from the Hub "
+                               f"({reason})") from None
 
 
 def base_of(ckpt):
-    """Checkpoint folder -> the folder of the whole weights: itself, or the base of its adapters.
-    Raises UserError if the base is not there."""
+    """Checkpoint folder -> the folder of the whole weights: itself, or the base of its adapters."""
     config = adapter_config(ckpt)
     if config is None:
         return ckpt
-    base = config["base_model_name_or_path"]
-    if not os.path.isdir(base):
-        base = download(base, config.get("revision"))
-    return base
+    return resolve(config["base_model_name_or_path"])
 
 
 def adapter_config(ckpt):
@@ -127,7 +118,7 @@ def small_files(folder):
     for name in sorted(os.listdir(folder)):
         # These describe the weights beside them.
         own = name.endswith(".index.json") or name in ("adapter_config.json", "state.json")
-        if name.endswith((".json", ".jinja", ".txt", ".model")) and not own:
+        if name.endswith((".json", ".jinja", ".txt")) and not own:
             with open(os.path.join(folder, name), "rb") as file:
                 files[name] = file.read()
     return files
@@ -175,12 +166,11 @@ def start_adapters(hf, saved):
 
     draw = torch.Generator().manual_seed(0)  # every rank draws the same
     for name, p in hf.named_parameters():
-        stem, _, letter = name.rpartition(".lora_")
-        if not stem:
+        if ".lora_" not in name:
             continue
         if saved:
-            value = saved[f"{stem}.weight"][letter == "B"]
-        elif letter == "A":
+            value = saved[name]
+        elif name.endswith("lora_A"):
             bound = p.shape[1] ** -0.5
             value = torch.empty(p.shape).uniform_(-bound, bound, generator=draw)
         else:
@@ -192,17 +182,15 @@ def start_adapters(hf, saved):
 
 
 def read_adapters(ckpt):
-    """Folder of adapters -> {weight name: (A, B)} fp32 in host memory; {} for whole weights."""
+    """Folder of adapters -> {parameter's name: A or B} in host memory; {} for whole weights."""
     from safetensors.torch import load_file
 
     if adapter_config(ckpt) is None:
         return {}
-    tensors = load_file(os.path.join(ckpt, "adapter_model.safetensors"))
+    saved = load_file(os.path.join(ckpt, "adapter_model.safetensors"))
     adapters = {}
-    for key, a in tensors.items():
-        if ".lora_A." in key:
-            name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            adapters[name] = a.float(), tensors[key.replace(".lora_A.", ".lora_B.")].float()
+    for name, tensor in saved.items():  # under the names of peft
+        adapters[name.removeprefix("base_model.model.").removesuffix(".weight")] = tensor
     return adapters
 
 
@@ -213,20 +201,27 @@ class AdapterReference:
 
     def __init__(self, policy):
         self.policy = policy
-        self.start = [p.detach().clone() for p in model.trained_parameters(policy)]
+        self.start = self.copies()
 
     def __call__(self, *args):
-        current = [p.detach().clone() for p in model.trained_parameters(self.policy)]
+        current = self.copies()
         self.put(self.start)
-        try:
-            return self.policy(*args)
-        finally:
-            self.put(current)
+        output = self.policy(*args)
+        self.put(current)
+        return output
+
+    def copies(self):
+        return [p.detach().clone() for p in model.trained_parameters(self.policy)]
 
     @torch.no_grad()
     def put(self, values):
         for p, value in zip(model.trained_parameters(self.policy), values):
             p.copy_(value)
+
+
+def with_adapters(weight, a, b):
+    """W + 2 B A in fp32 -> in the dtype of W."""
+    return (weight.float() + 2 * (b.float() @ a.float())).to(weight.dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -292,9 +287,14 @@ def load_policy(ckpt, codec, device, recompute=False, lora_rank=0, frozen=False,
 
 @contextlib.contextmanager
 def in_one_line(error_class, text):
-    """An error of torch's checkpoints, whose text has the tracebacks of ranks, becomes one line."""
+    """An error of safetensors, or of torch's checkpoints, whose text has the tracebacks of ranks,
+    becomes one line."""
+    from safetensors import SafetensorError
+
     try:
         yield
+    except SafetensorError as error:
+        raise error_class(f"{text} ({error})") from None
     except dcp.CheckpointException as error:
         reasons = [launch.why(failure[0]) for failure in error.failures.values()]
         raise error_class(f"{text} ({' '.join(reasons[0].split())[:300]})") from None
@@ -309,9 +309,10 @@ def merged_weights(ckpt):
         with safe_open(os.path.join(base, file_name), "pt") as file:
             for name in file.keys():
                 tensor = file.get_tensor(name)
-                if name in adapters:
-                    a, b = adapters[name]
-                    tensor = (tensor.float() + 2 * (b @ a)).to(tensor.dtype)
+                stem = name.removesuffix("weight")
+                if f"{stem}lora_A" in adapters:
+                    a, b = adapters[f"{stem}lora_A"], adapters[f"{stem}lora_B"]
+                    tensor = with_adapters(tensor, a, b)
                 yield name, tensor
 
 
@@ -339,10 +340,10 @@ def full_weights(policy, dtype=None):
         # Cast before the gather: bf16 is half the traffic.
         full = whole_tensor(tensor.detach().to(target))
         stem = name.removesuffix("weight")
-        if f"{stem}lora_A" in state:  # added in fp32
+        if f"{stem}lora_A" in state:
             a = whole_tensor(state[f"{stem}lora_A"].detach())
             b = whole_tensor(state[f"{stem}lora_B"].detach())
-            full = (full.float() + 2 * (b @ a)).to(target)
+            full = with_adapters(full, a, b)
         yield name, full
 
 
@@ -373,18 +374,17 @@ def save_run(policy, optimizer, out, step, state):
     rank, world = launch.rank_and_world()
     weights = {name: tensor.cpu() for name, tensor in gathered if rank == 0}
     state = {**state, "step": step, "code": launch.our_commit()}
-    if rank == 0:
-        shutil.rmtree(temp, ignore_errors=True)
-        os.makedirs(temp)
-        save_files(temp, policy.files, weights)
-        if adapters:
-            save_adapter_config(temp, policy.base, adapters)
-        write_card(temp, state)
-    launch.any_rank(False)  # a barrier: the folder is there
     moments = get_optimizer_state_dict(policy, optimizer)
-    # With one rank, save without collectives: gloo would start its own thread pool, the cores would
-    # be oversubscribed, and every later step would take half longer.
     with in_one_line(launch.RunError, f"{temp} could not be written"):
+        if rank == 0:
+            shutil.rmtree(temp, ignore_errors=True)
+            os.makedirs(temp)
+            save_files(temp, policy.files, weights)
+            if adapters:
+                save_adapter_config(temp, policy.base, adapters)
+        launch.any_rank(False)  # a barrier: the folder is there
+        # With one rank, save without collectives: gloo would start its own thread pool, the cores
+        # would be oversubscribed, and every later step would take half longer.
         dcp.save({"model": trained, "optimizer": moments}, no_dist=world == 1,
                  checkpoint_id=os.path.join(temp, "train_state"))
     if rank == 0:
@@ -397,55 +397,25 @@ def save_run(policy, optimizer, out, step, state):
 def save_files(folder, files, weights):
     """Writes small files and weights: safetensors, above 4 GB several files and an index; adapters
     under the names of peft."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save
+    from huggingface_hub import save_torch_state_dict
 
     for name, content in files.items():
         launch.write_atomic(os.path.join(folder, name), content)
-    file_name = "model{suffix}.safetensors"
+    pattern = "model{suffix}.safetensors"
     if any(".lora_" in name for name in weights):
-        file_name = "adapter_model{suffix}.safetensors"
+        pattern = "adapter_model{suffix}.safetensors"
         weights = {f"base_model.model.{name}.weight": tensor for name, tensor in weights.items()}
-    shards = split_torch_state_dict_into_shards(weights, filename_pattern=file_name,
-                                                max_shard_size="4GB")
-    for name, keys in shards.filename_to_tensors.items():
-        # save_file would need less memory, but a network disk reports a lost write at close(), and
-        # save_file passes over that.
-        part = {key: weights[key].contiguous() for key in keys}
-        launch.write_atomic(os.path.join(folder, name), save(part, {"format": "pt"}))
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        path = os.path.join(folder, "model.safetensors.index.json")
-        launch.write_atomic(path, json.dumps(index, indent=1))
+    # A network disk reports a lost write at fsync, which publish_folder calls for each file.
+    save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size="4GB")
 
 
 def save_adapter_config(folder, base, adapters):
-    """Writes adapter_config.json, as peft reads it. A base in the Hub's cache is named by its name
-    and commit, so that others can load the adapters."""
+    """Writes adapter_config.json, as peft reads it."""
     rank = min(next(iter(adapters.values())).shape)
-    config = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": 2 * rank,
-              "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank,
               "target_modules": sorted({name.split(".")[-2] for name in adapters}),
               "base_model_name_or_path": base}
-    on_hub = re.search(r"models--([\w.-]+)/snapshots/([0-9a-f]{40})$", base)
-    if on_hub:
-        config["base_model_name_or_path"] = on_hub[1].replace("--", "/", 1)
-        config["revision"] = on_hub[2]
     launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
-
-
-def write_card(folder, state):
-    """Writes README.md of a checkpoint: the commit of this code, the step, the settings. It claims
-    nothing."""
-    made = {"step": state["step"], "commit": state["code"]}
-    for name, value in state["settings"].items():
-        made[name] = value
-        # Of a local path the base name alone, because cards are published.
-        if isinstance(value, str) and os.path.exists(value):
-            made[name] = os.path.basename(value.rstrip("/"))
-    text = ("---\nlibrary_name: transformers\n---\n\nTrained with ParaVT in flat scripts:\n"
-            f"```json\n{json.dumps(made, indent=1)}\n```\n")
-    launch.write_atomic(os.path.join(folder, "README.md"), text)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -457,35 +427,33 @@ def step_folders(out):
     # Not step_000010_keep, a copy that a user made.
     names = [name for name in os.listdir(out) if re.fullmatch(r"step_\d{6,}", name)]
     names.sort(key=lambda name: int(name[5:]), reverse=True)
-    folders = [os.path.join(out, name) for name in names]
-    return [folder for folder in folders if os.path.exists(os.path.join(folder, "state.json"))]
+    return [os.path.join(out, name) for name in names]
 
 
 def tidy(out, state):
     """Sets the links `last` and `best`, and keeps the two newest checkpoints and the best one.
     After each save and at each start, since a kill may come before it."""
-    folders = step_folders(out)
-    _, best_step = state.get("best") or (None, 0)
-    best = os.path.join(out, f"step_{best_step or 0:06d}")  # 0: no folder has this name
-    for name, target in (("last", folders[0]), ("best", best)):
-        if target in folders:
-            temp = os.path.join(out, f".{name}.tmp")
-            if os.path.lexists(temp):
-                os.remove(temp)
-            os.symlink(os.path.basename(target), temp)
-            os.replace(temp, os.path.join(out, name))
+    last, *older = step_folders(out)
+    link(out, "last", last)
+    best = None
+    if "best" in state:
+        _, best_step = state["best"]
+        best = os.path.join(out, f"step_{best_step:06d}")  # of step 0 there is none
+    if best in (last, *older):
+        link(out, "best", best)
     launch.fsync(out)  # before older checkpoints go
-    temp = os.path.join(out, ".step.tmp")
-    for folder in folders[2:]:
+    for folder in older[1:]:
         if folder != best:
-            # Rename first: a kill then leaves no folder that looks whole.
-            shutil.rmtree(temp, ignore_errors=True)
-            os.rename(folder, temp)
-    shutil.rmtree(temp, ignore_errors=True)
+            shutil.rmtree(folder)
 
 
-def digest(rows):
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+def link(out, name, folder):
+    """Makes out/name a link to a folder in `out`."""
+    temp = os.path.join(out, f".{name}.tmp")
+    if os.path.lexists(temp):  # of a kill
+        os.remove(temp)
+    os.symlink(os.path.basename(folder), temp)
+    os.replace(temp, os.path.join(out, name))
 
 
 def resume_point(args, inputs):
@@ -497,7 +465,7 @@ def resume_point(args, inputs):
     """
     now = {**vars(args), "ckpt": resolve(args.ckpt)}  # `last` may link to another folder later
     for name, rows in inputs.items():
-        now[f"rows of --{name}"] = digest(rows)
+        now[f"rows of --{name}"] = launch.stable_hash(json.dumps(rows))
     now = json.loads(json.dumps(now))
     folder, state = None, {"step": 0, "settings": now}
     if launch.rank_and_world()[0] == 0 and step_folders(args.out):
@@ -526,7 +494,6 @@ def load_train_state(policy, optimizer, folder):
     """Restores weights and moments, which any number of ranks saved, in place. Collective."""
     state = {"model": trained_state(policy),
              "optimizer": get_optimizer_state_dict(policy, optimizer)}
-    with in_one_line(launch.RunError, f"{folder}/train_state cannot be read"):
-        dcp.load(state, checkpoint_id=os.path.join(folder, "train_state"),
-                 no_dist=launch.rank_and_world()[1] == 1)  # as in save_run
+    dcp.load(state, checkpoint_id=os.path.join(folder, "train_state"),
+             no_dist=launch.rank_and_world()[1] == 1)  # as in save_run
     set_optimizer_state_dict(policy, optimizer, state["optimizer"])
