@@ -51,7 +51,7 @@ import rollout
 import video
 from evaluation import benchmarks, endpoint, results, scores, systems
 from plumbing import data
-from plumbing.data import subtitle_files, task_subtitles
+from plumbing.data import task_subtitles
 from plumbing.judge import add_judge_arguments, open_judge
 
 PATIENCE = 1800.0  # seconds that an episode may take before the run ends and prints its stacks
@@ -224,8 +224,10 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
-        files = subtitle_files(argparse.Namespace(subtitles=mode, video_root=root), (root, tasks))
-        texts = results.digest_of_files(os.path.join(*file) for file in files)
+        names = []
+        if mode != "none":
+            names = [task["subtitles"] for task in tasks if task.get("subtitles")]
+        texts = results.digest_of_files(video.resolve(name, root) for name in names)
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         done = set(results.read_records(out, digest))
         tasks = tasks[: args.limit or None]
@@ -334,7 +336,6 @@ def evaluate(args):
     if rank == 0:
         folders = [(suite.bench, suite.out) for suite in suites]
         failed = results.finish(args.out, folders, args, args.ckpt or args.model)
-    launch.unlock()
     if failed:  # after the table and the summary
         print(launch.printable(failed), file=sys.stderr, flush=True)
     if world > 1 or args.ckpt:  # the other ranks wait here for the summary of rank 0

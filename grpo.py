@@ -66,7 +66,6 @@ import rollout
 import video
 from engine import EngineLoop
 from plumbing import arguments, checkpoint, data
-from plumbing.data import subtitle_files
 from plumbing.judge import add_judge_arguments, open_judge
 from plumbing.log import TRACKERS, Log, check_tracker, episode_row, summarise
 
@@ -599,7 +598,6 @@ def setup(args):
     if not records:
         tasks = read_data(args.data)
     val_tasks = read_data(args.val)
-    subtitle_files(args, (args.data, tasks), (args.val, val_tasks))
     folder_of_rollouts = os.path.join(args.out, "rollouts")
     launch.make_out(folder_of_rollouts)
     launch.lock(args.out)

@@ -57,7 +57,9 @@ def run_main(main):
     except RunError as error:
         code, text = 1, one_line(error)
     except OSError as error:  # a disk, a network: the file and the reason say it all
-        code, text = 1, f"{error.filename or 'a file'}: {one_line(error)}"
+        code, text = 1, one_line(error)
+        if error.filename:  # a full disk has none
+            text = f"{error.filename}: {text}"
     except KeyboardInterrupt:
         code, text = 130, "interrupted"
     except Exception as error:
@@ -194,13 +196,9 @@ def quiet_libraries():
 
 def cores():
     """Cores for this rank: its share of those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        allowed = len(os.sched_getaffinity(0))
-    else:
-        allowed = os.cpu_count()
     # torchrun says how many ranks this machine has; other launchers may not.
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", 1)
-    return max(1, allowed // int(ranks))
+    return max(1, len(os.sched_getaffinity(0)) // int(ranks))
 
 
 def use_gpu(cpu=False):
@@ -253,7 +251,6 @@ def end_process_group(engine=None, code=0):
     ranks it does not return, nor with an exit code above 0."""
     import torch.distributed as dist
 
-    unlock()
     several = rank_and_world()[1] > 1
     if engine:
         any_rank(False)  # a barrier: closing vLLM may end the group, and rank 0 may still write
@@ -371,8 +368,7 @@ def read_row(line, required, fault):
     """A line of JSONL -> (row, why it cannot be used, or None)."""
     try:
         row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is no text
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return None, f"not JSON ({error}); tools/convert.py reads arrays, CSV and parquet"
     for name in required:
         if not isinstance(row, dict) or name not in row:
@@ -383,14 +379,18 @@ def read_row(line, required, fault):
 def batch_indices(step, batch_size, rows, seed):
     """Rows of one global batch: a window of the endless stream of shuffled epochs. It depends on
     (step, seed) alone, so every rank and every resumed run draws the same rows."""
-    first, end = step * batch_size, (step + 1) * batch_size
-    stream = []
-    for epoch in range(first // rows, (end - 1) // rows + 1):  # 8,000 rows take 8 ms
-        order = list(range(rows))
-        random.Random(f"{seed}/{epoch}").shuffle(order)  # a str seed is the same everywhere
-        stream += order
-    skipped = first // rows * rows  # of the epochs before
-    return stream[first - skipped:end - skipped]
+    picked = []
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, place = divmod(position, rows)
+        picked.append(epoch_order(epoch, rows, seed)[place])
+    return picked
+
+
+@functools.lru_cache(2)  # 8,000 rows take 8 ms
+def epoch_order(epoch, rows, seed):
+    order = list(range(rows))
+    random.Random(f"{seed}/{epoch}").shuffle(order)  # a str seed is the same everywhere
+    return order
 
 
 def join_key(*parts):
@@ -417,8 +417,8 @@ def make_out(path):
 
 
 def lock(out, name=".lock"):
-    """Keeps the folder `out` for this run until unlock() or the end of the process. Raises
-    UserError if another run writes there. Rank 0 holds it for all ranks."""
+    """Keeps the folder `out` for this process until its end. Raises UserError if another process
+    writes there. Rank 0 holds it for all ranks."""
     import filelock
 
     if os.environ.get("RANK", "0") != "0":
@@ -430,16 +430,10 @@ def lock(out, name=".lock"):
     except filelock.Timeout:
         raise UserError(f"--out {out}: another run writes there; wait for its end, or choose "
                         "another --out") from None
-    locks.append(held)  # a lock ends with its object
+    locks.append(held)
 
 
-locks = []
-
-
-def unlock():
-    """Lets go of the folders that this process has locked."""
-    while locks:
-        locks.pop().release(force=True)
+locks = []  # a lock ends with its object
 
 
 def fsync(path):
@@ -466,18 +460,13 @@ def write_atomic(path, content):
     """Writes a text or bytes: the final name appears once the file is whole on the disk."""
     if isinstance(content, str):
         content = content.encode()
-    temp = f"{path}.tmp{os.getpid()}"
-    try:
-        with open(temp, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
-        fsync(os.path.dirname(os.path.abspath(path)))  # else a power loss may take the new name
-    except OSError as error:  # of a full disk has no name, and users are told one
-        with contextlib.suppress(OSError):
-            os.remove(temp)
-        raise OSError(error.errno, why(error), path) from None
+    temp = f"{path}.tmp"  # of a kill; the same command writes it anew
+    with open(temp, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temp, path)
+    fsync(os.path.dirname(os.path.abspath(path)))  # else a power loss may take the new name
 
 
 @functools.cache

@@ -51,7 +51,7 @@ import video
 from agent_tools import TOOLS, CropVideo
 from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
 from plumbing import arguments, data
-from plumbing.data import subtitle_files, task_subtitles
+from plumbing.data import task_subtitles
 from plumbing.judge import add_judge_arguments, open_judge
 from video import VideoSource
 
@@ -687,11 +687,7 @@ def agent_settings(args, data_path):
 
 def check_context(codec, tasks, agent, source, frames):
     """Raises UserError if the context cannot hold the largest prompt of the first task whose video
-    can be read, or is longer than the checkpoint's positions. Called before weights are loaded."""
-    max_positions = data.max_positions(codec)
-    if agent.max_model_len > max_positions:
-        raise launch.UserError(f"--max-model-len {agent.max_model_len}: the checkpoint has "
-                               f"{max_positions} positions; lower it (for toy.py: --preset toy)")
+    can be read. Called before weights are loaded."""
     # Prompts differ little in length, but for subtitles, so the first readable task stands for all.
     for task in tasks[:8]:
         spec = source.overview_spec(task, max_num_frames(frames))
@@ -812,7 +808,6 @@ def main():
 
     # Everything that can be wrong with the input is found before the engine is loaded.
     tasks = data.read_tasks(args.data)[:args.limit or None]
-    subtitle_files(args, (args.data, tasks))
     agent, source = agent_settings(args, args.data)
     ckpt = checkpoint.resolve(args.ckpt)
     rows = rows_so_far(args, tasks, ckpt)

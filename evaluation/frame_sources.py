@@ -8,6 +8,7 @@ evaluation/frame_sources.py (tests/test_protocols.py): which frames a system is 
 Reads videos and subtitles. Writes no file.
 """
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,20 @@ import launch
 import rollout
 import video
 from evaluation import qwen_vl_sampling
-from plumbing.data import written_lines
+
+
+def written_lines(path):
+    """Text of an SRT file as the paper's driver shows it: every line, repeats too."""
+    with open(path, encoding="utf-8", errors="ignore") as file:
+        blocks = re.split(r"\n\s*\n", file.read().strip())
+    lines = []
+    for block in blocks:
+        # Number and times are the first two lines of a block.
+        for line in block.strip().split("\n")[2:]:
+            line = re.sub("<[^>]+>", "", line).strip()
+            if line:
+                lines.append(line)
+    return "\n".join(lines)
 
 
 @dataclass

@@ -14,7 +14,6 @@ Reads JSONL and files of subtitles; writes nothing. Used by sft.py, rollout.py, 
 import functools
 import html
 import json
-import os
 import re
 import string
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ import video
 
 # What a label must be, for the line that refuses one.
 LABELS = {
-    "mcq": "the letter of one of the task's options",
+    "mcq": "the capital letter of one of the task's options",
     "open": "a text with a letter or a digit, and no tags",
     "list": "items in order, commas between, a letter or a digit",
     "grounding": "[start, end] in seconds, 0 <= start < end",
@@ -47,36 +46,6 @@ def bare_options(options):
             return [option.strip() for option in options]
         bare.append(option[label.end():].strip())
     return bare
-
-
-def answer_letters(answer, options):
-    """A published answer -> (the letter that it is, the letter of the option whose text it is), ""
-    for none. The letter may be written "B", "b", "(B)" or "B."; of equal texts the first counts.
-
-    The two differ if options are letters themselves: "c" of the options e, c, a is C, or the text
-    of B. Only the file knows, see unclear_labels.
-    """
-    answer = str(answer).strip()
-    letters = string.ascii_uppercase[:len(options)]
-    by_letter, by_text = "", ""
-    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
-    if label and label[1].upper() in letters:
-        by_letter = label[1].upper()
-    if answer in options:
-        by_text = letters[options.index(answer)]
-    return by_letter, by_text
-
-
-def unclear_labels(answers):
-    """Pairs of answer_letters, of one file -> which of them cannot be read: those that are the
-    letter of one option and the text of another, if other answers can only be letters. If all other
-    answers are texts, the text counts."""
-    only_letters = any(by_letter and not by_text for by_letter, by_text in answers)
-    unclear = []
-    for by_letter, by_text in answers:
-        differ = by_letter and by_text and by_letter != by_text
-        unclear.append(bool(only_letters and differ))
-    return unclear
 
 
 def read_tasks(path, faults=None, unlabelled=False):
@@ -103,10 +72,6 @@ def task_fault(row, unlabelled=False):
     for name in ("video", "question", "answer", "type"):
         if name not in row:
             return f"missing {name!r}"
-    if not isinstance(row["question"], str):
-        return "question must be a text"
-    if not isinstance(row.get("subtitles") or "", str):
-        return "subtitles must be the path of a file, or null"
     evidence = row.get("evidence") or []
     if not isinstance(evidence, list) or not all(is_span(window) for window in evidence):
         return "evidence must be a list of windows [start, end] in seconds, or null"
@@ -116,30 +81,10 @@ def task_fault(row, unlabelled=False):
     if len(options) > 26:  # the rest would have no letter
         return f"{len(options)} options; there are letters for 26"
     # The type chooses the reward, so a misspelt one must not pass.
-    if row["type"] not in list(LABELS):  # JSON may hold any value
+    if row["type"] not in LABELS:
         return f"type is {row['type']!r}; expected {', '.join(LABELS)}"
     if row["answer"] is None and unlabelled:
         return None
-    return label_fault(row, options)
-
-
-def label_fault(row, options):
-    """-> None, or why the answer of a task can never be paid, or is another than was meant."""
-    # "(B) x" as the first option would be shown as A. Initials of names ("J. Cole", "B. Dylan") are
-    # seldom all different and of the first letters.
-    labels = [re.match(r"\s*\(?([A-Z])[.):]\s", option) for option in options]
-    if len(options) > 1 and all(labels):
-        written = [label[1] for label in labels]
-        first = set(string.ascii_uppercase[:len(options) + 2])
-        in_order = written == list(string.ascii_uppercase[:len(options)])
-        if not in_order and len(first.intersection(written)) == len(options):
-            return "options have labels that are not A, B, .. in order"
-    # "A" of the options C, B, A is the first, since the label of a task is a letter. But "c" of the
-    # options e, c, a was meant as a text, as published rows have it.
-    by_letter, by_text = answer_letters(row["answer"], options)
-    if row["type"] == "mcq" and by_letter and by_text not in ("", by_letter):
-        if row["answer"].strip() != by_letter:
-            return f"the answer {row['answer']!r} is the letter of one option, the text of another"
     if not label_earns_all(row, options):
         return (f"the answer {str(row['answer'])[:80]!r} earns no full reward when the model gives "
                 f"it: of type {row['type']} it must be {LABELS[row['type']]}")
@@ -163,11 +108,10 @@ def label_earns_all(row, options):
         if not is_span(label):
             return False
         label = f"{label[0]:.6f} - {label[1]:.6f}"
-    if not isinstance(label, str) or not label.strip():
-        return False
     if row["type"] == "mcq":
-        letters = string.ascii_uppercase[: len(options)]
-        return label.strip().upper() in list(letters)
+        return label in list(string.ascii_uppercase[:len(options)])
+    if not isinstance(label, str):
+        return False
     body = rewards.final_answer([f"<answer>{label}</answer>"], think_open=False)
     return rewards.accuracy(body, row) > 0.999
 
@@ -208,30 +152,6 @@ def check_tasks(tasks, source):
 # Rows of either kind
 
 
-def missing_videos(names, root, share, path):
-    """Names of videos of a data file -> those that are not there. Raises UserError if they are more
-    than this share: a disk that is not mounted, or a folder that is not the right one."""
-    def is_missing(name):
-        return not os.path.exists(video.resolve(name, root))
-
-    names = sorted(set(names))
-    with ThreadPoolExecutor(16) as pool:  # a server of files takes a millisecond for each
-        missing = {name for name, gone in zip(names, pool.map(is_missing, names)) if gone}
-    if len(missing) > share * len(names):
-        raise launch.UserError(f"{path}: {len(missing)} of {len(names)} videos are not below "
-                               f"{root}, as {min(missing)}; is each disk mounted?")
-    return missing
-
-
-def max_positions(codec):
-    """Tokens that a context of this checkpoint may have; inf if its positions are stretched."""
-    text = codec.config.text_config
-    # Positions that are stretched (yarn) may be more than max_position_embeddings.
-    if text.rope_parameters.get("rope_type", "default") != "default":
-        return float("inf")
-    return text.max_position_embeddings
-
-
 def balance_over_ranks(items, cost, rank, world):
     """This rank's part of a batch. Items are dealt out by falling cost, each to the rank with the
     least work so far."""
@@ -259,26 +179,19 @@ def report_check(faults, path):
 
 # Columns of other trainers' formats. They would change nothing, silently.
 UNREAD = ("videos", "images", "audios", "system", "documents", "chat_template_kwargs")
-MESSAGE = {"role", "content", "id", "name", "tool_call_id"}  # ids change nothing
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGE = ("role", "content", "id", "name", "tool_call_id")  # ids change nothing
 # "trusted" marks a program's own text, which may hold special tokens. Data may not.
-TEXT = {"type", "text"}
-OVERVIEW = {"type", "video", "frames"}
-WINDOW = {"type", "video", "start", "end", "fps", "max_frames", "num_frames"}
+TEXT = ("type", "text")
+OVERVIEW = ("type", "video", "frames")
+WINDOW = ("type", "video", "start", "end", "fps", "max_frames", "num_frames")
 
 
 def read_chats(path, faults=None):
     """SFT JSONL -> rows, checked as by read_tasks."""
     def fault(row):
-        for name in UNREAD:
-            if row.get(name):
-                return f"a column {name!r}, which is not read; tools/convert.py reads such rows"
-        if "messages" not in row:
-            return "missing 'messages': a task is for grpo.py and eval.py"
-        tools = row.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            return "'tools' must be a list of tools, or null"
-        row["messages"] = without_nulls(row["messages"])
-        return chat_fault(row["messages"])
+        row["messages"] = without_nulls(row.get("messages"))
+        return chat_fault(row)
 
     return launch.read_jsonl(path, ("id",), fault, faults)
 
@@ -293,26 +206,24 @@ def without_nulls(value):
     return value
 
 
-def chat_fault(messages):
-    """-> None, or the reason why a chat of these messages cannot be trained on."""
-    if not isinstance(messages, list) or not messages:
-        return "'messages' must be a list with at least one message"
+def chat_fault(row):
+    """-> None, or the reason why a chat cannot be trained on."""
+    for name in UNREAD:
+        if row.get(name):
+            return f"a column {name!r}, which is not read; tools/convert.py reads such rows"
+    if not isinstance(row.get("tools") or [], list):
+        return "'tools' must be a list of tools, or null"
+    if not isinstance(row["messages"], list) or not row["messages"]:
+        return "missing 'messages': a task is for grpo.py and eval.py"
     roles = []
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return "every message needs a 'role' and a 'content'"
-        if message["role"] not in ("system", "user", "assistant", "tool"):
-            return f"a role {message['role']!r}"
-        fault = unread_field(message, MESSAGE) or content_fault(message["content"])
+    for message in row["messages"]:
+        if message.get("role") not in ROLES:
+            return f"a role {message.get('role')!r}, not {', '.join(ROLES)}"
+        fault = unread_field(message, MESSAGE) or content_fault(message, "assistant" in roles)
         if fault:
             return fault
-        # The order: chat.encode_chat builds prompt, turn, glue, turn, ..
-        may_show = message["role"] == "tool" or (message["role"] == "user"
-                                                 and "assistant" not in roles)
-        if has_video(message) and not may_show:
-            return ("a video after the first assistant message, outside a tool message, or in a "
-                    "system message")
         roles.append(message["role"])
+    # The order: chat.encode_chat builds prompt, turn, glue, turn, ..
     if "assistant" not in roles:
         return "no assistant message: nothing to learn"
     if roles[0] == "assistant":
@@ -322,31 +233,27 @@ def chat_fault(messages):
     return None
 
 
-def has_video(message):
-    pieces = message["content"]
-    return isinstance(pieces, list) and any(piece["type"] == "video" for piece in pieces)
-
-
-def content_fault(content):
-    """-> None, or why the content of a message cannot be used."""
+def content_fault(message, answered):
+    """-> None, or why the content of a message cannot be used. answered: an assistant message
+    stands before it."""
+    content = message.get("content")
     if isinstance(content, str):
         return None
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         return "content must be a text, or a list of texts and videos"
     for piece in content:
-        # K frames of the whole video, or a window in seconds. video.load checks the numbers.
-        if not isinstance(piece, dict):
-            return "content must be a text, or a list of texts and videos"
-        if piece.get("type") == "text" and isinstance(piece.get("text"), str):
+        if piece.get("type") == "text":
             known = TEXT
-        elif piece.get("type") != "video" or not isinstance(piece.get("video"), str):
+        elif piece.get("type") != "video":
             return "content must be of {'type': 'text', 'text'} and {'type': 'video', 'video', ..}"
+        elif message["role"] != "tool" and (message["role"] != "user" or answered):
+            return ("a video after the first assistant message, outside a tool message, or in a "
+                    "system message")
+        # K frames of the whole video, or a window in seconds. video.load checks the numbers.
         elif "frames" in piece:
             known = OVERVIEW
-        elif "start" in piece and "end" in piece:
-            known = WINDOW
         else:
-            return "a video needs 'frames', or 'start' and 'end'"
+            known = WINDOW
         fault = unread_field(piece, known)
         if fault:
             return fault
@@ -375,73 +282,37 @@ def task_subtitles(task, seconds, root, which):
         return ""
     texts = []
     offset = task.get("subtitle_start") or 0.0
-    for start, end, text in read_subtitles(task["subtitles"], root):
+    for start, end, text in read_subtitles(video.resolve(task["subtitles"], root)):
         spoken = any(start <= second + offset <= end for second in seconds)
         if (spoken or which == "full") and texts[-1:] != [text]:  # a repeat is shown once
             texts.append(text)
     return "\n".join(texts)
 
 
-def check_subtitles(tasks, root):
-    """Reads each subtitle file of the tasks once. Raises UserError for a file that is missing or
-    broken, or that holds no line with a time."""
-    for name in sorted({task["subtitles"] for task in tasks if task.get("subtitles")}):
-        # A silent video may have an empty file, or one with the header WEBVTT alone.
-        path = video.resolve(name, root)
-        if not read_subtitles(name, root) and os.path.getsize(path) > 16:
-            raise launch.UserError(f"{path}: holds no line with times, as SRT, WebVTT or JSON")
-
-
-def subtitle_files(args, *read):
-    """Flags, (data file, its tasks), .. -> files of subtitles that prompts show [(folder, name)].
-    Reads them, and raises UserError for one that is missing or broken."""
-    files = []
-    for path, tasks in read:
-        if tasks and args.subtitles != "none":
-            root = video.root_of(args, path)
-            check_subtitles(tasks, root)
-            files += [(root, task["subtitles"]) for task in tasks if task.get("subtitles")]
-    return files
-
-
-def subtitle_text(path):
-    """File -> its text with plain newlines. Raises UserError."""
+@functools.cache
+def read_subtitles(path):
+    """SRT, WebVTT or JSON file -> [(start, end, text)] in seconds of the file, in time order.
+    Raises UserError naming the file."""
     try:
-        with open(path, "rb") as file:
-            content = file.read()
-        encoding = "utf-8-sig"
-        if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            encoding = "utf-16"
-        return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
-    except (OSError, UnicodeError) as error:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+        # By the first sign, not by the name: in a Hub cache that is a blob's, without an ending.
+        if text.lstrip().startswith(("[", "{")):
+            cues = json_cues(text)
+        else:
+            cues = srt_cues(text)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         # Another encoding is not guessed: a wrong guess shows the model wrong words.
         raise launch.UserError(
             f"{path}: unreadable subtitles ({launch.why(error)}); if they are not UTF-8, convert "
             "them, as with iconv -f GB18030 -t UTF-8, or -f CP1252; or set subtitles to null in "
             "the tasks") from None
-
-
-@functools.cache
-def read_subtitles(name, root=None):
-    """SRT, WebVTT or JSON file -> [(start, end, text)] in seconds of the file, in time order.
-    root: see video.resolve. Raises UserError naming the file."""
-    # The ending is that of the name given: in a Hub cache it is a link to a blob without one.
-    ending = os.path.splitext(name)[1].lower()
-    path = video.resolve(name, root)
-    text = subtitle_text(path)
-    try:
-        if ending in (".json", ".jsonl"):
-            cues = json_cues(text, ending)
-        else:
-            cues = srt_cues(text)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise launch.UserError(f"{path}: unreadable subtitles ({error!r})") from None
     lines, above = [], []  # above: rows of the cue before
     cues.sort(key=lambda cue: cue[0])
     for (start, end, said), following in zip(cues, [*cues[1:], *cues[-1:]]):
         if end is None:  # open: until the next one begins
             end = following[0]
-        rows = plain_rows(said, ending == ".vtt")
+        rows = plain_rows(said)
         # Rolling captions begin a cue with rows of the one before, which stay shown.
         fresh = rows
         if lines and start <= lines[-1][1]:
@@ -455,14 +326,13 @@ def read_subtitles(name, root=None):
     return lines
 
 
-def plain_rows(text, is_vtt):
+def plain_rows(text):
     """Text of a cue -> its rows, without markup."""
     # A tag is a name, a name with attributes, a voice, or a time. "a < b and c > d" holds none.
     text = re.sub(r"<(?:/?[a-z][\w.-]*\s*/?|[a-z]\w*\s[^<>=]*=[^<>]*|(?:v|lang)[.\s][^<>]*"
                   r"|\d+:[\d:.]+)>", "", text, flags=re.IGNORECASE)
     text = re.sub(r"\{\\[^{}]*\}", "", text).replace("\\N", "\n")  # {\an8} and \N are of ASS
-    if is_vtt:
-        text = html.unescape(text)
+    text = html.unescape(text)  # &amp; of WebVTT
     return [" ".join(row.split()) for row in text.split("\n") if row.strip()]
 
 
@@ -481,43 +351,25 @@ def srt_cues(text):
 
 
 def to_seconds(stamp):
-    """A time of a subtitle: a number, or "[H:]M:S" with a comma or a point -> seconds."""
-    seconds = 0.0
-    for part in str(stamp).replace(",", ".").split(":"):
-        seconds = 60 * seconds + float(part)
-    return seconds
+    """A time of a subtitle, None for none -> seconds."""
+    if stamp is None:
+        return None
+    return rewards.to_seconds(str(stamp).replace(",", "."))
 
 
-def json_cues(text, ending):
+def json_cues(text):
     """As LongVideoBench ships them, {"timestamp": [start, end or null], "text"} or {"start", "end",
-    "line"}, or Video-MME-v2, words with "start_time" and "end_time", one a line -> [(start, end,
-    text)] in seconds of the file."""
-    if ending == ".jsonl":
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    else:
+    "line"}, or Video-MME-v2, words with "start_time" and "end_time", one a line -> [(start, end or
+    None, text)] in seconds of the file."""
+    if text.lstrip().startswith("["):
         rows = json.loads(text)
+    else:
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     cues = []
     for row in rows:
         start, end = row.get("timestamp") or (row.get("start", row.get("start_time")),
                                               row.get("end", row.get("end_time")))
         said = row["text"] if "text" in row else row["line"]
         if start is not None:
-            cues.append((to_seconds(start), end and to_seconds(end), said))
+            cues.append((to_seconds(start), to_seconds(end), said))
     return cues
-
-
-def written_lines(path):
-    """Text of an SRT file as the paper's driver shows it: every line, repeats too."""
-    try:
-        with open(path, encoding="utf-8", errors="ignore") as file:
-            blocks = re.split(r"\n\s*\n", file.read().strip())
-    except OSError as error:
-        raise launch.UserError(f"{path}: unreadable subtitles ({launch.why(error)})") from None
-    lines = []
-    for block in blocks:
-        # Number and times are the first two lines of a block.
-        for line in block.strip().split("\n")[2:]:
-            line = re.sub("<[^>]+>", "", line).strip()
-            if line:
-                lines.append(line)
-    return "\n".join(lines)

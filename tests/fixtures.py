@@ -168,7 +168,6 @@ def start(monkeypatch, capsys):
             code = 0
         except SystemExit as stop:
             code = stop.code
-        launch.unlock()
         return code, *capsys.readouterr()
 
     return start

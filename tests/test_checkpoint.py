@@ -136,24 +136,8 @@ def test_a_download_takes_what_is_loaded_and_no_more(toy, cache, monkeypatch):
 
 @pytest.mark.parametrize("name", ["me/toy", "ParaVT-8B", "a/b/c"])
 def test_a_name_that_is_nowhere_is_one_line(cache, name):
-    with pytest.raises(launch.UserError, match=f"no such folder .*{name}.*nothing from the Hub"):
+    with pytest.raises(launch.UserError, match=f"{name}: no such folder, and nothing from the Hub"):
         checkpoint.resolve(name)
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_a_folder_without_configuration_or_safetensors_is_one_line(toy, tmp_path, missing):
-    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
-    (folder / missing).unlink()
-    with pytest.raises(launch.UserError, match="needs a config.json and .safetensors"):
-        checkpoint.resolve(str(folder))
-
-
-def test_a_card_names_settings_and_no_path_of_this_machine(tmp_path):
-    settings = {"data": str(tmp_path), "ckpt": "me/toy", "lr": 1.0}
-    checkpoint.write_card(str(tmp_path), {"step": 3, "code": "c0ffee", "settings": settings})
-    text = (tmp_path / "README.md").read_text()
-    assert f'"data": "{tmp_path.name}"' in text and str(tmp_path.parent) not in text
-    assert "c0ffee" in text and '"lr": 1.0' in text
 
 
 # ------------------------------------------------------------------------------------------------
@@ -178,7 +162,6 @@ def test_two_and_the_best_are_kept_and_links_follow(tmp_path):
     for step in range(1, 7):
         saved_at(tmp_path, step)
     shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000001_keep")  # a user's copy
-    (tmp_path / ".step.tmp").mkdir()  # of a kill
     checkpoint.tidy(str(tmp_path), {"best": (0.5, 2)})
     assert names_in(tmp_path) == ["best", "last", "step_000001_keep", "step_000002", "step_000005",
                                   "step_000006"]
@@ -187,7 +170,7 @@ def test_two_and_the_best_are_kept_and_links_follow(tmp_path):
     assert checkpoint.resolve(str(tmp_path)) == str(tmp_path / "step_000006")
 
 
-@pytest.mark.parametrize("operation", range(9))
+@pytest.mark.parametrize("operation", range(7))
 def test_a_kill_between_two_operations_loses_no_checkpoint(tmp_path, monkeypatch, operation):
     """Then the next start finds the newest one, and sets the links right."""
     for step in (1, 2, 3):
@@ -197,15 +180,15 @@ def test_a_kill_between_two_operations_loses_no_checkpoint(tmp_path, monkeypatch
         pass
 
     count = 0
-    for name in ("symlink", "replace", "rename", "remove"):
+    for name in ("symlink", "replace", "remove", "unlink", "rmdir"):
         real = getattr(os, name)
 
-        def counted(*args, real=real):
+        def counted(*args, real=real, **more):
             nonlocal count
             count += 1
             if count > operation:
                 raise Killed
-            return real(*args)
+            return real(*args, **more)
 
         monkeypatch.setattr(os, name, counted)
     try:
@@ -243,12 +226,6 @@ def test_a_run_goes_on_only_with_its_settings_and_rows(toy, tmp_path, capsys):
     assert f"{whole}: lr 1.0 (now 2.0)" in capsys.readouterr().out
 
 
-def test_a_folder_without_its_state_is_passed_over(toy, tmp_path):
-    first = saved_at(tmp_path, 1, settings=vars(arguments(toy, tmp_path)))
-    (saved_at(tmp_path, 2) / "state.json").unlink()
-    assert checkpoint.step_folders(str(tmp_path)) == [str(first)]
-
-
 def test_values_on_other_held_out_rows_are_not_compared(toy, tmp_path):
     args = arguments(toy, tmp_path, resume=True)
     _, state = checkpoint.resume_point(args, {"val": ["a"]})
@@ -265,10 +242,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     code = f"import launch; launch.lock({str(tmp_path)!r})"
     again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                            cwd=Path(__file__).parent.parent)
-    launch.unlock()
     assert "another run writes there" in again.stderr
-    again = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
-    assert again.returncode == 0
 
 
 def test_a_published_folder_appears_whole(tmp_path):
@@ -282,9 +256,9 @@ def test_a_published_folder_appears_whole(tmp_path):
 def test_large_weights_become_several_files_with_an_index(tmp_path, monkeypatch):
     import huggingface_hub
 
-    real = huggingface_hub.split_torch_state_dict_into_shards
-    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards",
-                        lambda weights, **more: real(weights, **{**more, "max_shard_size": 100}))
+    real = huggingface_hub.save_torch_state_dict
+    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict",
+                        lambda *given, **more: real(*given, **{**more, "max_shard_size": 100}))
     weights = {name: torch.full((20,), float(i)) for i, name in enumerate("abc")}
     checkpoint.save_files(str(tmp_path), {}, weights)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]

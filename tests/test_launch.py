@@ -66,7 +66,7 @@ def test_a_bad_argument_is_one_line(start, words):
     (b"\xff\xfe", ": 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
      "; tools/convert.py reads parquet"),
     (b"id,video\n1,a.mp4\n", ":1: not JSON (Expecting value: line 1 column 1 (char 0)); tools/con"),
-    (b"\n", ": no rows"), (b'{"id": ' * 10**6, ":1: not JSON ("),
+    (b"\n", ": no rows"),
     (b'\n{"id": 1}\n\n{"id": 0}\n', ":4: a zero"), (None, ": No such file")])
 def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
     path = tmp_path / "data.jsonl"
@@ -75,16 +75,6 @@ def test_a_bad_jsonl_is_named_with_its_line(tmp_path, content, wanted):
     with pytest.raises(launch.UserError) as e:
         launch.read_jsonl(path, ("id",), lambda row: None if row["id"] else "a zero")
     assert str(e.value).startswith(f"{path}{wanted}")
-
-
-def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
-    def full(fd):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left on device: .*rollouts"):
-        launch.write_atomic(str(tmp_path / "rollouts.jsonl"), "text")
-    assert os.listdir(tmp_path) == []
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -5,6 +5,8 @@ Against the dense model: the same function at the start, the gradients of W + 2 
 log-probs once merged; peft reads the files as the same model. Through both scripts: files, going
 on, a second stage that goes on with the adapters of the first.
 """
+import os
+import signal
 import sys
 
 import pytest
@@ -12,8 +14,10 @@ import torch
 from reference import load_policy
 from safetensors.torch import load_file
 
+import grpo
 import launch
 import model
+import sft
 from plumbing import checkpoint
 from tools import merge
 
@@ -154,11 +158,22 @@ def equal(a, b):
 
 
 @pytest.mark.process  # not in one of its own, but three runs
-@pytest.mark.parametrize("script", ["sft", "grpo"])
-def test_a_run_goes_on_as_if_it_had_not_stopped(train, drawn_rewards, script):
-    flags = ("--lora-rank", RANK, "--lr", 1e-2, *("--beta", 0.1) * (script == "grpo"))
-    first = ("--steps", 1, "--warmup", 0, "--min-lr", 1) if script == "sft" else ("--steps", 1)
-    both = (*first[2:], "--steps", 2)
-    straight = train(script, *flags, *both, out="straight")
-    assert not equal(adapters(train(script, *flags, *first, out="halves")), adapters(straight))
-    assert equal(adapters(train(script, *flags, *both, out="halves")), adapters(straight))
+@pytest.mark.parametrize("script", [sft, grpo])
+def test_a_run_goes_on_as_if_it_had_not_stopped(train, drawn_rewards, monkeypatch, script):
+    flags = ["--lora-rank", RANK, "--lr", 1e-2, "--steps", 2]
+    if script is grpo:
+        flags += ["--beta", 0.1]
+    straight = train(script.__name__, *flags, out="straight")
+    name = "forward_backward" if script is sft else "update"
+    real = getattr(script, name)
+
+    def asked_to_stop(*given):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given)
+
+    monkeypatch.setattr(script, name, asked_to_stop)
+    half = train(script.__name__, *flags, out="halves", stopped=True)
+    assert not equal(adapters(half), adapters(straight))
+    monkeypatch.setattr(script, name, real)
+    whole = train(script.__name__, *flags, out="halves")
+    assert equal(adapters(whole), adapters(straight))

@@ -84,17 +84,6 @@ def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     assert [row for *_, row in data_py.read_subtitles(str(tmp_path / "a.srt"))] == [wanted]
 
 
-def test_a_file_that_goes_after_the_check_costs_no_episode(data, tmp_path):
-    tasks, root = data_py.read_tasks(str(data)), str(tmp_path)
-    (tmp_path / "words.srt").rename(tmp_path / "blob")  # as the Hub stores files
-    (tmp_path / "words.srt").symlink_to("blob")
-    data_py.check_subtitles(tasks, root)
-    (tmp_path / "words.srt").unlink()
-    assert data_py.task_subtitles(tasks[0], [8.0], root, "aligned") == "Hello there"
-    data_py.read_subtitles.cache_clear()  # the next start
-    pytest.raises(launch.UserError, data_py.check_subtitles, tasks, root).match("unreadable")
-
-
 @pytest.mark.process
 def test_a_run_ends_with_one_line(toy, data, tmp_path):
     (tmp_path / "words.srt").unlink()
@@ -104,6 +93,3 @@ def test_a_run_ends_with_one_line(toy, data, tmp_path):
         done = run_script(script, *flags, "--data", data, "--out", tmp_path / "r.jsonl")
         assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
         assert "Traceback" not in done.stderr
-    write(tmp_path, subtitles=["words.srt"])
-    with pytest.raises(launch.UserError, match="subtitles must be the path of a file, or null"):
-        data_py.read_tasks(str(data))

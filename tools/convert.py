@@ -182,10 +182,40 @@ def check_question(question):
         raise ValueError("no question")
 
 
+def answer_letters(answer, options):
+    """A published answer -> (the letter that it is, the letter of the option whose text it is), ""
+    for none. The letter may be written "B", "b", "(B)" or "B."; of equal texts the first counts.
+
+    The two differ if options are letters themselves: "c" of the options e, c, a is C, or the text
+    of B. Only the file knows, see unclear_labels.
+    """
+    answer = str(answer).strip()
+    letters = string.ascii_uppercase[:len(options)]
+    by_letter, by_text = "", ""
+    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
+    if label and label[1].upper() in letters:
+        by_letter = label[1].upper()
+    if answer in options:
+        by_text = letters[options.index(answer)]
+    return by_letter, by_text
+
+
+def unclear_labels(answers):
+    """Pairs of answer_letters, of one file -> which of them cannot be read: those that are the
+    letter of one option and the text of another, if other answers can only be letters. If all other
+    answers are texts, the text counts."""
+    only_letters = any(by_letter and not by_text for by_letter, by_text in answers)
+    unclear = []
+    for by_letter, by_text in answers:
+        differ = by_letter and by_text and by_letter != by_text
+        unclear.append(bool(only_letters and differ))
+    return unclear
+
+
 def letters_of(answer, options):
-    """A published answer -> data.answer_letters of it: (letter that it is, letter of the option
+    """A published answer -> answer_letters of it: (letter that it is, letter of the option
     whose text it is), "" for none. "B. two" is a letter too."""
-    by_letter, by_text = data.answer_letters(answer, options)
+    by_letter, by_text = answer_letters(answer, options)
     if not (by_letter or by_text) and re.match(r"\(?[A-Z][).:]\s", answer):
         by_letter = answers.extract_letter(answer, options) or ""
     return by_letter, by_text
@@ -473,10 +503,10 @@ def convert_row(row, frames, max_frames, dropped):
 
 
 def drop_unclear(rows, left_out):
-    """Rows of one file -> those whose labels can be read, see data.unclear_labels."""
+    """Rows of one file -> those whose labels can be read, see unclear_labels."""
     letters = [row.pop("(letters)", ("", "")) for row in rows]
     clear = []
-    for row, is_unclear in zip(rows, data.unclear_labels(letters)):
+    for row, is_unclear in zip(rows, unclear_labels(letters)):
         if is_unclear:
             reason = "the answer is the letter of one option and the text of another"
             left_out.setdefault(reason, []).append(row["id"])

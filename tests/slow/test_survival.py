@@ -245,7 +245,7 @@ def test_reinforcement_learning_killed_draws_the_same_and_learns_the_same(toy, g
     """The same with rollouts of the reference engine, one sequence at a time."""
     steps = 2 * kills + 5
     words = ["grpo.py", "--ckpt", toy / "init", "--data", toy / "rl.jsonl", "--steps", steps,
-             *LIVE, "--frames", "gated", "--max-num-seqs", 1]  # whatever else waits, the same bits
+             *LIVE, "--max-num-seqs", 1]  # whatever else waits, the same bits
     straight, killed = go(0, words, "straight"), go(kills, words, "killed")
     check_killed(straight, killed, steps)
     assert drawn(straight) == drawn(killed) and len(drawn(killed)) == steps
