@@ -65,7 +65,7 @@ import rewards
 import rollout
 import video
 from engine import EngineLoop
-from plumbing import arguments, checkpoint, data
+from plumbing import checkpoint, data
 from plumbing.judge import add_judge_arguments, open_judge
 from plumbing.log import TRACKERS, Log, check_tracker, episode_row, summarise
 
@@ -80,7 +80,7 @@ SHOWN = "total acc fmt kappa not_ok gap gap_sub grad_norm signal_groups rollout_
 
 
 def build_parser():
-    parser = arguments.parser(__doc__)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     # Input and output
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
@@ -127,8 +127,8 @@ def build_parser():
 
 def parse_args():
     parser = build_parser()
-    # A preset changes defaults, which yield to flags. So presets must be known first.
-    early = arguments.parse_early(parser)
+    # Read twice: a preset changes defaults, which any flag still overrides.
+    early = parser.parse_args()
     lr = 2e-6
     if early.preset == "toy":
         lr = 2e-4  # a toy of a million parameters takes large steps

@@ -50,7 +50,7 @@ import rewards
 import video
 from agent_tools import TOOLS, CropVideo
 from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
-from plumbing import arguments, data
+from plumbing import data
 from plumbing.data import task_subtitles
 from plumbing.judge import add_judge_arguments, open_judge
 from video import VideoSource
@@ -743,7 +743,7 @@ def toy_defaults():
 
 
 def parse_args():
-    parser = arguments.parser(__doc__)
+    parser = launch.parser(__doc__)
     add = parser.add_argument_group("what to run").add_argument
     add("--ckpt", required=True, help="checkpoint folder, or OWNER/NAME on the Hub")
     add("--data", default="rl.jsonl", help="task JSONL")
@@ -756,8 +756,8 @@ def parse_args():
     add("--show", type=int, default=0, help="print this many episodes, «sampled» text in marks")
     add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says")
-    # A preset changes defaults, which yield to flags. So the preset must be known first.
-    if arguments.parse_early(parser).preset == "toy":
+    # Read twice: the preset changes defaults, which any flag still overrides.
+    if parser.parse_args().preset == "toy":
         parser.set_defaults(temperature=1.0, **toy_defaults())  # as grpo.py samples the toy
     args = parser.parse_args()
     if os.path.isdir(args.out) or not args.out.endswith(".jsonl"):  # a file of a checkpoint, say

@@ -53,7 +53,6 @@ import numpy as np
 
 import launch
 import video
-from plumbing import arguments
 
 
 def colours():
@@ -442,27 +441,28 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
 
 
 def main():
-    parser = arguments.parser(__doc__)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="of videos, texts and weights")
-    add("--scenes", type=int, default=4, help="scenes of a video, 4 to 32")
-    add("--wrong", type=float, default=0.3,
+    add("--scenes", type=int, default=4, choices=range(4, 33), metavar="N",
+        help="scenes of a video, 4 to 32")
+    add("--wrong", type=launch.amount, default=0.3,
         help="share of demonstrations that look at other scenes than those asked about")
     add("--calls", choices=["turn", "one"], default="turn",
         help="the chats call all windows in one turn, or one a turn")
     add("--crop-response", choices=["summary", "frames"], default="summary",
         help="the response to a call in the chats, as in rollout.py")
-    add("--base-videos", type=int, default=480, help="videos of the base's pretraining split")
-    add("--sft-videos", type=int, default=96, help="videos of the cold-start split")
-    add("--rl-videos", type=int, default=160, help="videos of the RL split, one task each")
-    add("--eval-videos", type=int, default=64, help="videos of the held-out split, one task each")
+    add("--base-videos", type=launch.positive, default=480,
+        help="videos of the base's pretraining split")
+    add("--sft-videos", type=launch.positive, default=96, help="videos of the cold-start split")
+    add("--rl-videos", type=launch.positive, default=160,
+        help="videos of the RL split, one task each")
+    add("--eval-videos", type=launch.positive, default=64,
+        help="videos of the held-out split, one task each")
     add("--base", choices=["qwen3-vl", "qwen3.5"], default="qwen3-vl",
         help="family of the base checkpoint; videos and rows are the same for both")
     args = parser.parse_args()
-    arguments.require_min(1, args, "base_videos", "sft_videos", "rl_videos", "eval_videos")
-    arguments.require_min(0, args, "wrong")
-    arguments.require_min(4, args, "scenes")
     from tqdm import tqdm
 
     launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written

@@ -17,11 +17,11 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
-from plumbing import arguments, checkpoint
+from plumbing import checkpoint
 
 
 def main():
-    parser = arguments.parser(__doc__)
+    parser = launch.parser(__doc__)
     parser.add_argument("ckpt", help="checkpoint of adapters, or a run folder")
     parser.add_argument("--out", required=True, help="folder to write")
     args = parser.parse_args()
