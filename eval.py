@@ -317,7 +317,7 @@ def evaluate(args):
     if needed:
         if sys.stdout.isatty():  # a script that reads stdout gets the table alone
             launch.print0(f"{args.ckpt or args.model} -> {args.out}: loading")
-        codec, engine = make_engine(suites, args, ckpt, system)
+        codec, engine = make_engine(args, ckpt, system)
     # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
     # the checkpoint, so that a refused run leaves no files.
     meta = {**vars(args), "prompt_hash": prompts, "code": launch.our_commit()}
@@ -346,17 +346,13 @@ def evaluate(args):
         sys.exit(1)
 
 
-def make_engine(suites, args, ckpt, system):
-    """-> (codec, engine that samples), made for the largest K of the run. Raises UserError if the
-    context is too small."""
+def make_engine(args, ckpt, system):
+    """-> (codec, engine that samples), made for the largest K of the run."""
     if args.base_url:
         # No ids there: prompts stay messages, and answers stay text.
         return None, endpoint.make_engine(args, system.prefill, system.jpeg)
     codec = chat.load_codec(ckpt)
     largest = max(1, *map(rollout.max_num_frames, args.frames))
-    # Checked now, or every episode would end with status "context".
-    for suite in suites:
-        rollout.check_context(codec, suite.tasks, suite.agent, suite.source, largest)
     # rollout's --frames is one K, ours is a list of them. Here no trainer shares the card.
     flags = {**vars(args), "frames": largest, "gpu_memory_utilization": 0.9, "cpu": False}
     return codec, rollout.make_engine(ckpt, codec, argparse.Namespace(**flags))

@@ -118,9 +118,10 @@ def build_parser():
     # Looking and saving
     add("--save-every", type=int, default=20, help="steps between checkpoints; 0: at the end")
     add("--eval-every", type=int, default=50, help="steps between uses of --val; 0: at the end")
+    add("--patience", type=float, default=1800.0,
+        help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
     add("--track", choices=TRACKERS, help="send the numbers of log.jsonl there too")
-    rollout.add_agent_arguments(parser, tools_flag=False)
-    parser.set_defaults(tools=True)  # RolloutWorkers of `evaluate` try both
+    rollout.add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
     return parser
 
@@ -162,7 +163,7 @@ def group_by_prompt(episodes):
     # Sort by sample, not by time of completion: sums of floats are then the same in every run.
     for episode in sorted(episodes, key=lambda e: e.sample):
         trained = episode.status in ("ok", "context")  # a broken video says nothing of the policy
-        if trained and episode.context is not None and 1 in episode.context.mask:
+        if trained and 1 in episode.context.mask:
             groups.setdefault(episode.group, []).append(episode)
     return list(groups.values())
 
@@ -175,7 +176,7 @@ def set_advantages(group, credit):
     at_tags = [e.reward["paid_fmt"] for e in group]  # [G]
     if credit == "anchor":
         everywhere = [e.reward["paid_task"] + e.reward["paid_base"] for e in group]
-        at_tags = [e.reward["paid_anchor"] for e in group]
+        at_tags = [e.reward["paid_fmt"] - e.reward["paid_base"] for e in group]
     a_task, a_fmt, sigma = rewards.group_advantages(everywhere, at_tags)
     for e, task, fmt in zip(group, a_task, a_fmt):
         e.advantage = {"task": task, "fmt": fmt, "sigma": sigma}
@@ -646,7 +647,7 @@ def train_step(run, episodes, step, args):
     # The trees hold every sampled token once and every prompt once per group.
     trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
     # The frames that the rollouts saw, so that an update reads no file.
-    contexts = [e.context for e in episodes if e.context]
+    contexts = [e.context for e in episodes]
     frames = {f.key: f for context in contexts for f in context.frames}
     # The vision tower is frozen. Features are computed once a step and read by all its forwards.
     features = model.VisionFeatures(run.policy.hf.model.visual, run.worker.codec,

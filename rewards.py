@@ -69,13 +69,13 @@ def score(turns, task, calls, think_open=True, pay=PAPER, verdict=None):
     the text. verdict: of a judge on the answer; None: the rule of the task's type.
 
     -> {"acc", "fmt", "tool": R_acc, R_fmt, R_tool; "paid_task", "paid_fmt": the two weighted parts,
-    from which the advantages are made; "paid_base", "paid_anchor": the two parts of
-    paid_fmt, of R_base and of R_anchor; "total": R;
+    from which the advantages are made; "paid_base": the part of paid_fmt that R_base alone would
+    earn; "total": R;
     "windows": window_scores of the executed calls, if the task has evidence}
     """
     answer = final_answer(turns, think_open)
     acc = accuracy(answer, task) if verdict is None else float(verdict)
-    form = format_reward(turns, calls, think_open, pay)
+    fmt, base = format_reward(turns, calls, think_open, pay)
     executed = [call for call in calls if call["status"] == "ok"]
     parseable = sum(call["parseable"] for call in calls)
     if executed:
@@ -86,16 +86,14 @@ def score(turns, task, calls, think_open=True, pay=PAPER, verdict=None):
     # A term added here reaches the log and the gradient alike. The task part is credited at every
     # sampled token, the format part at the tokens that --format-credit names.
     paid_task = acc + pay.tool_weight * tool
-    paid_fmt = pay.format_weight * form["total"]
-    paid_base = pay.format_weight * form["paid_base"]
+    paid_fmt = pay.format_weight * fmt
     result = {
         "acc": acc,
-        "fmt": form["total"],
+        "fmt": fmt,
         "tool": tool,
         "paid_task": paid_task,
         "paid_fmt": paid_fmt,
-        "paid_base": paid_base,
-        "paid_anchor": paid_fmt - paid_base,
+        "paid_base": pay.format_weight * base,
         "total": paid_task + paid_fmt,
     }
     if task.get("evidence"):
@@ -106,8 +104,8 @@ def score(turns, task, calls, think_open=True, pay=PAPER, verdict=None):
 
 def format_reward(turns, calls, think_open=True, pay=PAPER):
     """
-    R_fmt of one episode -> {"total": R_fmt, "base": R_base, "anchor": R_anchor, "paid_base": what
-    R_fmt would be without R_anchor}. turns, calls, think_open, pay: see score.
+    R_fmt of one episode -> (R_fmt, what it would be without R_anchor). turns, calls, think_open,
+    pay: see score.
 
     R_base: with the Answer Suffix, without it
       the last turn's thought is closed and has 10 characters or more            0.2   0.3
@@ -124,7 +122,7 @@ def format_reward(turns, calls, think_open=True, pay=PAPER):
     or opened again, or if the model wrote a tool response.
     """
     if not turns:
-        return {"total": 0.0, "base": 0.0, "anchor": 0.0, "paid_base": 0.0}
+        return 0.0, 0.0
     texts = [with_forced_start(turn, think_open) for turn in turns]
     orders = ["".join(TAG.findall(text)) for text in texts]  # the tags of each turn
     thoughts = [closed_thought(text) for text in texts]
@@ -168,7 +166,7 @@ def format_reward(turns, calls, think_open=True, pay=PAPER):
         anchor -= pay.gamma
     limit = 0.5 if faked or not balanced else 1.0
     total = min(max(base + pay.anchor * anchor, 0.0), limit)
-    return {"total": total, "base": base, "anchor": anchor, "paid_base": min(base, limit)}
+    return total, min(base, limit)
 
 
 def window_scores(windows, evidence):
@@ -178,27 +176,28 @@ def window_scores(windows, evidence):
 
     -> {"recall": share of the evidence that is looked at, "precision": share of the seconds looked
     at that are evidence (None without windows), "iou": of the two unions, "hit": 1.0 if any window
-    meets the evidence}. All None if the evidence is empty.
+    meets the evidence}.
     """
-    cuts = sorted({second for span in (*windows, *evidence) for second in span})
-    looked = gold = overlap = 0.0  # seconds
-    for a, b in zip(cuts, cuts[1:]):  # no span starts or ends between two cuts
-        in_window = any(start <= a and b <= end for start, end in windows)
-        in_evidence = any(start <= a and b <= end for start, end in evidence)
-        if in_window:
-            looked += b - a
-        if in_evidence:
-            gold += b - a
-        if in_window and in_evidence:
-            overlap += b - a
-    if gold == 0:
-        return {"recall": None, "precision": None, "iou": None, "hit": None}
+    looked = union_seconds(windows)
+    gold = union_seconds(evidence)
+    either = union_seconds([*windows, *evidence])
+    overlap = looked + gold - either
     return {
         "recall": overlap / gold,
         "precision": overlap / looked if looked > 0 else None,
-        "iou": overlap / (looked + gold - overlap),
-        "hit": float(overlap > 0),
+        "iou": overlap / either,
+        "hit": float(overlap > 1e-6),  # a microsecond: sums of floats are not exact
     }
+
+
+def union_seconds(spans):
+    """Seconds that lie in at least one of these (start, end)."""
+    seconds = 0.0
+    covered = -math.inf  # everything before this time is counted
+    for start, end in sorted(map(tuple, spans)):  # JSON has lists
+        seconds += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return seconds
 
 
 # -----------------------------------------------------------------------------
@@ -210,17 +209,21 @@ def with_forced_start(turn, think_open):
     return "<think>\n" + turn if think_open else turn
 
 
+def without_tags(text):
+    """The text without tags of any name. The time of a frame, "<12.5 seconds>", is no tag."""
+    return re.sub(r"<(?![0-9])[^<>]*>", "", text)
+
+
 def has_word(text):
-    """Whether a letter or digit is left without the tags: <answer><b></b></answer> is empty. The
-    time of a frame, "<12.5 seconds>", is no tag."""
-    return any(char.isalnum() for char in re.sub(r"<(?![0-9])[^<>]*>", "", text))
+    """Whether a letter or digit is left without the tags: <answer><b></b></answer> is empty."""
+    return any(char.isalnum() for char in without_tags(text))
 
 
 def closed_thought(text):
     """The text of a turn's only thought; "" unless one opens, closes and holds a word."""
     parts = re.split("(</?think>)", text)  # text, tag, text, ..
     if parts[1::2] == ["<think>", "</think>"] and has_word(parts[2]):
-        return re.sub(r"<(?![0-9])[^<>]*>", "", parts[2]).strip()
+        return without_tags(parts[2]).strip()
     return ""
 
 
@@ -271,18 +274,17 @@ def structural_mask(pieces):
     """
     # Bytes, not ids or decoded text: <think> is one token in Qwen3, <answer> is several.
     text = b"".join(pieces)
-    in_tag = bytearray(len(text))  # 1 where a byte lies in a tag
+    in_tag = set()  # offsets of the bytes that lie in a tag
     for tag in re.finditer(TAG.pattern.encode(), text):
-        for i in range(tag.start(), tag.end()):
-            in_tag[i] = 1
+        in_tag.update(range(*tag.span()))
     mask = []
     at = 0  # offset in bytes of the next token
     for piece in pieces:
         places = range(at, at + len(piece))
-        outside = bytes(text[i] for i in places if not in_tag[i])
+        outside = bytes(text[i] for i in places if i not in in_tag)
         # Part of a word: ASCII, or part of any other character.
         holds_word = re.search(rb"[0-9A-Za-z\x80-\xff]", outside) is not None
-        mask.append(any(in_tag[i] for i in places) and not holds_word)
+        mask.append(not in_tag.isdisjoint(places) and not holds_word)
         at += len(piece)
     if mask:
         mask[-1] = True
@@ -297,7 +299,7 @@ def group_advantages(task, fmt):
     advantages are 0, because the group has no signal, and below 1e-3 they are divided by 1e-3.
     """
     size = len(task)
-    reward = [t + f for t, f in zip(task, fmt, strict=True)]  # R of each rollout
+    reward = [t + f for t, f in zip(task, fmt)]  # R of each rollout
     # Means of the parts add up to the mean of the sum, so the two advantages add up to GRPO's.
     mean = math.fsum(reward) / size
     mean_task = math.fsum(task) / size
@@ -314,8 +316,6 @@ def group_advantages(task, fmt):
 
 # -----------------------------------------------------------------------------
 # Tool calls
-
-MAX_CALL_CHARS = 4000  # a usual call has 100; bounds the work on a body of any text
 
 
 @dataclass
@@ -347,8 +347,6 @@ def parse_tool_calls(text, tools, think_open):
         try:
             if tag is None:
                 raise ValueError("a call must stand between <tool_call> and </tool_call>")
-            if len(body) > MAX_CALL_CHARS:
-                raise ValueError("the call is too long, expected one short call")
             if tag == "tool_code":
                 written = read_code_calls(body, tools)
             else:
@@ -363,9 +361,8 @@ def parse_tool_calls(text, tools, think_open):
 def check_call(name, arguments, tools):
     """A name and an argument dict, whichever dialect they came from -> ToolCall."""
     if name not in tools:
-        # Of a name that the model wrote: printable ASCII, no < or >, thus no tag.
-        name = re.sub(r"[^ -;=?-~]", "", name)[:40]
-        return ToolCall(name, error=f"unknown tool '{name}', expected {' or '.join(tools)}")
+        name = name[:40]
+        return ToolCall(name, error=f"unknown tool {name!r}, expected {' or '.join(tools)}")
     try:
         return ToolCall(name, tools[name].parse(arguments))
     except ValueError as error:
@@ -376,33 +373,30 @@ def read_call(body, closed, tools):
     """The body of a <tool_call> -> (name, arguments). Raises ValueError."""
     body = body.strip()
     if body.startswith("<function="):  # Qwen3.5's XML
-        inner, end, more = body.removeprefix("<function=").partition("</function>")
-        name, _, rest = inner.partition(">")
+        name, _, rest = body.removeprefix("<function=").partition(">")
         pairs = re.findall(r"<parameter=([^<>]+)>([^<]*)</parameter>", rest)
-        whole = end and len(pairs) == rest.count("<parameter=") and not (closed and more)
-        if not whole:
+        if len(pairs) != rest.count("<parameter="):
             raise ValueError("not a whole call, expected <function=..>, its parameters closed")
         return name.strip(), {key.strip(): value.strip() for key, value in pairs}
-    example = f'{{"name": "{next(iter(tools))}", "arguments": {{...}}}}'
     try:
         call, end = json.JSONDecoder().raw_decode(body)
-        if closed and end < len(body):  # without the closing tag, the rest is ignored
-            raise ValueError
-        match call:
-            case {"arguments": str(text)}:
-                call["arguments"] = json.loads(text)  # quoted twice by some templates
-    except (ValueError, RecursionError):  # RecursionError: a thousand brackets
-        raise ValueError(f"not valid JSON, expected {example}") from None
-    match call:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return name, arguments
-    raise ValueError(f"expected one object with name and arguments: {example}")
+        name, arguments = call["name"], call["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)  # quoted twice by some templates
+        # Without the closing tag, text after the object is ignored.
+        whole = end == len(body) or not closed
+    except (ValueError, LookupError, TypeError, RecursionError):  # a thousand brackets: the last
+        whole = False
+    if not (whole and isinstance(name, str) and isinstance(arguments, dict)):
+        example = f'{{"name": "{next(iter(tools))}", "arguments": {{...}}}}'
+        raise ValueError(f"not valid JSON, expected {example}")
+    return name, arguments
 
 
 def read_code_calls(body, tools):
     """The body of a <tool_code>, as print(crop_video(start_time=1, end_time='0:09')) -> (name,
     arguments) of each call, given by name. Nothing is evaluated. Raises ValueError."""
-    found = re.findall(r"(\w+)\s*\(([^()]*)\)", body)
+    found = re.findall(r"\b(\w+)\s*\(([^()]*)\)", body)
     if not found:
         raise ValueError(f"not a whole call, expected {next(iter(tools))}(name=value, ..)")
     calls = []
@@ -414,13 +408,10 @@ def read_code_calls(body, tools):
 
 def to_seconds(value):
     """12.5, "12.5", "MM:SS" or "H:MM:SS" -> seconds. Raises ValueError."""
-    text = str(value).strip()  # str(True) is no number
-    if not re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|([0-9]+:){1,2}[0-9.]+", text):
-        raise ValueError("not a time")
     seconds = 0.0
-    for part in text.split(":"):
+    for part in str(value).split(":"):  # str(True) is no number
         seconds = 60 * seconds + float(part)
-    if abs(seconds) >= 1e9:
+    if not abs(seconds) < 1e9:  # NaN and infinity, too
         raise ValueError("not a time in any video")
     return seconds
 
@@ -458,17 +449,15 @@ def words(text):
 def word_characters(text):
     """The text in lower case, with a blank in place of each character that is no letter, mark,
     digit or one of the signs . - % + #, and without the vowel points of Hebrew and Arabic."""
-    kept = [" "]
+    kept = ""
     for char in unicodedata.normalize("NFKC", text).casefold():
-        # Points (Unicode's classes 10 to 36) are usually left out; the last makes an emoji of "1".
-        if 10 <= unicodedata.combining(char) <= 36 or char == "\ufe0f":
+        if 10 <= unicodedata.combining(char) <= 36:  # points, which are usually left out
             continue
-        kind = unicodedata.category(char)
-        # Hindi, Bengali and Thai write vowels as combining marks, which \w does not match: without
-        # them other words become equal. A mark after a blank is part of a picture.
-        in_word = kind[0] in "LN" or kind in ("Mn", "Mc") and kept[-1] != " "
-        kept.append(char if in_word or char in ".-%+#" else " ")
-    return "".join(kept)
+        # Hindi, Bengali and Thai write vowels as marks (M), which \w does not match: without them
+        # other words become equal.
+        in_word = unicodedata.category(char)[0] in "LNM" or char in ".-%+#"
+        kept += char if in_word else " "
+    return kept
 
 
 def grade_words(answer, gold):
@@ -489,27 +478,25 @@ def bag_of_words(text):
 def grade_list(answer, gold):
     """Share of the places of the longer list that hold the same item in both lists. Unlike F1 of
     words, this pays nothing for a wrong order. A piece without a word is no item."""
-    given = [words(item) for item in answer.split(",") if has_word(item)]
-    wanted = [words(item) for item in gold.split(",") if has_word(item)]
+    given, wanted = list_items(answer), list_items(gold)
     same = sum(a == b for a, b in zip(given, wanted))
     return same / max(1, len(given), len(wanted))
 
 
+def list_items(text):
+    return [words(item) for item in text.split(",") if has_word(item)]
+
+
 def grade_span(answer, gold):
     """IoU of two spans of seconds: the first two times of the answer, as in "12.5 - 20.0"."""
-    times = re.findall(r"[0-9]+(?::[0-9]+)*(?:\.[0-9]+)?", answer)
+    times = re.findall(r"[0-9]{1,5}(?::[0-9]{1,5}){0,2}(?:\.[0-9]+)?", answer)
     if len(times) < 2:
         return 0.0
-    try:
-        return temporal_iou((to_seconds(times[0]), to_seconds(times[1])), gold)
-    except ValueError:  # 1:2:3:4
-        return 0.0
+    return temporal_iou((to_seconds(times[0]), to_seconds(times[1])), gold)
 
 
 def temporal_iou(span, gold):
-    """Intersection over union in [0, 1] of two (start, end) in seconds; no or an empty span: 0."""
-    if span is None or not (span[0] < span[1] and gold[0] < gold[1]):
-        return 0.0
+    """Intersection over union in [0, 1] of two (start, end) in seconds; a reversed span: 0."""
     overlap = min(span[1], gold[1]) - max(span[0], gold[0])
     union = max(span[1], gold[1]) - min(span[0], gold[0])  # the hull: exact for spans that overlap
     return max(0.0, overlap / union)

@@ -140,7 +140,7 @@ def draw_num_frames(frames, seed, step, task_id):
     """--frames (a number, or "gated") -> K of a task in a step. "gated" is nFrames gating: K ~
     Uniform, one draw per prompt and step, so a whole group shares K."""
     if frames != "gated":
-        return int(frames)
+        return frames
     draw = launch.stable_hash("K", seed, step, task_id)  # "K": not the digest of a sampling seed
     return GATED_FRAMES[draw % len(GATED_FRAMES)]
 
@@ -242,13 +242,13 @@ class Episode:
     # context: the prompt or a response does not fit. engine_error: of an endpoint, in evaluation.
     status: str = "ok"  # ok | video_error | context | engine_error
     error: str = None
-    context: Context = None
+    context: Context = field(default_factory=Context)  # empty for a broken video
     think_open: bool = False  # every turn begins inside a thought: forced, or by the template
     turns: list = field(default_factory=list)  # sampled text of each main turn
     pieces: list = field(default_factory=list)  # the same token by token, for tools/view.py
     spans: list = field(default_factory=list)  # [start, end) of a turn's sampled ids in context.ids
     struct: list = field(default_factory=list)  # places in context.ids that carry format credit
-    finish: list = field(default_factory=list)  # per turn: "stop" | "length" | "call" (cut there)
+    finish: list = field(default_factory=list)  # per turn: "stop" | "length"
     calls: list = field(default_factory=list)  # dicts, in the order they were written
     reward: dict = field(default_factory=dict)
     advantage: dict = field(default_factory=dict)
@@ -258,27 +258,25 @@ class Episode:
     notes: dict = field(default_factory=dict)  # for evaluation/: first messages, times; not saved
 
     def fail(self, status, error):
-        """Records how the episode ended, if not well."""
-        self.status, self.error = status, error
+        """Records what went wrong first."""
+        if self.status == "ok":
+            self.status, self.error = status, error
 
     def executed(self):
         """Number of calls that were run."""
         return sum(call["status"] == "ok" for call in self.calls)
 
     def to_dict(self):
-        context = self.context or Context()  # a broken video has none
         own = {name: getattr(self, name) for name in RECORD_FIELDS}
-        return {**own, "K": self.num_frames, **context.record()}
+        return {**own, "K": self.num_frames, **self.context.record()}
 
 
 def from_dict(row):
     """A line of a rollout JSONL -> Episode, without decoded frames: grpo.py --rollouts trains on
     it."""
-    context = None
-    if row["ids"]:
-        items = [chat.VisionItem(**item) for item in row["vision"]]
-        # No compact ids: no engine is asked to go on from a record.
-        context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
+    items = [chat.VisionItem(**item) for item in row["vision"]]
+    # No compact ids: no engine is asked to go on from a record.
+    context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
     own = {name: row[name] for name in RECORD_FIELDS}
     return Episode(num_frames=row["K"], context=context, **own)
 
@@ -293,8 +291,6 @@ class RolloutWorker:
     agent: AgentConfig
     pay: rewards.RewardConfig = rewards.PAPER  # the terms of the reward and their weights
     judge: object = None  # plumbing.judge.Judge, whose verdicts pay open answers; None: F1 of words
-    max_live: int = None  # episodes at once; None: twice the engine's batch
-    open_context: callable = open_context  # of sub-agents; evaluation/ has another
     pump: EngineLoop = None  # of the run, in the copy that the run's episodes are given
 
 
@@ -328,17 +324,15 @@ async def run_episode(episode, worker):
     for turn in range(tool_turns + 1):
         context.add_masked(prefix)  # not sampled, so neither gradient nor credit
         completion = await sample(context, episode, worker, agent.max_new_tokens, turn)
-        record_turn(episode, codec, completion, "stop" if completion.ended else "length")
-        calls = []
-        if agent.tools:  # without tools a model may still write calls; they are text then
-            calls = rewards.parse_tool_calls(completion.text, TOOLS, episode.think_open)
-        records = record_calls(episode, calls, turn)
+        record_turn(episode, codec, completion)
+        records = record_calls(episode, agent, completion.text, turn)
         if turn == tool_turns or not records:
             for record in records:  # they come too late
                 record.update(status="not_run", summary="")
             break
-        # Fan-out: all calls at once.
-        windows = await answer_calls(records, episode, worker)
+        # Fan-out: all calls at once. Their decoding and their tokens share the machine with every
+        # other episode.
+        windows = await asyncio.gather(*[answer_call(r, episode, worker) for r in records])
         # Gather: ONE user turn, in call order, then ONE generation prompt.
         responses = response_context(codec, records, windows, completion.ended, tools)
         # If no token fits after the responses, they are left out: an episode never ends on a tool
@@ -352,7 +346,7 @@ async def run_episode(episode, worker):
 
 async def load_overview(episode, worker):
     """-> (spec, Frames) of the overview; None for a video that cannot be decoded."""
-    source, began = worker.source, time.monotonic()
+    source = worker.source
     spec = source.overview_spec(episode.task, episode.num_frames)
     try:
         # In a thread of the pump: decoding takes seconds, and other episodes go on meanwhile.
@@ -362,8 +356,7 @@ async def load_overview(episode, worker):
     except video.VideoError as error:
         episode.fail("video_error", str(error))
         return None
-    # decode_s: waiting for a thread included.
-    episode.timing.update(decode_s=time.monotonic() - began, video_s=episode.duration)
+    episode.timing["video_s"] = episode.duration
     return spec, frames
 
 
@@ -373,7 +366,7 @@ async def sample(context, episode, worker, max_tokens, *turn):
     agent = worker.agent
     tokens_left = agent.max_model_len - len(context.ids)
     return await worker.pump.sample(context.request(
-        # The name is unique within a run. evaluation/costs.py finds an episode's requests by name.
+        # The name is unique within a run.
         "/".join(map(str, (episode.group, episode.sample, *turn))),
         max_tokens=min(max_tokens, tokens_left),
         temperature=agent.temperature,
@@ -388,8 +381,8 @@ def turn_seed(episode, agent, *turn):
     return launch.stable_hash(*parts) >> 32 & 0x7FFFFFFF
 
 
-def record_turn(episode, codec, completion, finish):
-    """Adds a sampled turn to the episode's context and record. finish: see Episode."""
+def record_turn(episode, codec, completion):
+    """Adds a sampled turn to the episode's context and record."""
     start = len(episode.context.ids)
     episode.context.add_sampled(completion.ids, completion.logps)
     episode.spans.append([start, start + len(completion.ids)])
@@ -401,97 +394,83 @@ def record_turn(episode, codec, completion, finish):
         pieces = [*pieces[:-1], b""]  # the end of the turn is no text
     episode.pieces.append(chat.text_pieces(pieces))
     episode.turns.append(completion.text)
-    episode.finish.append(finish)
+    episode.finish.append("stop" if completion.ended else "length")
 
 
 # -----------------------------------------------------------------------------
 # Calls and responses
 
 
-def record_calls(episode, calls, turn):
-    """[rewards.ToolCall] of a turn -> their records, which the episode holds too."""
+def record_calls(episode, agent, text, turn):
+    """The calls in the text of a turn -> their records, which the episode holds too."""
+    calls = []
+    if agent.tools:  # without tools a model may still write calls; they are text then
+        calls = rewards.parse_tool_calls(text, TOOLS, episode.think_open)
     records = []
+    num_good = 0  # a bad call does not count towards max_parallel, because nothing runs for it
     for call in calls:
         # Every call gets a record, also a bad one: each must be answered, in the order of the text.
         record = {
             "turn": turn, "name": call.name, "start": None, "end": None, "num_frames": None,
             "parseable": call.error is None, "status": "pending", "summary": "", "sub_tokens": 0,
         }
-        if call.error is None:
-            record.update(call.arguments)
-        else:
+        if call.error is not None:
             record.update(status="error", summary=f"error: {call.error}")
+        else:
+            record.update(call.arguments, number=num_good)
+            num_good += 1
+            if num_good > agent.max_parallel:
+                text = f"not run: at most {agent.max_parallel} calls per turn"
+                record.update(status="not_run", summary=text)
         records.append(record)
     episode.calls += records
     return records
 
 
-async def answer_calls(records, episode, worker, tools=TOOLS):
-    """Runs the good calls of a turn, all at once: their decoding and their tokens share the machine
-    with every other episode. -> for each call (spec, Frames) that the main agent shall see, or
-    (None, None) if the response is the record's summary."""
-    jobs = []
-    num_good = 0  # a bad call does not count towards max_parallel, because nothing runs for it
-    for record in records:
-        jobs.append(answer_call(record, num_good, episode, worker, tools))
-        if record["status"] == "pending":
-            num_good += 1
-    return await asyncio.gather(*jobs)
-
-
-async def answer_call(record, number, episode, worker, tools):
-    """One call of answer_calls. number: among the good ones of its turn."""
-    agent = worker.agent
+async def answer_call(record, episode, worker):
+    """Runs a call, if it is good. -> (spec, Frames) that the main agent shall see, or (None, None)
+    if the response is the record's summary."""
     if record["status"] != "pending":
         return None, None
-    if number >= agent.max_parallel:
-        record.update(status="not_run",
-                      summary=f"not run: at most {agent.max_parallel} calls per turn")
-        return None, None
-    tool = tools[record["name"]]
+    tool = TOOLS[record["name"]]
     try:
         spec = tool.spec(record, episode.task, episode.duration)
         frames = await worker.pump.load(worker.source.load, spec)
     except video.VideoError as error:
         # Only the reason, since the whole text holds a path on this machine.
-        why = f"error: the window could not be read ({error.why})"
-        record.update(status="video_error", summary=why)
+        record.update(
+            status="video_error", summary=f"error: the window could not be read ({error.why})")
+        # That says nothing of the policy, so the episode goes on, and is not trained on.
+        episode.fail("video_error", f"a call: {error}")
         return None, None
     except ValueError as error:  # the tool's or the video's: no part of it lies in the video
         record.update(status="error", summary=f"error: {error}")
         return None, None
     if "start" in spec:
         record.update(start=spec["start"], end=spec["end"])  # clamped
-    seconds = [round(float(second), 3) for second in frames.seconds]
-    if tool.answered_by(agent.crop_response) == "main":
-        record.update(status="ok", frames_seen=len(seconds), seconds_seen=seconds)
+    if tool.answered_by(worker.agent.crop_response) == "main":
+        seconds = [round(float(second), 3) for second in frames.seconds]
+        record.update(status="ok", seconds_seen=seconds)
         return spec, frames
-    context = worker.open_context(  # a sub-agent has no tools
-        worker.codec, sub_messages(episode.task, spec), [spec], [frames]
-    )
-    record.update(await ask_sub_agent(context, episode, worker, record["turn"], number))
-    if record["status"] == "ok":
-        record["frames_seen"] = len(seconds)
+    record.update(await ask_sub_agent(spec, frames, episode, worker, record))
     return None, None
 
 
-async def ask_sub_agent(context, episode, worker, turn, number):
+async def ask_sub_agent(spec, frames, episode, worker, record):
     """The same weights in a fresh context that holds one window -> what the record of the call says
     of the result."""
     agent, codec = worker.agent, worker.codec
     began = time.monotonic()
+    messages = sub_messages(episode.task, spec)
+    context = open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
     if len(context.ids) >= agent.max_model_len:
         return {"status": "error", "summary": "error: the window does not fit into the context"}
-    completion = await sample(context, episode, worker, agent.sub_max_new_tokens, turn, number)
-    if completion.error:  # of an endpoint
-        # The model does not see the error, which is about machines and not about the video.
-        why = "error: the window could not be looked at"
-        return {"status": "engine_error", "error": completion.error, "summary": why}
+    place = record["turn"], record["number"]
+    completion = await sample(context, episode, worker, agent.sub_max_new_tokens, *place)
     # Only the text after the thought is returned: the main agent's context stays small. A thought
     # that never closes holds no summary. A Thinking checkpoint's template opens one.
     _, closed, summary = completion.text.rpartition("</think>")
-    opens_thought = codec is not None and codec.opens_thought
-    if "<think>" in summary or (opens_thought and not closed):
+    if "<think>" in summary or (codec.opens_thought and not closed):
         summary = ""
     context.add_sampled(completion.ids, completion.logps)
     return {
@@ -505,7 +484,7 @@ async def ask_sub_agent(context, episode, worker, turn, number):
 
 def response_context(codec, records, windows, ended, tools):
     """ALL responses of a turn, in call order, as ONE user turn with ONE generation prompt ->
-    Context of these alone. windows: of answer_calls. ended: the turn has its end; else the glue
+    Context of these alone. windows: of answer_call. ended: the turn has its end; else the glue
     adds one."""
     glue, replies = Context(), []
     for record, (spec, frames) in zip(records, windows):
@@ -535,16 +514,6 @@ def run(worker, tasks, frames=64, group=1, step=0, play=run_episode, pump=None, 
     for a caller that watches it. done: (group, sample) of episodes to leave out.
     """
     worker = replace(worker, pump=pump or EngineLoop(worker.engine, video.decode_threads()))
-    counts = collections.Counter()  # group -> rollouts so far
-    rollouts = []
-    for task in tasks:
-        # A batch across two epochs may hold a task twice. The rollouts then form one larger group,
-        # and their numbers go on, so that their seeds differ.
-        name = launch.join_key(step, task["id"])
-        for _ in range(group):
-            if (name, counts[name]) not in done:
-                rollouts.append((task, name, counts[name]))
-            counts[name] += 1
 
     async def play_and_score(task, name, number):
         num_frames = draw_num_frames(frames, worker.agent.seed, step, task["id"])
@@ -552,14 +521,22 @@ def run(worker, tasks, frames=64, group=1, step=0, play=run_episode, pump=None, 
         with launch.naming(task["id"]):  # an error names the sample
             episode = await play(Episode(task, name, number, num_frames, step), worker)
             episode.timing["total_s"] = time.monotonic() - began
-            check_calls(episode)
             return await score_episode(episode, worker.pay, worker.judge)
 
-    # A generator: an episode exists only once there is room for it. More of them than the engine's
-    # batch keep the batch full while some of them decode, or wait for a judge.
-    coroutines = (play_and_score(*rollout) for rollout in rollouts)
-    max_live = worker.max_live or 2 * worker.engine.max_seqs
-    finished = in_flight(worker.pump, coroutines, max_live)
+    def coroutines():
+        counts = collections.Counter()  # group -> rollouts so far
+        for task in tasks:
+            # A batch across two epochs may hold a task twice. The rollouts then form one larger
+            # group, and their numbers go on, so that their seeds differ.
+            name = launch.join_key(step, task["id"])
+            for _ in range(group):
+                if (name, counts[name]) not in done:
+                    yield play_and_score(task, name, counts[name])
+                counts[name] += 1
+
+    # An episode exists only once there is room for it. More of them than the engine's batch keep
+    # the batch full while some of them decode, or wait for a judge.
+    finished = in_flight(worker.pump, coroutines(), 2 * worker.engine.max_seqs)
 
     async def next_episode():
         return await anext(finished, None)
@@ -572,15 +549,6 @@ def run(worker, tasks, frames=64, group=1, step=0, play=run_episode, pump=None, 
             if episode is None:
                 return
             yield episode
-
-
-def check_calls(episode):
-    """A window that does not decode says nothing of the policy: such an episode has failed, and is
-    not trained on."""
-    for call in episode.calls:
-        failed = call["status"] in ("video_error", "engine_error")
-        if failed and episode.status in ("ok", "context"):  # the call's text may have filled it
-            episode.fail(call["status"], f"a call: {call.get('error', call['summary'])}")
 
 
 async def score_episode(episode, pay=rewards.PAPER, judge=None):
@@ -608,11 +576,9 @@ async def score_episode(episode, pay=rewards.PAPER, judge=None):
 
 def episode_text(episode, codec):
     """One episode as text: «sampled» in marks, all else as it was inserted, without the frames."""
-    terms = json.dumps(episode.reward)
     parts = [f"== {episode.group}/{episode.sample} K {episode.num_frames} {episode.status} "
-             f"{terms}\n"]
-    context = episode.context or Context()
-    pairs = zip(context.mask, context.ids)
+             f"{episode.reward}\n"]
+    pairs = zip(episode.context.mask, episode.context.ids)
     for sampled, run_of_pairs in itertools.groupby(pairs, key=lambda pair: pair[0]):
         ids = [i for _, i in run_of_pairs if i != codec.image_pad]
         text = chat.decode(codec, ids, keep_end=True)
@@ -627,15 +593,13 @@ def frames_argument(text):
 
 def max_num_frames(frames):
     """--frames -> the largest K that a run can ask for."""
-    return max(GATED_FRAMES) if frames == "gated" else int(frames)
+    return max(GATED_FRAMES) if frames == "gated" else frames
 
 
-def add_agent_arguments(parser, tools_flag=True):
-    """Arguments of the agent loop, the same in rollout.py, grpo.py and eval.py. tools_flag=False
-    leaves --tools to the caller (eval.py runs both modes)."""
+def add_agent_arguments(parser):
+    """Arguments of the agent loop, the same in every script that plays episodes."""
     add = parser.add_argument_group("agent").add_argument
-    yes_no = argparse.BooleanOptionalAction
-    add("--temperature", type=float, default=0.7, help="of sampling, 0 to 2; 0 = greedy")
+    add("--temperature", type=launch.amount, default=0.7, help="of sampling; 0 = greedy")
     add("--max-new-tokens", type=launch.positive, default=2048, help="tokens per main turn")
     add("--sub-max-new-tokens", type=launch.positive, default=512, help="tokens per summary")
     add("--max-model-len", type=launch.positive, default=32768,
@@ -643,11 +607,10 @@ def add_agent_arguments(parser, tools_flag=True):
     add("--max-turns", type=int, default=3, help="tool turns before the answer turn; 0: no call")
     add("--max-parallel", type=launch.positive, default=5,
         help="calls run per turn; a further call is answered with a refusal")
-    if tools_flag:
-        add("--tools", action=yes_no, default=True, help="offer the tools of agent_tools.py")
     add("--crop-response", choices=["summary", "frames"], default="summary",
         help="to a call: a sub-agent's summary, or the window's frames")
-    add("--think-prefix", action=yes_no, default=True, help="force <think>\\n in every main turn")
+    add("--think-prefix", action=argparse.BooleanOptionalAction, default=True,
+        help="force <think>\\n in every main turn")
     add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
     add("--subtitles", choices=["aligned", "full", "none"], default="aligned",
         help="of tasks that name a file: lines spoken while a frame of the overview is shown, all, "
@@ -659,67 +622,34 @@ def add_agent_arguments(parser, tools_flag=True):
     add("--chat-template-kwargs", type=json.loads, default={},
         help='JSON, for the template of all agents: {"enable_thinking": false}')
     add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
-    add("--patience", type=float, default=1800.0,
-        help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
 
 
 def agent_settings(args, data_path):
-    """Parsed arguments -> (AgentConfig, VideoSource). data_path: of the task file, None for a
-    benchmark. Raises UserError naming the argument."""
-    # Chained comparisons, because they refuse NaN too. 2 is vLLM's own bound.
-    if not 0 <= args.temperature <= 2:
-        raise launch.UserError(f"--temperature must lie between 0 and 2, got {args.temperature}")
-    if not 0 < args.gpu_memory_utilization < 1:
-        raise launch.UserError("--gpu-memory-utilization must lie between 0 and 1, got "
-                               f"{args.gpu_memory_utilization}")
-    root = video.root_of(args, data_path)
-    if not os.path.isdir(root):
-        raise launch.UserError(f"--video-root {root}: no such folder")
-    agent = AgentConfig(**{f.name: getattr(args, f.name) for f in fields(AgentConfig)})
+    """Parsed arguments -> (AgentConfig, VideoSource). data_path: of the task file, whose folder is
+    the default of --video-root."""
+    # The tools are offered where no flag says otherwise.
+    agent = AgentConfig(**{f.name: getattr(args, f.name, f.default) for f in fields(AgentConfig)})
     spoken = None
     if args.subtitles != "none":
         spoken = partial(task_subtitles, which=args.subtitles)
+    root = video.root_of(args, data_path)
     source = VideoSource(
         root, video.frame_cache(args), max_pixels=args.max_pixels, subtitles=spoken
     )
     return agent, source
 
 
-def check_context(codec, tasks, agent, source, frames):
-    """Raises UserError if the context cannot hold the largest prompt of the first task whose video
-    can be read. Called before weights are loaded."""
-    # Prompts differ little in length, but for subtitles, so the first readable task stands for all.
-    for task in tasks[:8]:
-        spec = source.overview_spec(task, max_num_frames(frames))
-        try:
-            overview, _, subtitles = source.load_overview(spec, task)
-        except video.VideoError:
-            continue  # counted as video_error when the episode of this task comes
-        k = len(overview.seconds)
-        messages = main_messages(task, k, agent.tools, subtitles, agent.crop_response)
-        tools = tool_schema(agent.crop_response) if agent.tools else None
-        tokens = len(open_context(codec, messages, [spec], [overview], tools).ids)
-        if tokens + 32 > agent.max_model_len:  # 32: the shortest thought and answer worth sampling
-            raise launch.UserError(
-                f"--max-model-len {agent.max_model_len} is too small: task {task['id']} with {k} "
-                f"frames takes {tokens} tokens; raise it, or lower --frames or --max-pixels"
-            )
-        return
-
-
-def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
+def make_engine(ckpt, codec, args, sleeping=False):
     """The engine of the arguments. Collective. sleeping: give memory back between rollouts (GPU).
-    windows: (crops that one context may hold beside the overview, frames of each)."""
+    """
     from plumbing import checkpoint  # imports torch, so not at the top
 
     launch.use_gpu(args.cpu)
     # The engine reserves memory for the largest context: all frames that one may hold.
-    num_crops, crop_frames = windows
+    most = max_num_frames(args.frames)
     for tool in TOOLS.values():
         if tool.answered_by(args.crop_response) == "main":
-            num_crops = args.max_turns * args.max_parallel
-            crop_frames = max(crop_frames, tool.max_frames)
-    most = max_num_frames(args.frames) + num_crops * crop_frames
+            most += args.max_turns * args.max_parallel * tool.max_frames
     most = max(most, CropVideo.max_frames)  # the context of a sub-agent
     base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, EngineConfig(
@@ -751,8 +681,7 @@ def parse_args():
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
     add("--num-generations", type=launch.positive, default=1, help="rollouts per task")
-    add("--limit", type=int, default=0, help="tasks; 0 = all")
-    add("--step", type=int, default=0, help="enters seeds and draws of K, as in training")
+    add("--limit", type=launch.positive, help="tasks; default: all")
     add("--show", type=int, default=0, help="print this many episodes, «sampled» text in marks")
     add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says")
@@ -760,44 +689,31 @@ def parse_args():
     if parser.parse_args().preset == "toy":
         parser.set_defaults(temperature=1.0, **toy_defaults())  # as grpo.py samples the toy
     args = parser.parse_args()
-    if os.path.isdir(args.out) or not args.out.endswith(".jsonl"):  # a file of a checkpoint, say
-        raise launch.UserError(f"--out {args.out}: give the name of a file in .jsonl, not a folder")
-    if os.path.realpath(args.out) == os.path.realpath(args.data):
-        raise launch.UserError(f"--out {args.out} would be replaced, but it is --data")
+    if not args.out.endswith(".jsonl"):  # other scripts take a folder
+        raise launch.UserError(f"--out {args.out}: give the name of a file in .jsonl")
     return args
-
-
-# Arguments that a start which goes on may change: they change no episode.
-FREE_ARGUMENTS = {
-    "show", "out", "cpu", "patience", "gpu_memory_utilization", "max_num_seqs", "judge_url",
-    "judge_key_env", "frame_cache_dir", "missing_videos",
-}
 
 
 def rows_so_far(args, tasks, ckpt):
     """The records that an earlier start of the same command has written. Raises UserError for
-    another command, or while another process writes there."""
-    folder, name = os.path.split(os.path.abspath(args.out))
-    launch.make_out(folder)
-    launch.lock(folder, f".{name}.lock")
-    args_path = f"{args.out.removesuffix('.jsonl')}.args.json"
-    settings = {name: value for name, value in vars(args).items() if name not in FREE_ARGUMENTS}
+    another command, which would mix its episodes with these."""
+    from plumbing import checkpoint
+
     # A link such as `last` may lead to other weights by now.
-    settings.update(ckpt=os.path.realpath(ckpt), tasks=launch.stable_hash(json.dumps(tasks)))
-    settings = json.loads(json.dumps(settings))  # as the file holds them
-    paths = [path for path in (args.out, f"{args.out}.part") if os.path.exists(path)]
-    if not paths:
-        content = {**vars(args), "inputs": settings}
-        launch.write_atomic(args_path, json.dumps(content, indent=1))
-        return []
+    now = {**vars(args), "ckpt": os.path.realpath(ckpt), "rows of --data": checkpoint.digest(tasks)}
+    args_path = f"{args.out.removesuffix('.jsonl')}.args.json"
+    if not os.path.exists(args_path):
+        launch.write_atomic(args_path, json.dumps(now, indent=1))
     with open(args_path, encoding="utf-8") as file:
-        before = json.load(file)["inputs"]
-    differ = [name for name in settings if before.get(name) != settings[name]]
+        then = json.load(file)
+    differ = [name for name in now if name not in checkpoint.FREE and now[name] != then.get(name)]
     if differ:
-        raise launch.UserError(f"{paths[0]} holds rollouts of other {', '.join(differ)}: choose "
-                               "another --out, or delete the file")
-    # The finished file, if there is one, holds all; a kill may have come before its .part went.
-    return launch.read_jsonl(paths[0], ("group", "sample"), faults=["a line that a kill has torn"])
+        raise launch.UserError(f"{args_path} is of rollouts with other {', '.join(differ)}: choose "
+                               "another --out")
+    if not os.path.exists(f"{args.out}.part"):
+        return []
+    return launch.read_jsonl(
+        f"{args.out}.part", ("group", "sample"), faults=["a line that a kill has torn"])
 
 
 def main():
@@ -807,32 +723,32 @@ def main():
     from plumbing import checkpoint  # imports torch, which takes seconds: --help answers at once
 
     # Everything that can be wrong with the input is found before the engine is loaded.
-    tasks = data.read_tasks(args.data)[:args.limit or None]
+    tasks = data.read_tasks(args.data)[:args.limit]
     agent, source = agent_settings(args, args.data)
     ckpt = checkpoint.resolve(args.ckpt)
+    folder, name = os.path.split(os.path.abspath(args.out))
+    launch.make_out(folder)
+    launch.lock(folder, f".{name}.lock")
     rows = rows_so_far(args, tasks, ckpt)
-    wanted = len(tasks) * args.num_generations
-    if len(rows) == wanted and os.path.exists(args.out):
-        return launch.print0(f"nothing to do: {args.out} has all {wanted} rollouts")
+    if os.path.exists(args.out):
+        return launch.print0(f"nothing to do: {args.out} is written")
     source.cache.check_present(args, args.data, tasks)
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
-    check_context(codec, tasks, agent, source, args.frames)
-    folder = os.path.dirname(os.path.abspath(args.out))
     judge = open_judge(args, os.path.join(folder, "judge.jsonl"))
     engine = make_engine(ckpt, codec, args)
     worker = RolloutWorker(engine, codec, source, agent, judge=judge)
 
-    began, before = time.monotonic(), len(rows)
     done = {(row["group"], row["sample"]) for row in rows}
-    episodes = run(worker, tasks, args.frames, args.num_generations, args.step, done=done)
+    episodes = run(worker, tasks, args.frames, args.num_generations, done=done)
+    wanted = len(tasks) * args.num_generations
     with open(f"{args.out}.part", "a", encoding="utf-8") as part:
         part.write("\n")  # ends a line that a kill has torn; empty ones are skipped
-        for episode in tqdm(episodes, total=wanted, initial=before, disable=None):
+        for episode in tqdm(episodes, total=wanted, initial=len(rows), disable=None):
             rows.append(episode.to_dict())
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone
-            if len(rows) - before <= args.show:
+            if len(rows) <= args.show:
                 print(episode_text(episode, codec), flush=True)
     # Episodes finish in any order; the file does not depend on that order.
     rows.sort(key=lambda row: (row["group"], row["sample"]))
@@ -841,8 +757,7 @@ def main():
     # Failed episodes stay in the mean: leaving them out would flatter a run.
     total = sum(row["reward"]["total"] for row in rows) / len(rows)
     failed = sum(row["status"] != "ok" for row in rows)
-    print(f"{len(rows) - before} new rollouts in {time.monotonic() - began:.1f} s, {len(rows)} in "
-          f"all -> {args.out} | R {total:.3f} | {failed} not ok")
+    print(f"{len(rows)} rollouts -> {args.out} | R {total:.3f} | {failed} not ok")
     engine.close()  # on a GPU this ends the process
 
 

@@ -125,13 +125,18 @@ def write_video(path, frames, fps=1):
 def told_scenes(scenes, looks):
     """The scenes as far as some frames tell: a scene begins midway between two frames of different
     borders, and one without a frame is not told. looks: ordered indices of frames, one a second."""
-    def at(t):
-        return next(e for e in scenes if t < e["window"][1])
-
-    pairs = [(a, b) for a, b in zip(looks, looks[1:]) if at(a)["border"] != at(b)["border"]]
-    reported = [at(t) for t in (looks[0], *(b for _, b in pairs))]
-    cuts = [0, *((a + b + 1) // 2 for a, b in pairs), scenes[-1]["window"][1]]
-    return [{**e, "window": window} for e, window in zip(reported, zip(cuts, cuts[1:]))]
+    told, starts = [], []
+    for i, t in enumerate(looks):
+        scene = next(scene for scene in scenes if t < scene["window"][1])
+        if not told:
+            starts.append(0)
+        elif scene["border"] != told[-1]["border"]:
+            starts.append((looks[i - 1] + t + 1) // 2)
+        else:
+            continue
+        told.append(scene)
+    ends = [*starts[1:], scenes[-1]["window"][1]]
+    return [{**scene, "window": window} for scene, window in zip(told, zip(starts, ends))]
 
 
 def make_task(name, scenes, border):
@@ -155,7 +160,8 @@ def thought_text(text, rng):
     entropy."""
     remarks = ["Let me see.", "Hm, not sure.", "It is quick.", "Wait, look again.",
                "One more time.", "Go step by step."]
-    text = " ".join([*(rng.choice(remarks) for _ in range(rng.randint(0, 1))), text])
+    if rng.randint(0, 1):
+        text = f"{rng.choice(remarks)} {text}"
     return f"<think>\n{text}\n</think>\n"
 
 
@@ -316,28 +322,34 @@ def chat_template(base="qwen3_vl"):
         "{%- if add_generation_prompt %}{{- '" + start + "' }}{%- endif %}")
 
 
-def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
-    """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+CONTROL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+           "<|video_pad|>"]
+TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+
+
+def fixed_phrases(base, crop_response):
+    """The texts that are the same in every sample: the lines of both prompts, the tool list, JSON
+    or XML around the arguments of a call."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    control = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-               "<|video_pad|>"]
-    tags = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>".split()
-    # The texts that are the same in every sample: the lines of both prompts, the tool list, JSON or
-    # XML around the arguments of a call.
     system = [{"role": "system", "content": rollout.system_prompt(True, crop_response)}]
     rendered = render_jinja_template([system], tools=rollout.tool_schema(crop_response),
                                      chat_template=chat_template(base))[0][0]
     lines = rendered.replace("<|im_start|>system\n", "").replace("<|im_end|>", "").split("\n")
-    lines += [*rollout.SUB_PROMPT.split("\n"), rollout.ANSWER_STYLES["list"],
-              rollout.EMPTY_SUMMARY]
+    lines += [rollout.SUB_PROMPT, rollout.ANSWER_STYLES["list"], rollout.EMPTY_SUMMARY]
     call = ['{"name": "crop_video", "arguments": {"start_time": ', ', "end_time": ']
     if base == "qwen3_5":
         call = ["<function=crop_video>\n<parameter=start_time>\n",
                 "\n</parameter>\n<parameter=end_time>\n", "\n</parameter>\n</function>"]
-    phrases, seconds = [*filter(None, lines), *call], video_seconds(scenes)
+    return [line for line in lines if line] + call
+
+
+def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
+    """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    phrases, seconds = fixed_phrases(base, crop_response), video_seconds(scenes)
     times = [f"<{t}.0 seconds>" for t in range(seconds)]
     if base == "qwen3_5":
         # transformers loads every tokenizer of this model_type with Qwen3.5's own pre-tokenizer,
@@ -346,12 +358,14 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     # Times, numbers and roles are repeated until each becomes one token.
     corpus = [*times, *(f" {t}" for t in range(seconds + 1)), "system\nuser\nassistant"] * 30
     for _ in range(100):
-        rows = sample_chats(make_task("v", *make_scenes(rng, scenes)), rng)
-        for content in (message["content"] for row in rows for message in row["messages"]):
-            text = content if isinstance(content, str) else content[1]["text"]
-            for literal in phrases + control + tags:  # whole tokens already
-                text = text.replace(literal, "\n")
-            corpus.append(text)
+        for row in sample_chats(make_task("v", *make_scenes(rng, scenes)), rng):
+            for message in row["messages"]:
+                text = message["content"]
+                if not isinstance(text, str):
+                    text = text[1]["text"]  # after the frames
+                for literal in phrases + CONTROL + TAGS:  # whole tokens already
+                    text = text.replace(literal, "\n")
+                corpus.append(text)
     core = Tokenizer(models.BPE())
     # Whole numbers and whole time stamps stay in one piece; a word keeps the space before it.
     split = Regex(r"<\d+\.\d seconds>| ?[A-Za-z_]+|\d+|[^\sA-Za-z0-9<]+|\s|<")
@@ -365,20 +379,16 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     # Qwen2Tokenizer and drops ours.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>",
                                         pad_token="<|endoftext|>", model_max_length=4096)
-    tokenizer.add_special_tokens({"additional_special_tokens": control})
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags + phrases])
+    tokenizer.add_special_tokens({"additional_special_tokens": CONTROL})
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS + phrases])
     return tokenizer
 
 
-def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
-               scenes=4, vocab=0, crop_response="summary"):
-    """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
-    vocab: ids of the model, if more than the tokenizer's: published ones are padded, too."""
-    launch.import_shim()
+def random_model(tokenizer, seed, hidden, layers, heads, mlp, base, vocab):
+    """A random model of this model_type in transformers' own class."""
     import torch
     import transformers
 
-    tokenizer = build_tokenizer(rng, base, scenes, crop_response)
     one = tokenizer.convert_tokens_to_ids
     axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
     text = dict(vocab_size=vocab or len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
@@ -397,16 +407,17 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
         config_class = transformers.Qwen3_5Config
         model_class = transformers.Qwen3_5ForConditionalGeneration
         del vision["deepstack_visual_indexes"], text["rope_scaling"], text["rope_theta"]
-        # A quarter of a head is rotated: 16 of 64 dimensions, 8 pairs. Every second layer is
-        # gated-delta, in published checkpoints three of four: with one layer of attention the toy
-        # takes twice the steps to learn to copy a summary. vLLM's kernels for CPUs want heads of
-        # 128 there.
+        # Every second layer is gated-delta, in published checkpoints three of four: with one layer
+        # of attention the toy takes twice the steps to learn to copy a summary.
+        kinds = ["full_attention" if n % 2 else "linear_attention" for n in range(layers)]
+        # A quarter of a head is rotated: 16 of 64 dimensions, 8 pairs. vLLM's kernels for CPUs want
+        # linear heads of 128.
         text |= dict(head_dim=2 * hidden // heads, rope_parameters={
             "mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default",
             "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
             linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128,
             linear_value_head_dim=128, linear_conv_kernel_dim=4, mamba_ssm_dtype="float32",
-            layer_types=(["linear_attention", "full_attention"] * layers)[:layers])
+            layer_types=kinds)
     config = config_class(text_config=text, vision_config=vision,
                           image_token_id=one("<|image_pad|>"), video_token_id=one("<|video_pad|>"),
                           vision_start_token_id=one("<|vision_start|>"),
@@ -417,6 +428,18 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
     # Rows of length 1. With transformers' 0.02 the first layers drown the embeddings, and the toy
     # needs twice the steps.
     torch.nn.init.normal_(policy.get_input_embeddings().weight, std=hidden ** -0.5)
+    return policy
+
+
+def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
+               scenes=4, vocab=0, crop_response="summary"):
+    """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
+    vocab: ids of the model, if more than the tokenizer's: published ones are padded, too."""
+    launch.import_shim()
+    import transformers
+
+    tokenizer = build_tokenizer(rng, base, scenes, crop_response)
+    policy = random_model(tokenizer, seed, hidden, layers, heads, mlp, base, vocab)
     # The same mean and std for images as for videos, because vLLM normalises both with those of the
     # image processor.
     images = transformers.Qwen2VLImageProcessor(
@@ -453,47 +476,45 @@ def main():
         help="the chats call all windows in one turn, or one a turn")
     add("--crop-response", choices=["summary", "frames"], default="summary",
         help="the response to a call in the chats, as in rollout.py")
-    add("--base-videos", type=launch.positive, default=480,
-        help="videos of the base's pretraining split")
-    add("--sft-videos", type=launch.positive, default=96, help="videos of the cold-start split")
-    add("--rl-videos", type=launch.positive, default=160,
-        help="videos of the RL split, one task each")
-    add("--eval-videos", type=launch.positive, default=64,
-        help="videos of the held-out split, one task each")
+    add("--base-videos", type=launch.positive, default=480, help="of the pretraining split")
+    add("--sft-videos", type=launch.positive, default=96, help="of the cold-start split")
+    add("--rl-videos", type=launch.positive, default=160, help="of the RL split, one task each")
+    add("--eval-videos", type=launch.positive, default=64, help="held-out, one task each")
     add("--base", choices=["qwen3-vl", "qwen3.5"], default="qwen3-vl",
         help="family of the base checkpoint; videos and rows are the same for both")
     args = parser.parse_args()
-    from tqdm import tqdm
-
     launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
     # The style has a generator of its own, so that --calls changes nothing else.
     style = random.Random(f"style/{args.seed}")
-    counts = {"base": args.base_videos, "sft": args.sft_videos, "val": 24, "rl": args.rl_videos,
-              "eval": args.eval_videos}
-    rows = {split: [] for split in counts}  # SFT chats, or tasks
+    splits = [("base", "pretrain", args.base_videos), ("sft", "sft", args.sft_videos),
+              ("val", "sft_val", 24), ("rl", "rl", args.rl_videos),
+              ("eval", "eval", args.eval_videos)]
+    print(f"{args.out}: drawing videos", flush=True)
     # Drawn here in one order, and encoded in a second process.
-    bar = tqdm(total=sum(counts.values()), desc="videos", disable=None)
-    with ProcessPoolExecutor(1) as pool, bar:
+    with ProcessPoolExecutor(1) as pool:
         encoded = []
-        for split, count in counts.items():
+        for split, name, count in splits:
+            rows = []  # SFT chats, or tasks
             for i in range(count):
                 # Every split draws its own videos, so that none is seen in two of them.
                 task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes))
-                encoded.append(pool.submit(write_video, os.path.join(args.out, task["video"]),
-                                           draw_frames(task["scenes"], noise)))
-                rows[split] += [task] if split in ("rl", "eval") else sample_chats(
-                    task, style, args.wrong, args.calls == "one", args.crop_response)
-                bar.update()
-        for split, name in zip(counts, ("pretrain", "sft", "sft_val", "rl", "eval")):
-            text = "".join(json.dumps(row) + "\n" for row in rows[split])
+                path = os.path.join(args.out, task["video"])
+                encoded.append(pool.submit(write_video, path, draw_frames(task["scenes"], noise)))
+                if split in ("rl", "eval"):
+                    rows.append(task)
+                else:
+                    rows += sample_chats(
+                        task, style, args.wrong, args.calls == "one", args.crop_response)
+            text = "".join(json.dumps(row) + "\n" for row in rows)
             launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
         parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
                                 base=re.sub("[-.]", "_", args.base),
                                 crop_response=args.crop_response)
-        [video_file.result() for video_file in encoded]  # raises the error of that process
-    print(f"{args.out}: random checkpoint of {parameters / 1e6:.2f} M parameters, videos and rows: "
-          + ", ".join(f"{s} {counts[s]} {len(r)}" for s, r in rows.items()))
+        for video_file in encoded:
+            video_file.result()  # raises the error of that process
+    print(f"{args.out}: {len(encoded)} videos, random checkpoint of {parameters / 1e6:.2f} M "
+          "parameters")
 
 
 if __name__ == "__main__":

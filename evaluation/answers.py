@@ -15,6 +15,7 @@ make them raise. Reads and writes no file.
     >>> match_open("Answer: O(n^2), because it shows two loops.", "O(n²)")
     True
 """
+import itertools
 import re
 import string
 import unicodedata
@@ -57,9 +58,9 @@ def nfkc(text):
     return text.replace("。", ". ").replace("’", "'")
 
 
-def answer_lines(response, blank=False):
+def answer_lines(response):
     """The lines of a response that are graded: of an answer body all, of a turn those after the
-    thought. blank: keep empty lines."""
+    thought."""
     text = answer_or_tail([response]) or ""
     if len(text) > MAX_ANSWER_CHARS:
         return []
@@ -69,7 +70,7 @@ def answer_lines(response, blank=False):
         text = box
     # Single spaces also keep the patterns below from backtracking over long blanks.
     lines = [" ".join(line.split()) for line in nfkc(text).splitlines()]
-    return [line for line in lines if line or blank]
+    return [line for line in lines if line]
 
 
 # -----------------------------------------------------------------------------
@@ -111,18 +112,15 @@ def list_items(text):
 # -----------------------------------------------------------------------------
 # Words
 
-UNITS = (
+NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen"
+    "sixteen seventeen eighteen nineteen twenty"
 ).split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 NEGATIONS = (
     "not no never neither nor cannot cant isnt wasnt arent dont doesnt didnt except wrong incorrect"
 ).split()
-SPELLED = {"%": "percent"}  # words -> one form of them
-SPELLED.update((word, str(number)) for number, word in enumerate(UNITS))
-SPELLED.update((word, str(10 * number)) for number, word in enumerate(TENS, 2))
-COMPOUND = re.compile(rf"\b({'|'.join(TENS)})[ -]({'|'.join(UNITS[1:10])})\b")  # twenty-one
+SPELLED = {word: str(number) for number, word in enumerate(NUMBERS)}  # words -> one form of them
+SPELLED["%"] = "percent"
 
 
 def normalise(text):
@@ -133,19 +131,14 @@ def normalise(text):
     text = re.sub(r"(?<=[^\W\d_])\^\{?(?=[0-9])", "", text)  # n^2, n^{2} -> n2, as NFKC has n²
     text = re.sub("['`]", "", text).replace("−", "-")  # don't -> dont
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,000 -> 1000
-    text = COMPOUND.sub(lambda match: f" {int(SPELLED[match[1]]) + int(SPELLED[match[2]])}", text)
     tokens = []
     sign = r"(?<![^\s.%+#-])"  # where no word ends
     for word in re.findall(
         rf"{sign}-?(?:[0-9]+\.[0-9]+|\.[0-9]+)(?![^\s.%+#-])|{sign}-[0-9]+|%|[^\s.%+#-]+[+#]*",
         rewards.word_characters(text),
     ):
-        # 05 -> 5, 5.0 -> 5, .5 -> 0.5. As text: int() refuses thousands of digits. Without the
-        # possessive repeats a long row of zeros would take quadratic time.
-        number = re.fullmatch(r"(-?)0*+([0-9]*+)(\.[0-9]+)?", word)
-        if number:
-            decimals = (number[3] or "").rstrip("0").rstrip(".")
-            word = number[1] + (number[2] or "0") + decimals
+        if re.fullmatch("-?[0-9]*[.]?[0-9]+", word):
+            word = f"{float(word):.15g}"  # 05 -> 5, 5.0 -> 5, .5 -> 0.5
         tokens.append(SPELLED.get(word, word))
     # If only articles are left, keep them. Otherwise gold "A" would equal "the", and both ".".
     return [token for token in tokens if token not in ("a", "an", "the")] or tokens
@@ -223,16 +216,9 @@ def strip_markdown(text):
     return re.sub("(?<=[!-~])(?=[\u2e80-\u9fff])|(?<=[\u2e80-\u9fff])(?=[!-~])", " ", text)
 
 
-def lists_options(text, letter, letters):
-    """`text` follows the label of an option. -> whether the labels of the next two options follow
-    on the same line, as in the question. letters: of all options."""
-    labels = re.findall(r" \(?([A-Z])[).:]+ ", text[:2000].partition("\n")[0])
-    return letter == "A" and labels != [] and labels[:2] == list(letters[1:3])
-
-
-def named_letters(pattern, text, letters):
+def named_letters(pattern, text):
     """{letter: index after the match} of all letters that a pattern names in text, by last
-    mention. Denied letters are left out, and so is a letter that begins a list of the options."""
+    mention. Denied letters are left out."""
     named, valid, end = {}, True, 0
     for match in pattern.finditer(text):
         at = match.start(match.lastindex)
@@ -243,19 +229,12 @@ def named_letters(pattern, text, letters):
         if valid and not is_denied(text, *match.span()):
             named.pop(text[at].upper(), None)
             named[text[at].upper()] = end
-    # "Answer: A. cat B. dog C. hot dog" repeats the question.
-    single = {
-        letter: end for letter, end in named.items()
-        if not lists_options(text[end:], letter, letters)
-    }
-    if pattern is CAPITAL and single != named:
-        return {}
-    return single
+    return named
 
 
-def stated_letter(pattern, text, letters):
+def stated_letter(pattern, text):
     """{the last letter that a pattern states}, {} if there is none, both letters of "B or C"."""
-    named = named_letters(pattern, text, letters)
+    named = named_letters(pattern, text)
     if not named:
         return set()
     # The last one counts: "The answer is A. No, wait: the answer is C."
@@ -317,7 +296,7 @@ def extract_letter(response, options):
     lines = [strip_markdown(line) for line in answer_lines(response)] or [""]
     # Keep the line breaks: joined by spaces, the A before "The oven .." would read as an article.
     text = "\n".join(lines)
-    declared = stated_letter(DECLARED, text, letters)
+    declared = stated_letter(DECLARED, text)
     # Two labelled lines repeat the options. Then only a bare letter is an answer.
     labels = [LABEL.match(line) for line in lines]
     listing = len({label[1].upper() for label in labels if label}) > 1
@@ -328,11 +307,11 @@ def extract_letter(response, options):
     # A letter alone on the last line answers, whatever option the first line begins with.
     leading = set()
     if not (listing or own_lines[0] or own_lines[-1]):
-        leading = stated_letter(LEADING, text, letters)
+        leading = stated_letter(LEADING, text)
     if declared and len(lines) == len(leading) == 1:
         declared |= leading  # "A. The answer is B" contradicts itself
     alone = set(filter(None, own_lines)) | leading
-    capitals = set(named_letters(CAPITAL, text, letters))
+    capitals = set(named_letters(CAPITAL, text))
     by_text = letters_by_text(" ".join(normalise(text)), texts, letters)
     # The first step that names a letter decides. A later step never breaks a tie.
     for step in (declared, alone, capitals, by_text):
@@ -390,8 +369,6 @@ def extract_span(response):
     if not stated:
         return None
     _, start, end = max(stated)
-    if re.search(":[6-9][0-9]", f"{start} {end}"):  # 0:99 is no time
-        return None
     start, end = rewards.to_seconds(start), rewards.to_seconds(end)
     return (start, end) if start < end else None
 
@@ -420,33 +397,22 @@ def seconds_text(match):
 
 # -----------------------------------------------------------------------------
 # Open answers
+# "It is X": what follows may be the whole answer.
 PREDICATE = re.compile(r"(?i)\b(?:is|are|was|were|it['’]s|that['’]s) (?:(?:an?|the) )?(.+)")
 # "Therefore, the final answer is: X". The last one counts, after any amount of reasoning.
 ANSWER_IS = re.compile(r"(?is)(.*)\banswer[*_ ]*(?:is\b[*_ ]*:?|:)[*_\s]*(.+)")
-# "X. The lens zooms in.", but not the list item "1. The lens zooms in."
-LAST_SENTENCE = re.compile(r"(?s)(.+)(?:\n|(?<![0-9])[.!] )([^\n]+)")
-BECAUSE = re.compile(r"(?is)(.+?),? ((?:because|since) .+)")
-# A reason has one of these words. A sentence without them ("It is X") may be a second answer.
-REASONS = ("because since while when where which who shows show shown showing seen see sees "
-           "visible used using indicates indicating").split()  # fmt: skip
+BECAUSE = re.compile(r"(?is)(.+?),? (?:because|since) (.+)")
 HEDGES = "maybe perhaps possibly probably likely might may could or either unsure guess".split()
-# A sentence with one of these words, a hedge or a negation is another answer, not a reason.
-TURNS = ("actually wait instead rather however but also alternatively correction sorry answer "
-         "another possible").split()  # fmt: skip
-# "It is a pan" and "The technique is a pan" answer again, but "The array is sorted .." explains.
-CLAIM = re.compile(r"(?i)(?:(?:it|this|that)(?:['’]s| is| was)|the \w+ (?:is|was) (?:an?|the)) ")
-# An explanation of many sentences may hold a "not", but none of these.
-RETRACTIONS = "actually wait correction sorry answer alternatively".split()
 SMALL_WORDS = ("of", "the", "and", "in", "for", "a", "an", "on", "to")
 
 
 def is_acronym(short, text):
     """Whether `short` is the initials of `text`: DFS, or FDA of "Food and Drug Administration"."""
-    letters, words = re.sub(r"[.\s]", "", short), re.findall(r"[^\W_]+", text)
-    content = [word for word in words if word.lower() not in SMALL_WORDS]
-    # With and without the small words: FDA, and DOA of "dead on arrival".
-    initials = ["".join(word[0] for word in group).upper() for group in (words, content)]
-    return len(letters) > 1 and letters.isalpha() and letters.isupper() and letters in initials
+    letters = re.sub(r"[.\s]", "", short)
+    words = re.findall(r"[^\W_]+", text)
+    initials = "".join(word[0] for word in words if word.lower() not in SMALL_WORDS)
+    return len(letters) > 1 and letters.isalpha() and letters.isupper() and (
+        letters == initials.upper())
 
 
 def answer_forms(text):
@@ -466,36 +432,25 @@ def same_form(text, gold):
     return tokens != [] and (acronym or tokens == normalise(gold))
 
 
-def is_explanation(text):
-    """Whether the text after a blank line explains the line above: a sentence, longer than an
-    answer would be, which neither takes that line back nor gives another answer."""
-    words, first = normalise(text[:5000]), normalise(re.split(r"[.!?;\n]", text[:1000])[0])
-    new_claim = CLAIM.match(text) and set(REASONS).isdisjoint(first)
-    doubts = {*HEDGES, *NEGATIONS, *TURNS} & set(first) or set(RETRACTIONS) & set(words)
-    # Five words with a full stop, or nine: "Pan along the street" may be a second answer.
-    return len(words) > (4 if re.search(r"[.!?]\s*$", text) else 8) and not new_claim and not doubts
+def is_sure(text):
+    """Whether a text neither hedges nor denies."""
+    return {*HEDGES, *NEGATIONS}.isdisjoint(normalise(text))
 
 
 def statements(text):
-    """The texts that a reply may come down to: the reply, the answer that it declares, and that
-    answer without the reason after it. A reason is one sentence, or all text after a first line and
-    a blank line."""
-    doubt, declared = {*HEDGES, *NEGATIONS, "possible", "another"}, ANSWER_IS.fullmatch(text)
+    """The texts that a reply may come down to: the reply, or the answer that it declares, and the
+    same without "because" and the reason after it."""
+    declared = ANSWER_IS.fullmatch(text)
     # "I doubt that the answer is X" declares no answer. Only the declaring clause is searched for
     # doubt, because the reasoning before may doubt other answers.
-    clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1] if declared else ""
-    if declared and doubt.isdisjoint(normalise(clause)):
-        text = declared[2]
-    (head, _, reason), text = text.strip().partition("\n\n"), re.sub("\n+", "\n", text).strip()
+    if declared:
+        clause = re.split(r"[.;!?\n]", declared[1][-100:])[-1]
+        if is_sure(clause) and "doubt" not in clause:
+            text = declared[2]
     candidates = [text]
-    if "\n" not in head and is_explanation(reason.strip()):
-        candidates.append(head)
-    for pattern in (LAST_SENTENCE, BECAUSE):
-        parts = pattern.fullmatch(text)
-        words = normalise(parts[2][:1000]) if parts else []
-        is_reason = len(words) <= 40 and not set(REASONS).isdisjoint(words)
-        if is_reason and {*doubt, *TURNS}.isdisjoint(words):
-            candidates.append(parts[1])
+    reason = BECAUSE.fullmatch(text)
+    if reason and is_sure(reason[2][:1000]):  # else the reason may take the answer back
+        candidates.append(reason[1])
     return candidates
 
 
@@ -503,13 +458,14 @@ def match_open(response, gold):
     """Whether a free answer says the gold text: equal after normalising, the acronym or the long
     form of the gold text, or the predicate of one short sentence that does not hedge or negate. The
     answer may be declared as such and may have a reason, see `statements`. An empty answer never
-    matches, nor does a part of a text."""
-    forms = answer_forms("\n".join(answer_lines(response)).replace("\n", " "))
-    for statement in statements("\n".join(answer_lines(response, blank=True))):
+    matches, nor does a part of a text. What needs more judgement is asked of a judge."""
+    text = "\n".join(answer_lines(response))
+    forms = answer_forms(text.replace("\n", " "))
+    for statement in statements(text):
         forms += answer_forms(statement.replace("\n", " "))
-        # A text of more than 2,000 characters is no short sentence.
-        tokens, predicate = normalise(statement[:2000]), PREDICATE.search(statement)
-        unsure = set(tokens) & {*HEDGES, *NEGATIONS} or re.search(r"[.;!?] +\w|\n", statement)
-        if predicate and len(statement) < 2000 and len(tokens) <= 20 and not unsure:
+        predicate = PREDICATE.search(statement)
+        one_sentence = len(statement) < 200 and not re.search(r"[.;!?] +\w|\n", statement)
+        if predicate and one_sentence and is_sure(statement):
             forms.append(predicate[1])
-    return any(same_form(form, wanted) for form in forms for wanted in answer_forms(gold))
+    wanted = answer_forms(gold)
+    return any(same_form(*pair) for pair in itertools.product(forms, wanted))

@@ -103,7 +103,7 @@ def open_append(path):
 def tokens_of(episode, usage):
     """Tokens of all requests of an episode: of its ids, or as an endpoint counts them (usage:
     {request id: (prompt tokens, sampled tokens)}); None if it does not."""
-    if episode.context is None:
+    if not episode.turns:
         return 0
     if episode.context.ids:
         subs = [len(call["sub"]["ids"]) for call in episode.calls if "sub" in call]

@@ -258,6 +258,7 @@ async def load_windows(records, calls, episode, worker, fps=1.0, max_frames=16):
             # Only the reason: the text of the error holds a path on this machine.
             record.update(status="video_error",
                           summary=f"error: the window could not be read ({error.why})")
+            episode.fail("video_error", f"a call: {error}")
             return None
         except ValueError as error:  # no part of the window lies in the video
             record.update(status="error", summary=f"error: {error}")
@@ -317,6 +318,7 @@ async def ask_sub_agent(record, frames, episode, worker, turn, number):
     if completion.error:
         record.update(status="engine_error", error=completion.error,
                       summary="error: the window could not be looked at")
+        episode.fail("engine_error", f"a call: {completion.error}")
     elif not summary or answers.never_closed(completion.text, False):
         record["summary"] = rollout.EMPTY_SUMMARY
     else:

@@ -48,8 +48,8 @@ def episode_row(episode):
         row["length"] = sum(episode.context.mask)  # sampled tokens of the main agent
         row["cut_turns"] = episode.finish.count("length") / len(episode.turns)
         # By the paper's terms in every run, so that runs which are paid by others can be compared.
-        row["f_tau"] = rewards.format_reward(
-            episode.turns, episode.calls, episode.think_open)["total"]
+        row["f_tau"], _ = rewards.format_reward(
+            episode.turns, episode.calls, episode.think_open)
     text = "".join(episode.turns)
     for tag in TAGS:
         opened = text.count(f"<{tag}>")

@@ -177,7 +177,7 @@ class ReferenceEngine:
         pass
 
 
-def make_engine(ckpt, codec, args, sleeping=False, windows=(0, 0)):
+def make_engine(ckpt, codec, args, sleeping=False):
     """In the place of rollout.make_engine."""
     base = checkpoint.base_of(ckpt)
     engine = ReferenceEngine(base, codec, max_seqs=args.max_num_seqs)

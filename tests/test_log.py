@@ -51,7 +51,7 @@ def test_the_row_of_an_episode(codec, groups):
     assert first["total"] == called.reward["total"] and "judge_failed" not in first
     # One ruler, whatever the run pays for.
     called.reward["fmt"] = 0.1
-    paper = rewards.format_reward(called.turns, called.calls, called.think_open)["total"]
+    paper = rewards.format_reward(called.turns, called.calls, called.think_open)[0]
     assert log.episode_row(called)["f_tau"] == paper > 0.1
     assert log.episode_row(unclosed)["closed_think"] == 0.0  # the forced prefix opened it
     assert (log.episode_row(cut)["cut_turns"], first["cut_turns"]) == (1.0, 0.0)

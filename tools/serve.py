@@ -112,7 +112,7 @@ class Agent:
         async for event in ask.run_events(episode, replace(self.sampler, agent=agent,
                                                            source=source)):
             if event["event"] == "answer":
-                masks = [episode.context.mask] if episode.context else []
+                masks = [episode.context.mask]
                 masks += [call["sub"]["mask"] for call in episode.calls if "sub" in call]
                 sampled, tokens = sum(map(sum, masks)), sum(map(len, masks))
                 event["usage"] = {"prompt_tokens": tokens - sampled, "total_tokens": tokens,
