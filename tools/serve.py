@@ -275,29 +275,7 @@ def make_app(agent, local=True, key=None):
         pump.pool.shutdown(cancel_futures=True)
 
     app = FastAPI(title="ParaVT", openapi_url=None, lifespan=lifespan)
-    if local:  # a page of another site could reach this server under a name that leads here
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
-
-    @app.middleware("http")
-    async def check_request(request, go_on):
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key and request.url.path != "/":
-            if not secrets.compare_digest(sent.encode(), key.encode()):
-                return error_response(401, "wrong key or none: send Authorization: Bearer KEY")
-        # A page of another site may send a form or plain text unasked, but no JSON.
-        if request.method == "POST":
-            if not request.headers.get("content-type", "").startswith("application/json"):
-                return error_response(415, "send JSON, with Content-Type: application/json")
-        return await go_on(request)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request, error):
-        return error_response(error.status_code, error.detail)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request, error):
-        first = error.errors()[0]
-        return error_response(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    refuse_strangers(app, local, key)
 
     @app.get("/")
     def page():
@@ -328,6 +306,33 @@ def make_app(agent, local=True, key=None):
 
     add_videos(app, agent)
     return app
+
+
+def refuse_strangers(app, local, key):
+    """Adds what a request has to be to come through, and the form of a refusal."""
+    if local:  # a page of another site could reach this server under a name that leads here
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
+
+    @app.middleware("http")
+    async def check_request(request, go_on):
+        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if key and request.url.path != "/":
+            if not secrets.compare_digest(sent.encode(), key.encode()):
+                return error_response(401, "wrong key or none: send Authorization: Bearer KEY")
+        # A page of another site may send a form or plain text unasked, but no JSON.
+        if request.method == "POST":
+            if not request.headers.get("content-type", "").startswith("application/json"):
+                return error_response(415, "send JSON, with Content-Type: application/json")
+        return await go_on(request)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request, error):
+        return error_response(error.status_code, error.detail)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request, error):
+        first = error.errors()[0]
+        return error_response(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
 def add_videos(app, agent):
