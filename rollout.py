@@ -700,7 +700,8 @@ def rows_so_far(args, tasks, ckpt):
     from plumbing import checkpoint
 
     # A link such as `last` may lead to other weights by now.
-    now = {**vars(args), "ckpt": os.path.realpath(ckpt), "rows of --data": checkpoint.digest(tasks)}
+    rows = launch.stable_hash(json.dumps(tasks))
+    now = {**vars(args), "ckpt": os.path.realpath(ckpt), "rows of --data": rows}
     args_path = f"{args.out.removesuffix('.jsonl')}.args.json"
     if not os.path.exists(args_path):
         launch.write_atomic(args_path, json.dumps(now, indent=1))
