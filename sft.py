@@ -55,7 +55,8 @@ def build_parser():
     parser = launch.parser(__doc__)
     add = parser.add_argument_group("input and output").add_argument
     add("--ckpt", required=True, help="checkpoint folder to start from, or a name on the Hub")
-    add("--data", default="sft.jsonl", help="SFT JSONL")
+    add("--data", default="sft.jsonl",
+        help='a chat a line, {"id", "messages"}: of toy.py or tools/convert.py')
     add("--val", help="held-out SFT JSONL; none: no held-out loss, no `best`")
     add("--out", default="sft_out", help="run folder")
     add("--resume", action="store_true", help="go on although settings or rows have changed")
@@ -108,10 +109,6 @@ def parse_args():
                             epochs=1.75, beta2=0.98, min_lr=0.02, warmup=0.1, eval_every=100,
                             save_every=0, gradient_checkpointing=False, dp_replicate=0)
     args = parser.parse_args()
-    if not os.path.exists(args.data):
-        raise launch.UserError(f"--data {args.data}: no such file. A line of it is a chat, "
-                               '{"id", "messages"}: toy.py writes a small one, tools/convert.py '
-                               "makes one of published data")
     args.lora_rank = checkpoint.adapter_rank(args.ckpt, args.lora_rank)
     if args.lora_rank:
         args.muon_lr = 0.0  # Muon steps whole matrices
@@ -254,8 +251,8 @@ def build_optimizers(policy, args, device):
         # match_rms_adamw gives updates of AdamW's size, whatever the shape of the matrix.
         optimizers.append(torch.optim.Muon(matrices, lr=args.muon_lr, momentum=0.95,
                                            weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
-        if device.type == "cpu":
-            muon.patch_muon(optimizers[-1], matrices)
+        if device.type == "cpu":  # in fp32
+            torch.optim._muon._zeropower_via_newtonschulz = muon.semi_orthogonal
     return optimizers
 
 

@@ -372,7 +372,8 @@ def save_run(policy, optimizer, out, step, state):
         gathered = full_weights(policy, model.compute_dtype(next(policy.parameters()).device))
     # Gathering is a collective, so every rank runs it to its end. Rank 0 keeps the tensors.
     rank, world = launch.rank_and_world()
-    weights = {name: tensor.cpu() for name, tensor in gathered if rank == 0}
+    # A copy, because a gathered tensor is a part of a larger one, which safetensors refuses.
+    weights = {name: p.to("cpu", copy=True) for name, p in gathered if rank == 0}
     state = {**state, "step": step, "code": launch.our_commit()}
     moments = get_optimizer_state_dict(policy, optimizer)
     with in_one_line(launch.RunError, f"{temp} could not be written"):

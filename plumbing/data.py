@@ -252,8 +252,10 @@ def content_fault(message, answered):
         # K frames of the whole video, or a window in seconds. video.load checks the numbers.
         elif "frames" in piece:
             known = OVERVIEW
-        else:
+        elif "start" in piece and "end" in piece:
             known = WINDOW
+        else:
+            return "a video needs 'frames', or 'start' and 'end'"
         fault = unread_field(piece, known)
         if fault:
             return fault

@@ -136,7 +136,7 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
     """Each of these would otherwise crash later, inside a worker thread, without the name of its
     line."""
-    assert wanted in str(data.chat_fault(messages))
+    assert wanted in str(data.chat_fault({"messages": messages}))
 
 
 @pytest.mark.parametrize("spec", [{"video": "videos/none.mp4", "frames": 4},
