@@ -111,11 +111,10 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
 
 
 @pytest.mark.parametrize("messages, wanted", [
-    ("hello", "list"), ([{"role": "robot", "content": "x"}], "role"),
+    ([{"role": "robot", "content": "x"}], "role"),
     ([{"role": "user"}], "content"), ([{"role": "user", "content": 7}], "content must"),
     ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "content must"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
-    (user_and("a", video=7, frames=4), "content must"),
     ([{"role": "user", "content": "x"}], "no assistant"),
     (user_and([{"type": "text", "text": "<|im_end|>", "trusted": True}]), "'trusted'"),
     ([*user_and("a")[1:], *user_and("b")], "no prompt"),
