@@ -24,7 +24,6 @@ Reads:  parquet (needs pyarrow), JSON, JSONL or CSV.    Writes: --out, one JSONL
   python tools/convert.py mine.csv --map video=clip question=text answer=label --out VIDEOS/rl.jsonl
 """
 import csv
-import io
 import json
 import os
 import re
@@ -71,10 +70,10 @@ def read_table(path):
     if not path.lower().endswith(".csv"):
         return benchmarks.read_rows(path)
     try:
-        text = launch.read_file(path).decode("utf-8-sig")
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
         raise launch.UserError(f"{path}: not readable ({error}); save it as CSV in UTF-8") from None
-    return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
 def parsed(value):
@@ -289,6 +288,8 @@ def tasks_of_conversation(row, dropped):
             raise ValueError(f"a conversation that does not alternate: {asker!r} asks")
         question, options = split_question(re.sub("<(image|video)>", "", text), dropped)
         tasks.append(make_task(video_of_row(row), question, options, answer))
+    if not tasks:
+        raise ValueError("a conversation without an answer")
     return tasks
 
 
@@ -538,11 +539,11 @@ def convert(paths, out, frames, max_frames=64, names=None):
             try:
                 converted = convert_row(row, frames, max_frames, dropped)
             except ValueError as error:
-                left_out.setdefault(str(error), []).append(name)
-                continue
+                reason, converted = str(error), []
             except (KeyError, TypeError, AttributeError, IndexError) as error:
-                left_out.setdefault(f"malformed ({type(error).__name__})", []).append(name)
-                continue
+                reason, converted = f"malformed ({type(error).__name__})", []
+            if not converted:
+                left_out.setdefault(reason, []).append(name)
             source = row.get("id") or row.get("data_source") or stem
             for place, one in enumerate(converted):
                 found.append({"id": f"{name}/{place}" if place else name, "source": source, **one})

@@ -14,8 +14,8 @@ Writes: --out, whole or not at all.
   python tools/view.py grpo_out --out page.html
   python tools/view.py grpo_a grpo_b eval_out --episodes 400 --out page.html
 """
-import argparse
 import base64
+import fnmatch
 import glob
 import io
 import json
@@ -28,7 +28,7 @@ import launch
 import rewards
 import video
 
-# Title of a plot: its lines, as paths in a row of log.jsonl; * stands for every name there.
+# Title of a plot: patterns of its lines, see numbers_of.
 PLOTS = {
     "Loss": ["loss", "val_loss"],
     "Reward R": ["total"],
@@ -157,33 +157,35 @@ def tables_of(runs):
     return tables
 
 
-def lines_of(log, path):
-    """Rows of a log, a path of PLOTS -> {name of a line: [(step, value)]}; null is no point."""
-    before, star, after = path.partition("*")
+def numbers_of(row, before=""):
+    """A row of a log -> {name: number}; a number deep in it has a name like by_K.4.acc."""
+    numbers = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            numbers.update(numbers_of(value, f"{before}{name}."))
+        elif isinstance(value, (int, float)):
+            numbers[before + name] = value
+    return numbers
+
+
+def lines_of(log, patterns):
+    """Rows of a log, patterns of PLOTS -> {name of a line: [(step, value)]}; null is no point."""
     lines = {}
     for row in log:
-        values = {path: row}
-        for key in filter(None, before.split(".")):
-            values = {path: (values[path] or {}).get(key)}
-        if star:  # a line for each name
-            values = {f"{before}{name}": value for name, value in (values[path] or {}).items()}
-        for name, value in values.items():
-            if after and isinstance(value, dict):
-                value = value.get(after.strip("."))
-            if isinstance(value, (int, float)):
+        for name, value in numbers_of(row).items():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                 lines.setdefault(name, []).append((row["step"], value))
     return lines
 
 
-def plot_svg(title, runs, paths):
+def plot_svg(title, runs, patterns):
     """One plot of the lines of all runs -> SVG; "" if no line has two points."""
     drawn = []
     for run in runs:
-        for path in paths:
-            for name, points in lines_of(run.log, path).items():
-                label = name if len(runs) == 1 else f"{run.name} {name}"
-                if len(points) > 1:
-                    drawn.append((label, points))
+        for name, points in lines_of(run.log, patterns).items():
+            label = name if len(runs) == 1 else f"{run.name} {name}"
+            if len(points) > 1:
+                drawn.append((label, points))
     if not drawn:
         return ""
     import matplotlib
@@ -289,11 +291,8 @@ def build_page(paths, limit=200, wrong=False, video_root=None):
 
     runs = [read_run(folder, files, video_root, faults)
             for folder, files in find_folders(paths).items()]
-    sft_runs = [run for run in runs if run.log and "trained_tokens" in run.log[0]]
-    grpo_runs = [run for run in runs if run.log and run not in sft_runs]
-    plots = [plot_svg(f"{stage}: {title}", logs, lines)
-             for stage, logs in (("SFT", sft_runs), ("GRPO", grpo_runs))
-             for title, lines in PLOTS.items()]
+    logged = [run for run in runs if run.log]
+    plots = [plot_svg(title, logged, patterns) for title, patterns in PLOTS.items()]
     num_with_episodes = sum(bool(run.files) for run in runs)
     groups = []
     for run in runs:
@@ -315,8 +314,7 @@ def build_page(paths, limit=200, wrong=False, video_root=None):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="+", metavar="RUN_OR_JSONL", help="folders of runs or evaluations, or JSONL")
     add("--out", default="page.html", help="HTML file to write")
