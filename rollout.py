@@ -615,7 +615,14 @@ def add_agent_arguments(parser):
     add("--subtitles", choices=["aligned", "full", "none"], default="aligned",
         help="of tasks that name a file: lines spoken while a frame of the overview is shown, all, "
         "or none; default of eval.py --bench: as it asks")
-    video.add_arguments(parser)
+    add = parser.add_argument_group("frames").add_argument
+    # A path in a data file must not reach other files of the machine.
+    add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
+    # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
+    add("--max-pixels", type=launch.positive, default=50176, help="of a frame after resizing")
+    add("--frame-cache-dir", help="50 GiB of decoded frames for later runs and other ranks")
+    add("--missing-videos", type=launch.amount, default=0.01,
+        help="share of the videos that may be missing at a start")
     add = parser.add_argument_group("engine").add_argument
     add("--gpu-memory-utilization", type=float, default=0.5, help="vLLM's part while awake")
     add("--max-num-seqs", type=launch.positive, default=64, help="sequences in the engine's batch")
@@ -633,9 +640,8 @@ def agent_settings(args, data_path):
     if args.subtitles != "none":
         spoken = partial(task_subtitles, which=args.subtitles)
     root = video.root_of(args, data_path)
-    source = VideoSource(
-        root, video.frame_cache(args), max_pixels=args.max_pixels, subtitles=spoken
-    )
+    cache = video.FrameCache(workers=video.decode_threads(), folder=args.frame_cache_dir)
+    source = VideoSource(root, cache, max_pixels=args.max_pixels, subtitles=spoken)
     return agent, source
 
 

@@ -28,14 +28,17 @@ import io
 import math
 import os
 import re
+import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
+from operator import attrgetter
 
+import cachetools
 import numpy as np  # av and PIL are imported in the functions that decode; sampling needs neither
 
 import launch
-from plumbing import caches
 
 CACHE_VERSION = 26  # raise this if reading changes: older frames on disk are then not used
 
@@ -139,8 +142,6 @@ def resolve(video, root=None):
     Raises VideoError for a path whose text leaves root, absolute or by `..`. Links are followed,
     because root's owner made them and a hub snapshot consists of links. Existence is not checked.
     """
-    if not isinstance(video, (str, os.PathLike)) or "\0" in os.fspath(video):
-        raise VideoError(repr(video), "is not a path")
     if re.match(r"\w+://", os.fspath(video)):
         raise VideoError(video, "is an address: download the video first")
     if root is None:
@@ -154,7 +155,7 @@ def resolve(video, root=None):
 
 def root_of(args, path):
     """The folder that the videos of a data file are relative to: --video-root, or the file's."""
-    return args.video_root or os.path.dirname(os.path.abspath(path))
+    return args.video_root or os.path.dirname(path) or "."
 
 
 def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None):
@@ -651,13 +652,21 @@ def read_image(folder, name):
 
 
 class FrameCache:
-    """Decoded frames and tables of times: from memory, else from a folder, else decoded.
-    workers: threads that decode; they share the frames of one look."""
+    """Decoded frames and tables of times: from memory, else from a folder, else decoded. Threads
+    that ask for the same at one time wait for the first of them.
+    max_bytes: of the frames in memory. workers: threads that decode; they share the frames of one
+    look. folder: for later runs and other processes; once it holds folder_bytes, nothing more is
+    written."""
 
     def __init__(self, max_bytes=4 * 2**30, workers=1, folder=None, folder_bytes=50 * 2**30):
-        self.memory = caches.MemoryCache(max_bytes)
-        self.tables = caches.MemoryCache(2**28)  # an hour takes 3 MB
-        self.folder = caches.DiskCache(folder, folder_bytes) if folder else None
+        self.memory = cachetools.LRUCache(max_bytes, lambda frames: frames.images.nbytes)
+        # An hour takes 3 MB.
+        self.tables = cachetools.LRUCache(2**28, lambda table: 3 * table.starts.nbytes)
+        self.condition = threading.Condition()  # guards both
+        self.folder, self.bytes_left = folder, folder_bytes
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+            self.bytes_left -= sum(entry.stat().st_size for entry in os.scandir(folder))
         self.workers, self.pool = workers, ThreadPoolExecutor(workers)
         self.missing = None  # real paths of videos that a start has missed; None: none has looked
 
@@ -684,14 +693,28 @@ class FrameCache:
 
     def load_or_compute(self, name, compute, *args):
         """-> compute(*args), a list of arrays, or the same from the folder."""
-        arrays = self.folder.load(name) if self.folder else None
+        arrays = self.load(name) if self.folder else None
         if arrays is None:
             arrays = compute(*args)
-            if self.folder:
-                self.folder.store(name, arrays)
+            size = sum(array.nbytes for array in arrays)
+            if self.folder and size <= self.bytes_left:
+                self.bytes_left -= size
+                part = f"{self.folder}/{name}.{os.getpid()}.{threading.get_ident()}"
+                with open(part, "wb") as file:
+                    np.savez(file, *arrays)
+                os.replace(part, f"{self.folder}/{name}.npz")
         for array in arrays:
             array.flags.writeable = False  # all callers share them
         return arrays
+
+    def load(self, name):
+        """-> the arrays of this name in the folder; None: there is no such file, or a power cut has
+        torn it, which the checksums of the archive tell."""
+        try:
+            with np.load(f"{self.folder}/{name}.npz") as arrays:  # refuses pickles
+                return list(arrays.values())
+        except (FileNotFoundError, zipfile.BadZipFile, EOFError, ValueError):
+            return None
 
     def table(self, path):
         """Path -> VideoTable."""
@@ -703,14 +726,15 @@ class FrameCache:
                 raise  # it was there at the start, so its disk has gone
             raise VideoError(path, "no such file") from None
 
-        def read():
-            starts, ticks, keys, sizes = self.load_or_compute(digest(state), read_table, path)
-            duration, height, width = sizes.tolist()
-            fps = len(starts) / duration
-            info = VideoInfo(duration, len(starts), fps, int(width), int(height))
-            return VideoTable(state, starts, ticks, keys, info), 3 * starts.nbytes
+        return self.table_of(state)
 
-        return self.tables.get_or_compute(state, read)
+    @cachetools.cachedmethod(attrgetter("tables"), condition=attrgetter("condition"))
+    def table_of(self, state):
+        """(real path, its identity, CACHE_VERSION) -> VideoTable."""
+        starts, ticks, keys, sizes = self.load_or_compute(digest(state), read_table, state[0])
+        duration, height, width = sizes.tolist()
+        info = VideoInfo(duration, len(starts), len(starts) / duration, int(width), int(height))
+        return VideoTable(state, starts, ticks, keys, info)
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):
         """Path, ascending indices [T] -> Frames. size: (height, width) in pixels in place of the
@@ -719,13 +743,14 @@ class FrameCache:
         info, indices = table.info, np.asarray(indices)
         height, width = size or smart_size(info.height, info.width, min_pixels, max_pixels)
         names = [digest((table.state, int(i), height, width)) for i in indices]
-        key = digest(names)
+        return self.frames_of(digest(names), names, table, indices, height, width)
 
-        def read():
-            images, seconds = self.load_or_compute(key, self.decode, table, indices, height, width)
-            return Frames(images, seconds, key, names), images.nbytes
-
-        return self.memory.get_or_compute(key, read)
+    @cachetools.cachedmethod(attrgetter("memory"), key=lambda self, key, *rest: key,
+                             condition=attrgetter("condition"))
+    def frames_of(self, key, names, table, indices, height, width):
+        """-> Frames of this key, which stands for all other arguments."""
+        images, seconds = self.load_or_compute(key, self.decode, table, indices, height, width)
+        return Frames(images, seconds, key, names)
 
     def decode(self, table, indices, height, width):
         """-> [images [T, height, width, 3], seconds [T]]. Each worker decodes one stretch of at
@@ -751,20 +776,3 @@ def digest(value):
 def decode_threads():
     """How many videos a rank decodes at once: one per core, but for one core that feeds the GPU."""
     return min(32, max(2, launch.cores() - 1))  # two: a short window must not wait for a long video
-
-
-def add_arguments(parser):
-    """Flags of the frames of a stage: they must be the same in SFT, RL and evaluation."""
-    add = parser.add_argument_group("frames").add_argument
-    # A path in a data file must not reach other files of the machine.
-    add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
-    # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
-    add("--max-pixels", type=launch.positive, default=50176, help="of a frame after resizing")
-    add("--frame-cache-dir", help="50 GiB of decoded frames for later runs and other ranks")
-    add("--missing-videos", type=launch.amount, default=0.01,
-        help="share of the videos that may be missing at a start")
-
-
-def frame_cache(args):
-    """The parsed flags -> the FrameCache of a stage."""
-    return FrameCache(workers=decode_threads(), folder=args.frame_cache_dir)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ("launch plumbing.arguments rewards agent_tools plumbing.caches video "
+ORDER = ("launch plumbing.arguments rewards agent_tools video "
          "chat model engine plumbing.subtitles plumbing.data plumbing.endpoint plumbing.judge "
          "plumbing.runs plumbing.qwen35 plumbing.checkpoint plumbing.log "
          "plumbing.muon rollout toy sft grpo evaluation.answers evaluation.benchmarks "
