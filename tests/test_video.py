@@ -484,9 +484,6 @@ def test_resolve_stays_inside_root(tmp_path):
                  "/etc/passwd", "../root2/a"):
         with pytest.raises(VideoError, match="outside"):
             video.resolve(path, root)
-    for path in ("a\0b", None, 7):
-        with pytest.raises(VideoError, match="not a path"):
-            video.resolve(path, root)
     with pytest.raises(VideoError, match="download the video first"):
         video.resolve("https://example.org/a.mp4", root)
 
