@@ -481,9 +481,6 @@ def our_commit():
         return ""
 
 
-MACHINE = "the machine: "  # marks the text of an error that the file did not cause
-
-
 def read_file(path):
     """-> bytes of a whole file."""
     with open(path, "rb") as file:
@@ -496,8 +493,3 @@ def parse_json(text):
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
-
-
-def is_file(path, folders=False):
-    """As os.path.isfile. folders: a folder counts, too."""
-    return os.path.isfile(path) or (folders and os.path.isdir(path))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ORDER = ("launch plumbing.arguments rewards agent_tools video "
+ORDER = ("launch rewards agent_tools video "
          "chat model engine plumbing.subtitles plumbing.data plumbing.endpoint plumbing.judge "
-         "plumbing.runs plumbing.qwen35 plumbing.checkpoint plumbing.log "
+         "plumbing.qwen35 plumbing.checkpoint plumbing.log "
          "plumbing.muon rollout toy sft grpo evaluation.answers evaluation.benchmarks "
          "evaluation.endpoint evaluation.qwen_vl_sampling evaluation.frame_sources "
          "evaluation.systems evaluation.scores "

@@ -5,20 +5,16 @@ python -m pytest tests/slow/test_protocols.py -q
 import json
 import os
 import sys
-from unittest.mock import Mock
 
 import pytest
 from conftest import run_script
 from scripted import Scripted, Server
-from test_protocols import TASK, scripts
+from test_protocols import TASK
 from test_video import write
 
 import eval as evaluation
-import launch
 import rollout
-import video
 from evaluation import results, systems
-from plumbing import runs
 
 
 @pytest.fixture
@@ -96,24 +92,3 @@ def test_settings_of_the_overview_and_of_the_user_turn(play, source, tmp_path):
 def test_no_text_makes_a_parser_raise_or_hang(parse, text):
     for call in parse(text):
         assert call.error or call.name
-
-
-@pytest.mark.parametrize("name", ["paravt", "paper", "longvt", "conan", "videozoomer"])
-@pytest.mark.parametrize("part", ["table", "frames"])
-def test_an_episode_whose_disk_went_away_meanwhile_is_played_again(name, part, play, source,
-                                                                   monkeypatch):
-    """After the overview nothing can be read any more: neither answer nor status is the model's."""
-    real = source.load_overview
-
-    def load_overview(spec, task):
-        seen = real(spec, task)
-        away = Mock(side_effect=video.VideoError("f.mp4", f"{launch.MACHINE}Input/output error"))
-        monkeypatch.setattr(*{"table": (source.cache, "table", away),
-                              "frames": (source.cache, "frames", away)}[part])
-        return seen
-
-    monkeypatch.setattr(source, "load_overview", load_overview)
-    monkeypatch.setattr(systems, "source_of", lambda source, args: source)
-    episode, _, row = play(f"--protocol {name} --frames 4", *scripts()[name], "<answer>A</answer>")
-    assert episode.status == "video_error" and runs.is_retried(row)
-    assert launch.MACHINE in row["error"]  # the run ends with 1
