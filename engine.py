@@ -26,7 +26,6 @@ import itertools
 import os
 import random
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,7 +81,6 @@ class EngineLoop:
         self.engine = engine
         self.waiting = {}  # request id -> Future of its Completion
         self.loading = 0  # videos being decoded
-        self.quiet = threading.Event()  # while no decode waits or runs; clear before the first
         self.news = asyncio.Event()  # set if a request was made or a video is decoded
         self.idle_s = 0.0  # seconds in which the engine could only wait for frames
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
@@ -104,12 +102,9 @@ class EngineLoop:
         error, if there was one."""
         def loaded(future):
             self.loading -= 1
-            if self.loading == 0:
-                self.quiet.set()
             self.news.set()
 
         self.loading += 1
-        self.quiet.clear()
         future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
         future.add_done_callback(loaded)
         return future

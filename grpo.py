@@ -16,14 +16,13 @@ rollout engine inside every rank.
   gap      = mean |old_t - sampling_t|; gap_sub: of one sub-agent's context a step and rank
 
 --format-credit: struct, as above (Selective Anchoring). sequence: A_fmt at every token, which is
-exactly GRPO on the summed reward. none: A_fmt nowhere. anchor: R_base counts in R_task, and A_fmt
-is made of w_fmt (R_fmt - R_base), which is what R_anchor adds.
+exactly GRPO on the summed reward. none: A_fmt nowhere.
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
-`<think>\\n`, --answer-suffix pays for a final answer block, --anchor pays for closed thoughts),
-Selective Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~ U{4,8,16,32,64}
-per prompt, the same for the whole group). --vanilla turns all three off: the plain GRPO that the
-authors released.
+`<think>\\n`, R_fmt pays for a final answer block, --anchor pays for closed thoughts), Selective
+Anchoring (--format-credit struct), nFrames Gating (--frames gated: K ~ U{4,8,16,32,64} per prompt,
+the same for the whole group). --vanilla turns all three off: the plain GRPO that the authors
+released.
 
 Departs from upstream: the KL is in the loss, not mixed into rewards. Advantages are normalised
 once. A batch takes one optimizer step, so old = logp and needs no forward of its own. A gap beyond
@@ -44,18 +43,14 @@ CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data
 8 GPUs:   torchrun --nproc_per_node 8 grpo.py --ckpt sft_out --data rl.jsonl --out grpo_out
 Adapters: with --lora-rank 64 the 8B trains on one GPU of 80 GB
 """
-import argparse
 import asyncio
-import contextlib
 import json
 import math
 import os
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
@@ -64,16 +59,14 @@ import model
 import rewards
 import rollout
 import video
-from engine import EngineLoop
 from plumbing import checkpoint, data
 from plumbing.judge import add_judge_arguments, open_judge
-from plumbing.log import TRACKERS, Log, check_tracker, episode_row, summarise
+from plumbing.log import TRACKERS, Log, episode_numbers
 
 CLIP_EPS = 0.2  # of the surrogate; one step per batch never meets it
+WEIGHT_CAP = 5.0  # of the importance weight w_t
 MAX_GRAD_NORM = 1.0  # gradients are clipped to this norm; 0: never
-TURN_BINS = 16  # of the gap per turn; the last one holds all later turns
-SHOW_EVERY = 20  # steps between printed episodes
-SHOWN = "total acc fmt kappa not_ok gap gap_sub grad_norm signal_groups rollout_s train_s sync_s"
+SHOWN = "total acc fmt kappa not_ok gap gap_sub grad_norm signal_groups rollout_s train_s"
 
 # -----------------------------------------------------------------------------
 # Arguments
@@ -86,7 +79,7 @@ def build_parser():
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
     add("--data", default="rl.jsonl", help="task JSONL")
     add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
-    add("--rollouts", nargs="+", metavar="JSONL", help="train once on these instead of sampling")
+    add("--rollouts", metavar="JSONL", help="train once on these instead of sampling")
     add("--out", default="grpo_out", help="run folder")
     add("--resume", action="store_true", help="go on although settings or rows have changed")
     add("--check", action="store_true", help="only look at the data: labels, videos, subtitles")
@@ -99,36 +92,33 @@ def build_parser():
         help="rollouts per prompt (G), at least 2")
     add("--frames", type=rollout.frames_argument, default="gated", help="K; gated: U{4,8,16,32,64}")
     # Reward and loss
-    add("--format-credit", choices=["struct", "anchor", "sequence", "none"], default="struct",
+    add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
         help="tokens at which A_fmt is credited")
-    add("--answer-suffix", action=argparse.BooleanOptionalAction, default=True,
-        help="pay for an <answer> block")
     add("--anchor", type=float, default=0.5, help="lambda: weight of R_anchor in R_fmt; 0: off")
     add("--tool-reward", type=float, default=1.0, help="w_tool; 0: off")
-    add("--beta", type=float, default=0.01, help="weight of the KL; 0: no reference is loaded")
+    add("--beta", type=launch.amount, default=0.01, help="weight of the KL; 0: no reference")
     # Optimizer
-    add("--lr", type=float, help="of AdamW, constant; default 2e-6, of adapters 2e-5")
-    add("--minibatches", type=launch.positive, default=1,
-        help="optimizer steps per batch; above 1 each batch takes one more forward")
+    add("--lr", type=launch.amount, help="of AdamW, constant; default 2e-6, of adapters 2e-5")
     # Above one context: else a group with a long prompt is split, and each part computes it again.
     add("--pack-tokens", type=launch.positive, default=49152, help="tokens per pack (one forward)")
-    add("--lora-rank", type=int, default=0, help="rank of adapters, the rest is frozen; 0: off")
-    add("--dp-replicate", type=int, default=1,
+    add("--lora-rank", type=launch.amount, default=0, help="of adapters; 0: all is trained")
+    add("--dp-replicate", type=launch.amount, default=1,
         help="HSDP: groups of ranks that each hold the whole model; 0: all do")
     # Looking and saving
-    add("--save-every", type=int, default=20, help="steps between checkpoints; 0: at the end")
-    add("--eval-every", type=int, default=50, help="steps between uses of --val; 0: at the end")
-    add("--patience", type=float, default=1800.0,
-        help="seconds a phase may take before the run ends and prints its stacks; 0 = for ever")
+    add("--save-every", type=launch.amount, default=20,
+        help="steps between checkpoints, and uses of --val; 0: at the end")
+    add("--patience", type=launch.amount, default=1800.0,
+        help="seconds a phase may take before the run ends and prints its stacks")
     add("--track", choices=TRACKERS, help="send the numbers of log.jsonl there too")
     rollout.add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
+    parser.set_defaults(answer_suffix=True)  # no flag: --vanilla alone does not pay for it
     return parser
 
 
 def parse_args():
     parser = build_parser()
-    # Read twice: a preset changes defaults, which any flag still overrides.
+    # Read twice: --preset and --vanilla change defaults, which any flag still overrides.
     early = parser.parse_args()
     lr = 2e-6
     if early.preset == "toy":
@@ -145,11 +135,9 @@ def parse_args():
         args.lr = 10 * lr if args.lora_rank else lr  # adapters start at zero
     if args.rollouts:
         args.steps = 1
-    if args.num_generations < 2 or not args.temperature > 0:
-        raise launch.UserError("--num-generations must be at least 2 and --temperature above 0: "
-                               "rollouts that are all the same have no advantage")
-    if args.track:
-        check_tracker(args.track)
+    if args.num_generations < 2:
+        raise launch.UserError("--num-generations must be at least 2: a rollout alone has no "
+                               "advantage")
     return args
 
 
@@ -168,41 +156,18 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def set_advantages(group, credit):
-    """Sets Episode.advantage = {"task": credited at every sampled token, "fmt": at the tokens that
-    `credit` names, "sigma"}. credit: --format-credit."""
-    # R is composed in rewards.score alone. A term that is added there arrives here by itself.
-    everywhere = [e.reward["paid_task"] for e in group]  # [G]
-    at_tags = [e.reward["paid_fmt"] for e in group]  # [G]
-    if credit == "anchor":
-        everywhere = [e.reward["paid_task"] + e.reward["paid_base"] for e in group]
-        at_tags = [e.reward["paid_fmt"] - e.reward["paid_base"] for e in group]
-    a_task, a_fmt, sigma = rewards.group_advantages(everywhere, at_tags)
-    for e, task, fmt in zip(group, a_task, a_fmt):
-        e.advantage = {"task": task, "fmt": fmt, "sigma": sigma}
-
-
 def token_advantages(episode, credit):
     """-> A_it of the header, over context.ids; 0 at tokens that the policy did not sample."""
     mask = episode.context.mask
     # The prompt, tool responses and forced tokens have mask 0.
     out = [episode.advantage["task"] * sampled for sampled in mask]
-    if credit == "sequence":  # plain GRPO
-        credited = [t for t, sampled in enumerate(mask) if sampled]
-    elif credit == "none":
-        credited = []
-    else:
+    credited = []
+    if credit == "struct":  # Selective Anchoring
         credited = episode.struct
+    elif credit == "sequence":  # plain GRPO
+        credited = [t for t, sampled in enumerate(mask) if sampled]
     for t in credited:
         out[t] += episode.advantage["fmt"]
-    return out
-
-
-def turn_numbers(episode):
-    """-> the turn of each token of context.ids; tool responses count to the turn after them."""
-    out = []
-    for number, (_, end) in enumerate(episode.spans):
-        out += [min(number, TURN_BINS - 1) for _ in range(len(out), end)]
     return out
 
 
@@ -215,30 +180,34 @@ def group_tree(group, credit):
         context = episode.context
         # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
         # saw, so this is checked although one function built all of them.
-        same_frames = context.items[0].key == first.items[0].key
-        assert context.ids[:cut] == first.ids[:cut] and same_frames, episode.group
+        assert context.ids[:cut] == first.ids[:cut], episode.group
         values = {
             "advantage": token_advantages(episode, credit)[cut:],
             "sampling": context.logps[cut:],
-            "turn": turn_numbers(episode)[cut:],
         }
         # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
         branches.append(model.TokenSpan(context.ids[cut:], context.mask[cut:], values,
                                         context.items[1:]))
     zeros = [0 for _ in range(cut)]
-    prompt = model.TokenSpan(first.ids[:cut], zeros, dict.fromkeys(values, zeros))
+    prompt = model.TokenSpan(first.ids[:cut], zeros, {"advantage": zeros, "sampling": zeros})
     return model.Tree(prompt, first.items[:1], branches)
 
 
 def build_trees(groups, credit):
     """Groups of this rank -> (trees of the groups with a signal, sampled tokens of ALL groups).
-    Sets advantages. The tokens of a group without a signal count in N: they have advantage 0."""
+    Sets Episode.advantage = {"task": credited at every sampled token, "fmt": at the tokens that
+    --format-credit names, "sigma"}."""
     trees, num_tokens = [], 0
     for group in groups:
-        set_advantages(group, credit)
-        num_tokens += sum(sum(e.context.mask) for e in group)
+        # R is composed in rewards.score alone. A term that is added there arrives here by itself.
+        task = [e.reward["paid_task"] for e in group]  # [G]
+        fmt = [e.reward["paid_fmt"] for e in group]
+        a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
+        for i, episode in enumerate(group):
+            episode.advantage = {"task": a_task[i], "fmt": a_fmt[i], "sigma": sigma}
+            num_tokens += sum(episode.context.mask)  # without a signal too: the advantage is 0
         # Test the advantages, not sigma: rounding can leave sigma at 1e-16.
-        if any(e.advantage["task"] or e.advantage["fmt"] for e in group):
+        if any(a_task) or any(a_fmt):
             trees.append(group_tree(group, credit))
     return trees, num_tokens
 
@@ -247,70 +216,41 @@ def build_trees(groups, credit):
 # Loss
 
 
-def policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, beta, clip_eps=CLIP_EPS,
-                cap=5.0):
+def policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, beta):
     """
     Per-token loss of the header, before the division by N.
 
     logp, old_logps, sampling_logps, ref_logps: log-prob [n] of each token under the policy now, the
     policy before this batch, the engine, the reference (None: no KL). advantage [n].
-    -> (loss [n], numbers for the log: kl, and whether a token is clipped, truncated [n] each)
+    -> (loss [n], kl [n])
     """
     import torch
 
     # n is the number of sampled tokens in a pack, flat. There is no padding, so there is no mask.
     ratio = torch.exp(logp - old_logps)  # rho [n]
-    clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    clipped = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)
     # Truncated importance weight: corrects for an engine that samples from almost this policy. A
     # constant, no gradient flows. [n]
-    weight = torch.exp(old_logps - sampling_logps)
+    weight = torch.exp(old_logps - sampling_logps).clamp(max=WEIGHT_CAP)
     # The minimum is pessimistic: a token that moved too far in the good direction has no gradient.
-    loss = -weight.clamp(max=cap) * torch.minimum(ratio * advantage, clipped * advantage)
+    loss = -weight * torch.minimum(ratio * advantage, clipped * advantage)
     kl = torch.zeros_like(loss)
     if ref_logps is not None:
         # The KL is a term of the loss, per token. The reward does not contain it.
         diff = ref_logps - logp  # [n]
         kl = torch.exp(diff) - diff - 1  # k3, an unbiased estimate of KL(policy || reference), >= 0
         loss = loss + beta * kl
-    is_clipped = ((ratio - 1).abs() > clip_eps).float()
-    return loss, [kl.detach(), is_clipped, (weight > cap).float()]
+    return loss, kl
 
 
 # -----------------------------------------------------------------------------
 # Update
 
 
-def make_minibatches(codec, trees, args):
-    """Trees of this rank -> the packs of each optimizer step, [[(Pack, whether it is real)]]."""
-    minibatches = []
-    for i in range(args.minibatches):
-        # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
-        filled = model.fill_packs(trees[i::args.minibatches], args.pack_tokens)
-        packs = [model.pack_trees(codec, members) for members in filled]
-        # FSDP gathers weights in every forward, with all ranks. So ranks with fewer packs add
-        # spare ones, which carry no gradient.
-        minibatches.append(model.pad_packs_over_ranks(codec, packs))
-    return minibatches
-
-
-def score_beforehand(policy, minibatches, temperature):
-    """-> {id of a pack: its log-probs [n] before the FIRST step of this batch}; {} with one step,
-    where old = logp. With more, later steps meet a policy that has moved."""
-    import torch
-
-    old_of_pack = {}
-    for packs in minibatches:
-        for pack, _ in packs:
-            if len(minibatches) > 1:
-                with torch.no_grad():
-                    old_of_pack[id(pack)], _ = policy(pack, temperature)
-    return old_of_pack
-
-
 def update(policy, reference, optimizer, trees, num_tokens, args):
     """
-    Trains on one batch in args.minibatches optimizer steps -> numbers for the log, the same on
-    every rank: means over the sampled tokens of all groups with a signal.
+    One optimizer step on one batch -> numbers for the log, the same on every rank: means over the
+    sampled tokens of all groups with a signal.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. num_tokens: sampled tokens of this rank,
     with those of groups without a signal. Collective: all ranks run equally many forwards.
@@ -325,79 +265,55 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
     dist.all_reduce(total)
     n, num_trees = total.tolist()
     if num_trees == 0:  # no group of any rank has a signal, so the weights stay
-        return {"signal_groups": 0, "bad_updates": 0}
-    n = max(1.0, n / args.minibatches)  # each step divides by its even part of N
-    minibatches = make_minibatches(policy.codec, trees, args)
+        return {"signal_groups": 0}
+    # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
+    parts = model.fill_packs(trees, args.pack_tokens)
+    packs = [model.pack_trees(policy.codec, part) for part in parts]
+    names = ("tokens", "gap", "loss", "entropy", "kl")
+    sums = torch.zeros(len(names), dtype=torch.float64, device=device)  # over tokens
+    # FSDP gathers weights in every forward, with all ranks. So ranks with fewer packs add spare
+    # ones, which carry no gradient.
+    for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
+        # All log-probs are at the sampling temperature: the engine's are, too.
+        ref_logps = None
+        if reference is not None:  # first: with adapters it is the policy, adapters changed
+            with torch.no_grad():
+                ref_logps, _ = reference(pack, args.temperature)  # [n]
+        logp, entropy = policy(pack, args.temperature)  # [n] each
+        if not is_real:  # it runs for its collectives alone
+            (0.0 * logp.sum()).backward()
+            continue
+        old_logps = logp.detach()  # one step per batch
+        advantage = model.to_device(pack.values["advantage"], device)  # [n]
+        sampling_logps = model.to_device(pack.values["sampling"], device)  # [n]
+        loss, kl = policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, args.beta)
+        # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
+        # multiplies by the number of ranks.
+        (world * loss.sum() / n).backward()
+        gap = (old_logps - sampling_logps).abs()  # only rounding is allowed [n]
+        numbers = torch.stack([torch.ones_like(gap), gap, loss, entropy, kl])  # [5, n]
+        sums += numbers.detach().sum(1, dtype=torch.float64)
 
-    old_of_pack = score_beforehand(policy, minibatches, args.temperature)
-
-    measured = []  # TOKEN_NUMBERS [8, n] of each pack, on the device
-    norms = []
-    for packs in minibatches:  # one optimizer step each
-        for pack, is_real in packs:
-            # All log-probs are at the sampling temperature: the engine's are, too.
-            ref_logps = None
-            if reference is not None:  # first: with adapters it is the policy, adapters changed
-                with torch.no_grad():
-                    ref_logps, _ = reference(pack, args.temperature)  # [n]
-            logp, entropy = policy(pack, args.temperature)  # [n] each
-            if not is_real:  # it runs for its collectives alone
-                (0.0 * logp.sum()).backward()
-                continue
-            old_logps = old_of_pack.get(id(pack), logp.detach())
-            advantage, sampling_logps, turn = [
-                model.to_device(pack.values[name], device)
-                for name in ("advantage", "sampling", "turn")]  # [n] each
-            loss, stats = policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage,
-                                      args.beta)
-            # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
-            # multiplies by the number of ranks.
-            (world * loss.sum() / n).backward()
-            gap = (old_logps - sampling_logps).abs()  # only rounding is allowed [n]
-            numbers = [turn, torch.ones_like(gap), gap, loss.detach(), entropy, *stats]
-            measured.append(torch.stack(numbers))
-
-        norms.append(model.reduce_and_clip(policy, MAX_GRAD_NORM))
-        # The norm covers the gradients of all ranks, so all of them step or none does.
-        if math.isfinite(norms[-1]):
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return {
-        **token_numbers(measured),
-        "signal_groups": int(num_trees),
-        "grad_norm": max(norms),  # of the minibatches
-        "bad_updates": sum(not math.isfinite(norm) for norm in norms),
-    }
-
-
-TOKEN_NUMBERS = ("turn", "tokens", "gap", "loss", "entropy", "kl", "clipped", "truncated")
-
-
-def token_numbers(measured):
-    """TOKEN_NUMBERS of each pack [columns, n] -> means over the tokens of all ranks, and the gap of
-    each turn. Collective."""
-    import torch
-    import torch.distributed as dist
-
-    sums = torch.zeros(TURN_BINS, len(TOKEN_NUMBERS), dtype=torch.float64)
-    for columns in measured:
-        sums.index_add_(0, columns[0].long().cpu(), columns.T.cpu().double())
+    norm = model.reduce_and_clip(policy, MAX_GRAD_NORM)
+    # The norm covers the gradients of all ranks, so all of them step or none does.
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     dist.all_reduce(sums)
-    total = sums.sum(0)  # [columns]
-    means = dict(zip(TOKEN_NUMBERS, (total / total[1]).tolist()))
-    gap_by_turn = {t: row[2] / row[1] for t, row in enumerate(sums.tolist()) if row[1] > 0}
-    return {**means, "tokens": total[1].item(), "gap_by_turn": gap_by_turn}
+    means = dict(zip(names, (sums / sums[0]).tolist()))
+    return {**means, "tokens": sums[0].item(), "signal_groups": int(num_trees), "grad_norm": norm}
 
 
-def sub_agent_gap(policy, episodes, step, temperature):
+def sub_agent_gap(policy, episodes, temperature):
     """Mean gap of one sub-agent's context of each rank, in nats; None if no sub-agent was asked. No
     gradient: sub-agents are not trained, so only this shows whether their frames are right.
     Collective, before the weights move."""
     import torch
 
-    contexts = [call["sub"] for e in episodes for call in e.calls if "sub" in call]
-    packs, gaps = [], []
-    for context in contexts[step % max(1, len(contexts)):][:1]:  # another place in each step
+    contexts, packs, gaps = [], [], []
+    for episode in episodes:
+        contexts += [call["sub"] for call in episode.calls if "sub" in call]
+    for context in contexts[:1]:
         items = [chat.VisionItem(**item) for item in context["vision"]]
         span = model.TokenSpan(context["ids"], context["mask"], {"sampling": context["logps"]})
         packs.append(model.pack_trees(policy.codec, [model.Tree(span, items)]))
@@ -410,10 +326,9 @@ def sub_agent_gap(policy, episodes, step, temperature):
     return statistics.fmean(gaps) if gaps else None
 
 
-def gap_tolerance(dtype=None):
-    """The largest mean gap in nats that rounding explains. dtype: of the engine's weights; None:
-    recorded rollouts, of an engine of any precision."""
-    if dtype is not None and dtype.itemsize == 4:
+def gap_tolerance(engine_dtype):
+    """The largest mean gap in nats that rounding explains."""
+    if engine_dtype.itemsize == 4:
         return 1e-3  # fp32; healthy: below 1e-6
     return 0.03  # healthy, on GPUs in bf16 and with adapters: below 1e-3
 
@@ -433,91 +348,39 @@ def check_gap(step, stats, tolerance):
 # Batches of episodes
 
 
-def rank_tasks(tasks, step, args):
-    """Tasks of this rank in a step. Every rank draws the same batch, then takes its own part."""
-    batch = [tasks[i] for i in launch.batch_indices(step, args.prompts, len(tasks), args.seed)]
-    costs = {}  # a batch across two epochs may hold a task twice, as one larger group
-    for task in batch:
-        # K is the only cost that is known before sampling. 1000: equally many prompts a rank.
-        num_frames = rollout.draw_num_frames(args.frames, args.seed, step, task["id"])
-        costs[task["id"]] = costs.get(task["id"], 0) + 1000 + num_frames
-    ids = data.balance_over_ranks(list(costs), costs.get, *launch.rank_and_world())
-    return [task for task in batch if task["id"] in ids]
-
-
-def prefetch_overviews(decoders, tasks, step, args, source, quiet):
-    """Decodes the overviews that step `step` will need, in the threads `decoders`. Each begins at a
-    moment at which the Event `quiet` is set: no decode of this step waits. The futures are not
-    read: a broken video is counted when its episode comes."""
-    def decode(spec):
-        quiet.wait()
-        source.load(spec)
-
-    for task in rank_tasks(tasks, step, args):
-        num_frames = rollout.draw_num_frames(args.frames, args.seed, step, task["id"])
-        decoders.submit(decode, source.overview_spec(task, num_frames))
-
-
-def sample_batch(run, step, args):
-    """Rollouts of this rank, in the order of its tasks. Without a collective: ranks finish at
-    different times and meet at the update."""
-    worker = run.worker
-    # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
-    mine = rank_tasks(run.tasks, step, args)
-    pump = EngineLoop(worker.engine, video.decode_threads())
-    if step + 1 < args.steps:
-        prefetch_overviews(run.decoders, run.tasks, step + 1, args, worker.source, pump.quiet)
-    try:
-        episodes = list(rollout.run(worker, mine, args.frames, args.num_generations, step,
-                                    pump=pump))
-    finally:
-        pump.quiet.set()  # else the threads of `decoders` would outlive an error
+def sample_batch(worker, tasks, step, args):
+    """Rollouts of this rank. Without a collective: ranks finish at different times and meet at the
+    update."""
+    # Every rank draws the same batch, then takes its own part. It samples whole groups with its own
+    # engine, and fans out to sub-agents by itself.
+    batch = launch.batch_indices(step, args.prompts, len(tasks), args.seed)
+    rank, world = launch.rank_and_world()
+    mine = [tasks[i] for i in batch[rank::world]]
+    episodes = rollout.run(worker, mine, args.frames, args.num_generations, step)
     # Episodes come as they finish. Sums and files must not depend on that order.
-    ids = [task["id"] for task in mine]
-    episodes.sort(key=lambda e: (ids.index(e.task["id"]), e.sample))
-    if episodes and step % SHOW_EVERY == 0:
-        launch.print0(rollout.episode_text(episodes[0], worker.codec))
-    return episodes
+    return sorted(episodes, key=lambda e: (e.group, e.sample))
 
 
 def recorded_batch(worker, rows):
     """Rows of --rollouts -> this rank's episodes, rewarded as this run pays."""
-    episodes = [rollout.from_dict(row) for row in rows]
-    groups = sorted({e.group for e in episodes})  # a rank takes whole groups, sigma needs them
+    groups = sorted({row["group"] for row in rows})  # a rank takes whole groups, sigma needs them
     rank, world = launch.rank_and_world()
-    mine = [e for e in episodes if e.group in groups[rank::world]]
-
-    async def score_all():
-        await asyncio.gather(*[rollout.score_episode(e, worker.pay, worker.judge) for e in mine])
-
-    asyncio.run(score_all())
-    for e in mine:
-        if not e.reward:  # a question of tools/ask.py
-            raise launch.UserError(f"--rollouts: task {e.task['id']} has no answer to learn from")
-    return mine
+    mine = groups[rank::world]
+    episodes = [rollout.from_dict(row) for row in rows if row["group"] in mine]
+    for episode in episodes:
+        asyncio.run(rollout.score_episode(episode, worker.pay, worker.judge))
+    return episodes
 
 
-def evaluate(run, step, args):
-    """Logs the accuracy on --val with and without tools, per K and type -> that with tools. K,
-    seeds and so the noise of a task are the same in every evaluation. Collective."""
+def evaluate(worker, tasks, step, log, args):
+    """Logs the accuracy on --val, per K and type, and returns it. K, seeds and so the noise of a
+    task are the same in every evaluation. Collective."""
     rank, world = launch.rank_and_world()
-    source = replace(run.worker.source, root=video.root_of(args, args.val))
-    # Without tools too: the difference is the worth of calling.
-    numbers = []
-    for tools in (True, False):
-        agent = replace(run.worker.agent, tools=tools)
-        worker = replace(run.worker, source=source, agent=agent)
-        rows = []
-        # Step 0 enters seeds and draws of K. The weights are those of `step`.
-        for e in rollout.run(worker, run.val_tasks[rank::world], args.frames, 1, 0):
-            launch.reset_watchdog(args.patience)  # the whole evaluation may take longer
-            row = episode_row(e)
-            if e.status == "context":  # a full context is a wrong answer, not a broken video
-                row.update(status="ok", acc=0.0)
-            rows.append(row)
-        numbers.append(summarise(launch.gather_rows(rows)))
-    val = {**numbers[0], "acc_without_tools": numbers[1].get("acc")}
-    run.log.write({"step": step, "val": val}, "val/acc val/acc_without_tools val/not_ok")
+    source = replace(worker.source, root=video.root_of(args, args.val))
+    # Step 0 enters seeds and draws of K. The weights are those of `step`.
+    episodes = rollout.run(replace(worker, source=source), tasks[rank::world], args.frames)
+    val = episode_numbers(list(episodes))
+    log.write({"step": step, "val": val}, "val/acc val/not_ok")
     return val.get("acc", -1.0)  # no video of --val decodes: no `best`
 
 
@@ -525,32 +388,36 @@ def evaluate(run, step, args):
 # The run
 
 
-def read_data(path, faults=None):
-    """A task JSONL -> tasks, [] for None. Raises UserError."""
-    if path is None:
-        return []
-    if not os.path.exists(path):
-        raise launch.UserError(
-            f'{path}: no such file. --data holds one task a line, {{"id", "video", "question", '
-            '"options", "answer", "type"}; tools/convert.py makes it of published data, '
-            '`python toy.py --out toy` makes toy/rl.jsonl')
-    return data.read_tasks(path, faults)
+def read_inputs(args, codec):
+    """-> (tasks or rows of --rollouts, tasks of --val, AgentConfig, VideoSource). Raises UserError
+    for what can be refused before a model is built."""
+    val_tasks = data.read_tasks(args.val) if args.val else []
+    # Videos lie beside the file, unless --video-root says otherwise.
+    agent, source = rollout.agent_settings(args, args.rollouts or args.data)
+    if args.rollouts:
+        return launch.read_jsonl(args.rollouts, rollout.RECORD_FIELDS), val_tasks, agent, source
+    tasks = data.read_tasks(args.data)
+    source.cache.check_present(args, args.data, tasks)
+    if val_tasks:
+        source.cache.check_present(args, args.val, val_tasks)
+    rollout.check_context(codec, tasks, agent, source, args.frames)
+    return tasks, val_tasks, agent, source
 
 
 def check_data(args):
-    """--check: looks at every task, prints each fault, and ends."""
+    """--check: looks at every task of --data, prints each fault, and ends."""
     faults = []
-    for path in filter(None, (args.data, args.val)):
-        _, source = rollout.agent_settings(args, path)
-        faults += data.check_tasks(read_data(path, faults), source)
+    _, source = rollout.agent_settings(args, args.data)
+    faults += data.check_tasks(data.read_tasks(args.data, faults), source)
     data.report_check(faults, args.data)
 
 
-def load_models(args, ckpt, codec, device, folder):
+def load_models(ckpt, codec, device, folder, args):
     """-> (policy, reference or None, optimizer). folder: the checkpoint from which the run goes on,
     or None. Collective."""
     # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
-    policy = checkpoint.load_policy(ckpt, codec, device, args.preset != "toy", args.lora_rank,
+    recompute = args.preset != "toy"
+    policy = checkpoint.load_policy(ckpt, codec, device, recompute, args.lora_rank,
                                     replicas=args.dp_replicate)
     optimizer = model.adamw(model.trained_parameters(policy), args.lr, 0.999, device)
     # The reference is made before a resumed run loads its weights: it is the model of --ckpt.
@@ -560,170 +427,110 @@ def load_models(args, ckpt, codec, device, folder):
     elif args.beta > 0:
         reference = checkpoint.load_policy(ckpt, codec, device, frozen=True,
                                            replicas=args.dp_replicate)
-    if folder:
+    if folder:  # fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizer, folder)
     return policy, reference, optimizer
 
 
-def drop_rollouts(folder, start):
-    """Deletes the rollouts of steps that are taken again, perhaps by fewer ranks."""
-    for name in os.listdir(folder):
-        if name >= f"step_{start:06d}":
-            os.remove(os.path.join(folder, name))
-
-
-def make_worker(args, ckpt, codec, agent, source, weights):
-    """-> RolloutWorker. weights: newer ones than those of ckpt, or None. Collective."""
-    engine = None
-    if not args.rollouts:
-        # On a GPU the engine shares the device with the trainer, so it starts asleep.
-        engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
-        if weights is not None:
-            engine.sync(weights)
-    pay = rewards.RewardConfig(args.answer_suffix, args.anchor, tool_weight=args.tool_reward)
-    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
-    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
-    return rollout.RolloutWorker(engine, codec, source, agent, pay, judge)
-
-
-def setup(args):
-    """Flags -> what the loop works with; None if there is nothing to do. Everything that can be
-    refused is refused here, before a model is built. Collective."""
+def main():
+    # 0. Everything that can be refused is refused before a model is built.
+    args = parse_args()
     if args.check:
         return check_data(args)
     ckpt = checkpoint.resolve(args.ckpt)
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
-    path, tasks, records = args.data, [], []
-    for path in args.rollouts or ():  # videos lie beside them, unless --video-root says otherwise
-        records += launch.read_jsonl(path, rollout.RECORD_FIELDS)
-    if not records:
-        tasks = read_data(args.data)
-    val_tasks = read_data(args.val)
-    folder_of_rollouts = os.path.join(args.out, "rollouts")
-    launch.make_out(folder_of_rollouts)
+    tasks, val_tasks, agent, source = read_inputs(args, codec)
+    records = os.path.join(args.out, "rollouts")
+    launch.make_out(records)
     launch.lock(args.out)
-    rank, world, device = launch.start_process_group(args.patience, args.cpu)
-    launch.reset_watchdog(args.patience)
-    # The same command again goes on from the newest whole checkpoint in --out.
-    folder, state = checkpoint.resume_point(args, {"data": tasks + records, "val": val_tasks})
-    if state["step"] >= args.steps:
-        launch.print0(f"nothing to do: {args.out} has {state['step']} steps of {args.steps}")
+    rank, _, device = launch.start_process_group(args.patience, args.cpu)
+    launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
+    # folder: the newest checkpoint of --out, if this run goes on from one.
+    folder, state = checkpoint.resume_point(args, {"data": tasks, "val": val_tasks})
+    start = state["step"]
+    if start >= args.steps:
+        launch.print0(f"nothing to do: {args.out} has {start} steps of {args.steps}")
         return launch.end_process_group()
-    if rank == 0:
-        drop_rollouts(folder_of_rollouts, state["step"])
-    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine; "
-                  f"{args.prompts} prompts x {args.num_generations} rollouts a step, {world} ranks")
-    agent, source = rollout.agent_settings(args, path)
-    for name, rows in ((args.data, tasks), (args.val, val_tasks)):
-        if rows:
-            source.cache.check_present(args, name, rows)
-    policy, reference, optimizer = load_models(args, ckpt, codec, device, folder)
-    engine_dtype, weights = model.engine_dtype(codec, device), None
-    if folder:  # the engine will read --ckpt, but the resumed weights are newer
-        weights = checkpoint.full_weights(policy, engine_dtype)
-    return SimpleNamespace(
-        tasks=tasks, val_tasks=val_tasks, records=records,
-        policy=policy, reference=reference, optimizer=optimizer,
-        worker=make_worker(args, ckpt, codec, agent, source, weights),
-        # Decodes frames of the next step, during the rollouts on half of the decoders.
-        decoders=ThreadPoolExecutor(max(2, video.decode_threads() // 2)),
-        engine_dtype=engine_dtype, state=state,
-        num_bad=0,  # steps in a row without a finite gradient
-        log=Log(args.out, state["step"], args.steps, args))
+    log = Log(args.out, start, args.steps, args)
+    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
 
-
-@contextlib.contextmanager
-def timed_phase(name, seconds, args):
-    """A phase of a step: notes its seconds under `name`. One that hangs for `patience` seconds ends
-    the run with its stacks."""
-    launch.reset_watchdog(args.patience)
-    began = time.monotonic()
-    yield
-    seconds[name] = time.monotonic() - began
-
-
-def train_step(run, episodes, step, args):
-    """Advantages, sub-agents' gap, update -> numbers for the log. Raises RunError. Collective."""
-    # The trees hold every sampled token once and every prompt once per group.
-    trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
-    # The frames that the rollouts saw, so that an update reads no file.
-    contexts = [e.context for e in episodes]
-    frames = {f.key: f for context in contexts for f in context.frames}
-    # The vision tower is frozen. Features are computed once a step and read by all its forwards.
-    features = model.VisionFeatures(run.policy.hf.model.visual, run.worker.codec,
-                                    run.worker.source.load, frames)
-    run.policy.features = features
-    if run.reference:
-        run.reference.features = features
-    gap_sub = sub_agent_gap(run.policy, episodes, step, args.temperature)
-    stats = update(run.policy, run.reference, run.optimizer, trees, num_tokens, args)
-    stats["gap_sub"] = gap_sub
-    engine_dtype = None if args.rollouts else run.engine_dtype
-    check_gap(step + 1, stats, gap_tolerance(engine_dtype))
-    # A single bad step moves no weight. Three of them would go on for ever.
-    run.num_bad = run.num_bad + 1 if stats["bad_updates"] else 0
-    if run.num_bad == 3:
-        raise launch.RunError(f"step {step + 1}: no finite gradient for three steps")
-    return stats
-
-
-def main():
-    args = parse_args()
-    run = setup(args)
-    if run is None:
-        return
-    state, engine = run.state, run.worker.engine
+    policy, reference, optimizer = load_models(ckpt, codec, device, folder, args)
+    engine, dtype = None, model.engine_dtype(codec, device)
+    if not args.rollouts:
+        # On a GPU the engine shares the device with the trainer, so it starts asleep.
+        engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
+        if folder:  # it has read --ckpt, but the resumed weights are newer
+            engine.sync(checkpoint.full_weights(policy, dtype))
+    pay = rewards.RewardConfig(args.answer_suffix, args.anchor, tool_weight=args.tool_reward)
+    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
+    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
+    worker = rollout.RolloutWorker(engine, codec, source, agent, pay, judge)
     stop_event = launch.stop_on_signal()
-    best, best_step = state.get("best", (-1.0, 0))  # the highest accuracy on --val, and its step
-    if run.val_tasks and state["step"] == 0:  # the accuracy that training starts from
-        evaluate(run, 0, args)
+    num_bad = 0  # steps in a row without a finite gradient
+    if val_tasks and start == 0:  # the accuracy that training starts from
+        evaluate(worker, val_tasks, 0, log, args)
 
-    for step in range(state["step"], args.steps):
-        last, seconds = step + 1 == args.steps, {}
+    for step in range(start, args.steps):
         # 1. Rollouts. The engine holds the weights of this step, so its samples are on policy, but
         # for rounding.
-        with timed_phase("rollout_s", seconds, args):
-            if engine:
-                episodes = sample_batch(run, step, args)
-            else:
-                episodes = recorded_batch(run.worker, run.records)
+        launch.reset_watchdog(args.patience)
+        began = time.monotonic()
+        if args.rollouts:
+            episodes = recorded_batch(worker, tasks)
+        else:
+            episodes = sample_batch(worker, tasks, step, args)
+            engine.sleep()  # so the trainer has its memory
 
-        # 2. Update. A group lies on one rank, so advantages need no exchange between ranks. The
-        # engine sleeps meanwhile, so the trainer has its memory.
-        with timed_phase("train_s", seconds, args):
-            if engine:
-                engine.sleep()
-            stats = train_step(run, episodes, step, args)
+        # 2. Update. A group lies on one rank, so advantages need no exchange between ranks.
+        launch.reset_watchdog(args.patience)
+        sampled = time.monotonic()
+        # The frames that the rollouts saw, so that an update reads no file.
+        frames = {}
+        for episode in episodes:
+            frames.update((f.key, f) for f in episode.context.frames)
+        # The vision tower is frozen: features are computed once a step, for all its forwards.
+        policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load, frames)
+        if reference:
+            reference.features = policy.features
+        # The trees hold every sampled token once and every prompt once per group.
+        trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
+        gap_sub = sub_agent_gap(policy, episodes, args.temperature)
+        stats = update(policy, reference, optimizer, trees, num_tokens, args)
+        stats["gap_sub"] = gap_sub
+        check_gap(step + 1, stats, gap_tolerance(dtype))
+        # A single bad step moves no weight. Three of them would go on for ever.
+        finite = math.isfinite(stats.get("grad_norm", 0.0))
+        num_bad = 0 if finite else num_bad + 1
+        if num_bad == 3:
+            raise launch.RunError(f"step {step + 1}: no finite gradient for three steps")
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
-        with timed_phase("sync_s", seconds, args):
-            if engine:
-                engine.wake(checkpoint.full_weights(run.policy, run.engine_dtype))
+        if engine:
+            engine.wake(checkpoint.full_weights(policy, dtype))
 
-        # 4. Record, log, evaluate, save. A file per rank, because ranks share no file handle.
-        rank, _ = launch.rank_and_world()
-        launch.write_atomic(f"{args.out}/rollouts/step_{step:06d}.rank{rank}.jsonl",
+        # 4. Record and log. A file per rank, because ranks share no file handle.
+        seconds = {"rollout_s": sampled - began, "train_s": time.monotonic() - sampled}
+        launch.write_atomic(f"{records}/step_{step:06d}.rank{rank}.jsonl",
                             "".join(json.dumps(e.to_dict()) + "\n" for e in episodes))
-        rows = launch.gather_rows([episode_row(e) for e in episodes])
-        run.log.write({"step": step + 1, **summarise(rows), **stats, **seconds}, SHOWN)
-        if run.val_tasks and (last or args.eval_every and (step + 1) % args.eval_every == 0):
-            acc = evaluate(run, step + 1, args)  # on every rank the same
-            if acc > best:
-                best, best_step = acc, step + 1
+        numbers = episode_numbers(episodes)
+        log.write({"step": step + 1, **numbers, **stats, **seconds}, SHOWN)
+
+        # 5. Evaluate and save.
+        last = step + 1 == args.steps
+        due = last or (args.save_every and (step + 1) % args.save_every == 0)
+        if due and val_tasks:
+            acc = evaluate(worker, val_tasks, step + 1, log, args)  # on every rank the same
+            if acc > state.get("best", (-1.0, 0))[0]:
+                state["best"] = acc, step + 1
         # A signal on any rank saves and stops all of them: they must leave at the same step.
         stopping = launch.any_rank(stop_event.is_set())
-        due = args.save_every and (step + 1) % args.save_every == 0
-        if due or last or stopping or best_step == step + 1:
+        if due or stopping:
             launch.reset_watchdog(args.patience)
-            state["best"] = best, best_step
-            checkpoint.save_run(run.policy, run.optimizer, args.out, step + 1, state)
+            checkpoint.save_run(policy, optimizer, args.out, step + 1, state)
         if stopping:
             break
 
-    run.log.close(step + 1)
-    run.decoders.shutdown(cancel_futures=True)
-    if run.worker.judge:
-        run.worker.judge.close()
+    log.close(step + 1)
     launch.end_process_group(engine, int(not last))  # 1: so that no next stage begins
 
 

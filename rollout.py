@@ -601,7 +601,6 @@ def add_agent_arguments(parser):
     add = parser.add_argument_group("agent").add_argument
     add("--temperature", type=launch.amount, default=0.7, help="of sampling; 0 = greedy")
     add("--max-new-tokens", type=launch.positive, default=2048, help="tokens per main turn")
-    add("--sub-max-new-tokens", type=launch.positive, default=512, help="tokens per summary")
     add("--max-model-len", type=launch.positive, default=32768,
         help="tokens of one context with its answer")
     add("--max-turns", type=int, default=3, help="tool turns before the answer turn; 0: no call")

@@ -45,7 +45,7 @@ import launch
 import model
 import video
 from plumbing import checkpoint, data, muon
-from plumbing.log import TRACKERS, Log, check_tracker
+from plumbing.log import TRACKERS, Log
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -114,8 +114,6 @@ def parse_args():
         args.muon_lr = 0.0  # Muon steps whole matrices
     if args.lr is None:  # adapters start at zero and take larger steps
         args.lr = 1e-4 if args.lora_rank else 1e-5
-    if args.track:
-        check_tracker(args.track)
     return args
 
 
@@ -331,12 +329,12 @@ def main():
         launch.print0(f"nothing to do: {args.out} has {start} steps of {steps}")
         return launch.end_process_group()
 
+    log = Log(args.out, start, steps, args)
     policy = checkpoint.load_policy(ckpt, codec, device, args.gradient_checkpointing,
                                     args.lora_rank, replicas=args.dp_replicate)
     optimizers = build_optimizers(policy, args, device)
     if folder:  # fp32 weights and moments, not the bf16 weights of the folder
         checkpoint.load_train_state(policy, optimizers, folder)
-    log = Log(args.out, start, steps, args)
     launch.print0(f"{len(train.rows)} chats, {steps} steps of {args.batch_size}, {world} ranks "
                   f"on {device.type}")
 

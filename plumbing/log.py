@@ -2,15 +2,15 @@
 plumbing/log.py (tests/test_log.py): the numbers of a run, from episodes to log.jsonl, the terminal
 and a tracker, and warnings that a run learns nothing.
 
-  row       = the numbers of one episode, small enough to send to rank 0
-  metrics   = means over the rows whose status is ok, of all ranks; the same per K and per type
+  row       = the numbers of one episode, small enough to send to other ranks
+  metrics   = means over the rows that training sees, of all ranks; the same per K and per type
   closed_T  = closed tags / opened tags of kind T in one rollout
   kappa     = executed calls per rollout
 
-What each number means: docs/metrics.md. Reads and writes --out/log.jsonl; writes --out/args.json,
-and --out/track.id, the name of the run at the tracker. Used by sft.py and grpo.py.
+What each number means: docs/metrics.md. Reads and writes --out/log.jsonl; writes --out/args.json.
+Used by sft.py and grpo.py.
 """
-import importlib.util
+import importlib
 import json
 import os
 import statistics
@@ -86,18 +86,24 @@ def means(rows):
     return {"n": len(rows), **numbers, "call_minus_skip": call_minus_skip(rows)}
 
 
+def episode_numbers(episodes):
+    """Episodes of this rank -> metrics of all ranks. Collective."""
+    return summarise(launch.gather_rows([episode_row(e) for e in episodes]))
+
+
 def summarise(rows):
     """Episode rows of all ranks -> metrics. A broken video has no accuracy and no format, so zeros
-    for it would blame the policy: means are over the rollouts that are ok."""
-    ok = [row for row in rows if row["status"] == "ok"]
-    metrics = means(ok)
-    metrics["not_ok"] = len(rows) - len(ok)
+    for it would blame the policy. A full context is the policy's own: means are over the rollouts
+    that training sees."""
+    seen = [row for row in rows if row["status"] in ("ok", "context")]
+    metrics = means(seen)
+    metrics["not_ok"] = sum(row["status"] != "ok" for row in rows)
     # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
     # type among several shows per type only.
     for column in ("K", "type"):
         cells = metrics[f"by_{column}"] = {}
-        for value in sorted({row[column] for row in ok}):
-            cells[value] = means([row for row in ok if row[column] == value])
+        for value in sorted({row[column] for row in seen}):
+            cells[value] = means([row for row in seen if row[column] == value])
     return metrics
 
 
@@ -141,16 +147,14 @@ class Log:
 
     def __init__(self, out, start, steps, args):
         """start: the step after which the run goes on. Lines of later steps and a torn last line
-        are dropped. Writes args.json: a run that dies early still says how it was started."""
-        from tqdm import tqdm
-
+        are dropped. Writes args.json: a run that dies early still says how it was started. Raises
+        UserError if the package of --track is missing."""
         self.rank = launch.rank_and_world()[0]
         if self.rank != 0:
             return
         self.out, self.start, self.steps = out, start, steps
         self.began = time.monotonic()
-        self.warned = set()
-        self.rows = []
+        self.rows, self.warned = [], set()
         path = os.path.join(out, "log.jsonl")
         if start > 0 and os.path.exists(path):
             rows = launch.read_jsonl(path, ("step",), faults=["a line that a kill has torn"])
@@ -158,8 +162,7 @@ class Log:
         launch.write_atomic(os.path.join(out, "args.json"), json.dumps(vars(args), indent=1))
         launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.file = open(path, "a", encoding="utf-8")
-        self.tracker = start_tracker(out, start, args) if args.track else None
-        self.bar = tqdm(total=steps, initial=start, unit="step", disable=None)  # on a terminal
+        self.tracker = start_tracker(args.track, out, args) if args.track else None
 
     def write(self, row, shown):
         """Adds a row to log.jsonl and to --track, prints the numbers named in `shown`, and warns
@@ -178,18 +181,16 @@ class Log:
                 parts.append(f"{name} {numbers[name]:.4g}" + UNITS.get(name, ""))
         pace = (time.monotonic() - self.began) / max(1, step - self.start)  # seconds a step
         parts.append(f"eta {pace * (self.steps - step) / 60:.1f} min")
-        self.bar.update(step - self.bar.n)
-        self.bar.write(" | ".join(parts))
+        print(" | ".join(parts), flush=True)
         found = signs(self.rows)
         for name in found.keys() - self.warned:
-            self.bar.write(f"WARNING step {step}: {found[name]}")
+            print(f"WARNING step {step}: {found[name]}", flush=True)
         self.warned.update(found)
 
     def close(self, step):
         """Prints how the run ended."""
         if self.rank != 0:
             return
-        self.bar.close()
         self.file.close()
         if self.tracker:
             self.tracker.finish()
@@ -199,30 +200,15 @@ class Log:
             print(f"done: {step} steps -> {self.out}/last")
 
 
-# -----------------------------------------------------------------------------
-# --track
-
-
-def check_tracker(name):
-    """Raises UserError if the package of --track is missing: before models are loaded."""
-    if importlib.util.find_spec(name) is None:
-        raise launch.UserError(f"--track {name}: not installed: pip install {name}")
-
-
-def start_tracker(out, start, args):
-    """-> the module of --track, in which a run has begun, or goes on if start > 0. Its own errors,
-    of a login or a network, end the run, which goes on with or without --track."""
-    path = os.path.join(out, "track.id")  # a run that is begun anew here is another one
-    if start == 0 or not os.path.exists(path):
-        launch.write_atomic(path, os.urandom(4).hex())
-    with open(path, encoding="utf-8") as file:
-        identity = file.read()
-    options = {}
-    if args.track != "trackio":  # which knows a run by its name, so the name must be its own
-        options["id"] = identity
-    name = f"{os.path.basename(os.path.abspath(out))}-{identity}"
-    tracker = importlib.import_module(args.track)
-    tracker.init(project="paravt", name=name, config=dict(vars(args)), resume="allow", **options)
+def start_tracker(name, out, args):
+    """-> the module of --track, in which a run of the folder's name has begun. A start that goes on
+    is another run there, of the same name. Its own errors, of a login or a network, end the run,
+    which goes on with or without --track."""
+    try:
+        tracker = importlib.import_module(name)
+    except ImportError:
+        raise launch.UserError(f"--track {name}: not installed: pip install {name}") from None
+    tracker.init(project="paravt", name=os.path.basename(os.path.abspath(out)), config=vars(args))
     return tracker
 
 

@@ -20,7 +20,7 @@ CALL = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 8, "end
         "</tool_call>")
 # flags of short runs of grpo.py
 LIVE = ("--prompts", 2, "--num-generations", 3, "--max-new-tokens", 6, "--temperature", 1.0,
-        "--frames", 4, "--sub-max-new-tokens", 4)
+        "--frames", 4)
 AGENT = rollout.AgentConfig(max_model_len=4096, max_new_tokens=512, sub_max_new_tokens=64)
 
 

@@ -4,6 +4,7 @@ Tests of grpo.py as a script: flags, loop, resuming, ranks: python -m pytest tes
 """
 import importlib.util
 import json
+import math
 import statistics
 import sys
 from types import SimpleNamespace
@@ -33,10 +34,9 @@ def tasks(toy):
 # Given rollouts
 
 
-@pytest.mark.process  # four runs
+@pytest.mark.process  # three runs
 def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks):
-    """Values by hand: sample 1 has a whole thought and answer, sample 2 never closes its thought,
-    sample 0 called and answered."""
+    """Values by hand: sample 1 has a whole thought and answer, sample 0 called and answered."""
     def rewards_of(out, *flags):
         _, _, folder = run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--lr", 0,
                                 "--num-generations", 4, *flags, out=out)
@@ -44,8 +44,7 @@ def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, har
 
     plain = rewards_of("plain")
     for n, (flags, term, sample, change) in enumerate([
-            (("--no-answer-suffix",), "fmt", 2, -0.2), (("--anchor", 0), "fmt", 1, -0.2),
-            (("--tool-reward", 0), "total", 0, -0.8)]):
+            (("--anchor", 0), "fmt", 1, -0.2), (("--tool-reward", 0), "total", 0, -0.8)]):
         other = rewards_of(f"run{n}", *flags)
         assert other[sample][term] - plain[sample][term] == pytest.approx(change), flags
 
@@ -55,9 +54,9 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
     """Nothing was sampled: no group, no update, no crash."""
     given = rollout.run
 
-    def broken(sampler, batch, frames, group, step, pump=None):
+    def broken(sampler, batch, frames, group, step):
         if step == 1:
-            yield from given(sampler, batch, frames, group, step, pump)
+            yield from given(sampler, batch, frames, group, step)
             return
         for task in batch:
             e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, "video_error", "gone")
@@ -65,13 +64,10 @@ def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
             yield e
 
     monkeypatch.setattr(rollout, "run", broken)
-    ahead = []
-    monkeypatch.setattr(grpo, "prefetch_overviews", lambda p, t, step, *_: ahead.append(step))
     weights, _, folder = run_grpo("--data", hard_tasks, "--steps", 2, "--prompts", 2,
                                   "--num-generations", 2, "--lr", 0)
     m = rows_of(folder / "log.jsonl")[0]
     assert (m["not_ok"], m["n"], m["signal_groups"]) == (2, 0, 0) and "gap" not in m
-    assert ahead == [1]  # frames of the next step, while this one is sampled
     assert all(torch.equal(weights[n], base[n]) for n in base)
 
 
@@ -81,7 +77,7 @@ def test_three_steps_without_a_finite_gradient_end_the_run(
     flags = ("--data", hard_tasks, "--prompts", 2, "--num-generations", 4)
     monkeypatch.setattr(model, "reduce_and_clip", lambda *_: float("nan"))
     weights, m, _ = run_grpo(*flags, "--steps", 2, out="two")
-    assert m["bad_updates"] == 1 and all(torch.equal(weights[n], base[n]) for n in base)
+    assert math.isnan(m["grad_norm"]) and all(torch.equal(weights[n], base[n]) for n in base)
     with pytest.raises(launch.RunError, match="^step 3: no finite gradient for three steps"):
         run_grpo(*flags, "--steps", 4, out="four")
 
@@ -116,9 +112,8 @@ def same_update(a, b, base, tolerance=2e-3):
 
 
 @pytest.mark.parametrize("flags", [
-    ("--lr", 1e-2, "--minibatches", 2, "--beta", 5.0), ("--format-credit", "none"),
-    ("--minibatches", 2), ("--temperature", 0.5), ("--lr", 1e-4), ("--format-credit", "anchor"),
-    ("--format-credit", "sequence")], ids=lambda f: " ".join(map(str, f)))
+    ("--format-credit", "none"), ("--format-credit", "sequence"), ("--temperature", 0.5),
+    ("--lr", 1e-4)], ids=lambda f: " ".join(map(str, f)))
 def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flags):
     """A knob that does nothing, quietly, is the worst kind. The last of the flags makes the
     difference, not those that it needs to act."""
@@ -137,22 +132,10 @@ def test_a_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path, 
         for context in contexts:
             context["logps"] = [a + 0.05 * b for a, b in zip(context["logps"], context["mask"])]
     shifted = write_rows(tmp_path / "shifted.jsonl", rows)
-    with pytest.raises(launch.RunError, match=f"^step 1: {name}, .* is 0.050 nats, tolerance 0.03"):
+    with pytest.raises(launch.RunError, match=f"^step 1: {name}, .* is 0.050 nats, tolerance"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
-    assert grpo.gap_tolerance(torch.float32) == 1e-3  # with an engine in the same precision
-
-
-def test_the_gap_is_logged_for_each_turn(run_grpo, any_gap, recorded, tmp_path):
-    """Only second turns are off: what goes wrong between turns shows."""
-    rows = rows_of(recorded)
-    for row in rows:
-        for start, end in row["spans"][1:]:
-            for t in range(start, end):
-                row["logps"][t] += 0.02
-    _, m, _ = run_grpo("--rollouts", write_rows(tmp_path / "second.jsonl", rows))
-    assert m["gap_by_turn"] == {"0": pytest.approx(0, abs=1e-4), "1": pytest.approx(0.02, rel=0.01)}
-    assert 0 < m["gap"] < 0.02 and m["gap_sub"] < 1e-4
+    assert grpo.gap_tolerance(torch.bfloat16) == 0.03  # an engine in bf16 rounds more
 
 
 def test_recorded_rollouts_are_rewarded_as_this_run_pays(codec, source, tasks, tmp_path):
@@ -216,7 +199,7 @@ def read_rollouts(folder):
 def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
         run_grpo, toy, monkeypatch, varied_rewards, capsys, tmp_path):
     """Two steps with --val and without: the same samples and weights to the bit. The numbers are of
-    the episodes of rollout.run with tools and without, and `best` links to the best of them."""
+    the episodes of rollout.run, and `best` links to the best of them."""
     rows = rows_of(toy / "rl.jsonl")
     (tmp_path / "held").mkdir()
     for row, kind in zip(rows, ("open", "mcq")):
@@ -227,16 +210,15 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     flags = ("--data", toy / "rl.jsonl", "--steps", 2, "--missing-videos", 0.34, *LIVE)
     plain, _, folder = run_grpo(*flags, out="plain")
 
-    tools, real_run = [], rollout.run
-    monkeypatch.setattr(rollout, "run", lambda sampler, mine, *given, **named: tools.append(
-        (sampler.agent.tools, len(mine), *given[1:])) or real_run(sampler, mine, *given, **named))
-    weights, _, other = run_grpo(*flags, "--val", held, "--eval-every", 1, out="held")
+    seen, real_run = [], rollout.run
+    monkeypatch.setattr(rollout, "run", lambda sampler, mine, *given, **named: seen.append(
+        (len(mine), *given[1:])) or real_run(sampler, mine, *given, **named))
+    weights, _, other = run_grpo(*flags, "--val", held, "--save-every", 1, out="held")
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
     ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
     assert ids[0] == ids[1]
-    # Before the first step and after each: without tools and with, one rollout, seeds of step 0.
-    both = [(True, 3, 1, 0), (False, 3, 1, 0)]
-    assert tools == both + [(True, 2, 3, 0)] + both + [(True, 2, 3, 1)] + both
+    # Before the first step and after each, one rollout a task, seeds of step 0.
+    assert seen == [(3,), (2, 3, 0), (3,), (2, 3, 1), (3,)]
 
     log = rows_of(other / "log.jsonl")
     values = {row["step"]: row["val"] for row in log if "val" in row}
@@ -246,10 +228,10 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
         assert {kind: cell["n"] for kind, cell in val["by_type"].items()} == {"open": 1, "mcq": 1}
         assert sum(cell["n"] for cell in val["by_K"].values()) == 2
         mean = statistics.mean(cell["acc"] for cell in val["by_type"].values())
-        assert val["acc"] == pytest.approx(mean) and val["acc_without_tools"] is not None
+        assert val["acc"] == pytest.approx(mean)
     best = max((1, 2), key=lambda step: (values[step]["acc"], -step))
     assert (other / "best").resolve().name == f"step_{best:06d}"
-    assert f"val/acc {values[2]['acc']:.4g} | val/acc_without_tools" in capsys.readouterr().out
+    assert f"val/acc {values[2]['acc']:.4g} | val/not_ok" in capsys.readouterr().out
 
 
 @pytest.mark.process  # not in one of its own, but three runs
@@ -260,8 +242,6 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     straight, m, folder = run_grpo(*flags, "--steps", 4, "--save-every", 3, out="straight")
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000004"]
     _, _, other = run_grpo(*flags, "--steps", 2, out="parts")
-    # Of a second rank, which the run had before a kill.
-    (other / "rollouts" / "step_000002.rank1.jsonl").touch()
     parts, n, other = run_grpo(*flags, "--steps", 4, "--resume", out="parts")
     a, b = read_rollouts(folder), read_rollouts(other)
     for key in ("task", "K", "group", "sample", "policy_step", "ids"):
@@ -300,7 +280,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     p = parse(monkeypatch)
     wanted = dict(num_generations=8, beta=0.01, lr=2e-6, temperature=0.7, max_new_tokens=2048,
                   max_model_len=32768, max_turns=3, max_parallel=5, anchor=0.5, frames="gated",
-                  minibatches=1, dp_replicate=1, sub_max_new_tokens=512, format_credit="struct",
+                  dp_replicate=1, sub_max_new_tokens=512, format_credit="struct",
                   think_prefix=True, answer_suffix=True, save_every=20, data="rl.jsonl")
     assert {k: p[k] for k in wanted} == wanted
     assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1
@@ -308,12 +288,12 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
 
 
 @pytest.mark.parametrize("flags,word", [
-    (("--num-generations", 1), "--num-generations"), (("--minibatches", 0), "--minibatches"),
+    (("--num-generations", 1), "--num-generations"), (("--lr", -1), "--lr"),
     (("--rollouts", "none.jsonl"), "none.jsonl"), (("--format-credit", "some"), "--format-credit"),
-    (("--temperature", 0), "--temperature"), (("--val", "gone.jsonl"), "gone.jsonl"),
+    (("--temperature", 9), "--temperature"), (("--val", "gone.jsonl"), "gone.jsonl"),
     (("--prompts", 0), "--prompts"), (("--frames", "many"), "--frames"),
     (("--ckpt", "nowhere"), "nowhere"), (("--preset", "huge"), "--preset"),
-    (("--data", "gone.jsonl"), "tools/convert.py makes it")],
+    (("--data", "gone.jsonl"), "gone.jsonl")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_bad_values_and_missing_files_are_one_line(monkeypatch, start, toy, tmp_path, flags, word):
     """Told before any model is loaded, with exit code 2, naming the flag or the file."""
@@ -338,8 +318,7 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     checkpoint that opens."""
     done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
                       toy / "rl.jsonl", "--out", tmp_path / "out", "--steps", 2, "--prompts", 2,
-                      "--num-generations", 2, "--max-new-tokens", 12, "--set", "max_num_seqs=8",
-                      ranks=2)
+                      "--num-generations", 2, "--max-new-tokens", 12, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     log = rows_of(tmp_path / "out" / "log.jsonl")
     assert [m["step"] for m in log] == [1, 2] and all(m["n"] == 4 for m in log)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fixtures import rows_of
 
+import launch
 import rewards
 import rollout
 from plumbing import log
@@ -38,8 +39,11 @@ def test_summary_by_hand():
     assert (m["by_K"][4]["n"], m["by_K"][4]["acc"], m["by_K"][4]["kappa"]) == (2, 0.5, 1.0)
     assert m["by_type"]["open"] == m["by_K"][64] and m["by_type"]["mcq"] == m["by_K"][4]
     # Rollouts that failed have no accuracy, no format and no calls. They are counted, not averaged.
-    failed = [row(8, 0.0, 0, status=status) for status in ("video_error", "context")]
+    # A full context is the policy's own failure.
+    failed = [row(8, 0.0, 0, status=status) for status in ("video_error", "engine_error")]
     assert log.summarise(rows + failed) == {**m, "not_ok": 2}
+    full = log.summarise(rows + [row(8, 0.0, 0, status="context")])
+    assert (full["n"], full["not_ok"], full["acc"]) == (5, 1, 0.5)
 
 
 def test_the_row_of_an_episode(codec, groups):
@@ -135,16 +139,16 @@ def test_a_sign_is_told_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("WARNING") == 1
 
 
-def test_a_tracker_gets_the_numbers_and_goes_on_with_its_run(tmp_path, monkeypatch):
-    """Under the same id after a resume, under another in a run that begins anew."""
+def test_a_tracker_gets_the_numbers(tmp_path, monkeypatch):
     begun, sent = [], []
     tracker = SimpleNamespace(init=lambda **given: begun.append(given), finish=lambda: None,
                               log=lambda numbers, step: sent.append((step, numbers)))
     monkeypatch.setitem(sys.modules, "wandb", tracker)
-    for start in (0, 2, 0):
-        run = log.Log(str(tmp_path), start, 9, argparse.Namespace(track="wandb"))
-        run.write({"step": start + 1, "acc": 0.5, "by_K": {4: {"acc": None, "n": 1}}}, "acc")
-        run.close(9)
+    run = log.Log(str(tmp_path), 0, 9, argparse.Namespace(track="wandb"))
+    run.write({"step": 1, "acc": 0.5, "by_K": {4: {"acc": None, "n": 1}}}, "acc")
+    run.close(9)
     assert sent[0] == (1, {"step": 1, "acc": 0.5, "by_K/4/n": 1})
-    first, resumed, anew = [given["id"] for given in begun]
-    assert first == resumed != anew and begun[0]["config"] == {"track": "wandb"}
+    assert begun == [{"project": "paravt", "name": tmp_path.name, "config": {"track": "wandb"}}]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(launch.UserError, match="pip install wandb"):
+        log.Log(str(tmp_path), 0, 9, argparse.Namespace(track="wandb"))

@@ -585,7 +585,7 @@ def command(toy, tmp_path, monkeypatch, start):
     (("--video-root", "/no/such/place"), "not below"), (("--nonsense", "1"), "--nonsense 1"),
     (("--ckpt", "/no/such/place"), "no such"), (("--data", "/no/such/file"), "No such file"),
     (("--num-generations", "0"), "--num-generations"), (("--max-new", "9"), "--max-new 9"),
-    (("--max-parallel", "x"), "--max-parallel"), (("--temperature", "nan"), "temperature"),
+    (("--temperature", "nan"), "temperature"),
     (("--frames", "0"), "--frames")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, command):
     code, err = command(*flags)
@@ -621,7 +621,8 @@ def test_the_same_command_goes_on_and_another_is_refused(command, tmp_path, toy)
     out.unlink()
     code, err = command(*flags, "--temperature", 0.5)
     assert code == 2 and "other temperature" in err and part.exists()
-    assert command(*flags, "--max-num-seqs", 7)[0] == 0 and not part.exists()  # changes no episode
+    # It changes no episode.
+    assert command(*flags, "--gpu-memory-utilization", 0.4)[0] == 0 and not part.exists()
     assert ids_of(out) == whole
     before = out.stat().st_mtime_ns
     assert command(*flags)[0] == 0 and out.stat().st_mtime_ns == before  # nothing to do

@@ -42,7 +42,7 @@ PLOTS = {
     "Gradient norm": ["grad_norm"],
     "Groups with a signal": ["signal_groups"],
     "Sampled tokens a rollout": ["length"],
-    "Seconds a step": ["rollout_s", "train_s", "sync_s", "step_s"],
+    "Seconds a step": ["rollout_s", "train_s", "step_s"],
     "Learning rate": ["lr"],
 }
 # Columns of tables, those that any row has: of summary.json, and of the last row of a log.

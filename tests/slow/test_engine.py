@@ -3,11 +3,7 @@ More of engine.py: what sleeps, what closes, what a rank decodes:
 python -m pytest tests/slow/test_engine.py -q
 """
 import asyncio
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from scripted import ANSWER, Scripted, play
 from test_engine import (  # noqa: F401  # isort: skip
     HOT, TALK, Saying, base, engine, engine_gap, trainer_logps, vllm_engines)
 
-import grpo
 from engine import EngineLoop, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,31 +42,6 @@ async def pumped(engine, work):
         steps.result()  # its error, or InvalidStateError: nothing came within 20 s
     steps.cancel()
     return work.result()
-
-
-# ------------------------------------------------------------------------------------------------
-# Decoders
-
-
-def test_the_next_overviews_are_decoded_while_no_decode_of_this_step_waits():
-    args, loaded = SimpleNamespace(frames=4, seed=0, prompts=3), []
-    source = SimpleNamespace(overview_spec=lambda task, k: (task["id"], k), load=loaded.append)
-    pump, gates = EngineLoop(None, 2), [threading.Event(), threading.Event()]
-
-    async def step():
-        decodes = [pump.load(gate.wait, 20) for gate in gates]
-        for gate, decode in zip(gates, decodes):
-            await asyncio.sleep(0.05)
-            assert not loaded
-            gate.set()
-            await decode
-
-    with ThreadPoolExecutor(2) as pool:
-        grpo.prefetch_overviews(pool, [{"id": n} for n in (0, 1, 2)], 5, args, source, pump.quiet)
-        time.sleep(0.05)
-        assert not loaded  # the run has not begun
-        asyncio.run(step())
-    assert sorted(loaded) == [(0, 4), (1, 4), (2, 4)]
 
 
 # ------------------------------------------------------------------------------------------------
