@@ -388,7 +388,7 @@ def evaluate(worker, tasks, step, log, args):
 # The run
 
 
-def read_inputs(args, codec):
+def read_inputs(args):
     """-> (tasks or rows of --rollouts, tasks of --val, AgentConfig, VideoSource). Raises UserError
     for what can be refused before a model is built."""
     val_tasks = data.read_tasks(args.val) if args.val else []
@@ -400,7 +400,6 @@ def read_inputs(args, codec):
     source.cache.check_present(args, args.data, tasks)
     if val_tasks:
         source.cache.check_present(args, args.val, val_tasks)
-    rollout.check_context(codec, tasks, agent, source, args.frames)
     return tasks, val_tasks, agent, source
 
 
@@ -439,7 +438,7 @@ def main():
         return check_data(args)
     ckpt = checkpoint.resolve(args.ckpt)
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
-    tasks, val_tasks, agent, source = read_inputs(args, codec)
+    tasks, val_tasks, agent, source = read_inputs(args)
     records = os.path.join(args.out, "rollouts")
     launch.make_out(records)
     launch.lock(args.out)
