@@ -94,7 +94,7 @@ def test_videos_alone_lead_to_an_evaluation(toy, tmp_path):
     """The commands of docs/your-own-data.md: drafts, --check, a teacher's rollouts, a cold start,
     PARA-GRPO, an evaluation."""
     shutil.copy(sorted((toy / "videos").glob("*.mp4"))[0], tmp_path / "a.mp4")
-    tasks, toy_flags = tmp_path / "tasks.jsonl", ("--preset", "toy", "--max-pixels", 1024)
+    tasks, toy_flags = tmp_path / "tasks.jsonl", ("--preset", "toy")
 
     def stage(script, *flags):
         done = run_script(script, *flags)

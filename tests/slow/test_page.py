@@ -77,7 +77,7 @@ def test_drafts_are_shown_edited_and_saved(visit, toy, tmp_path):
             "answer": "B", "type": "mcq", "evidence": [[3, 9]]}
     rows = [{"id": str(n), "task": task, "left_out": reason, "blind": "A", "seen": "B"}
             for n, reason in enumerate((None, "right without the video"))]
-    draft.write_page(str(tmp_path / "page.html"), str(tmp_path), rows)
+    draft.write_page(str(tmp_path / "page.html"), rows)
     shutil.copy(toy / "videos" / "rl-0000.mp4", tmp_path / "a.mp4")
     page = visit(tmp_path / "page.html", "")
     assert texts(page, "#count") == ["1 of 2 kept"]
