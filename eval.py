@@ -20,7 +20,7 @@ evaluation/scores.py computes intervals and tables.
 
 A video that does not decode, a text that the server refuses, a full context are outcomes of their
 item. Whatever else fails ends the run with exit code 1, and the same command goes on. If more than
-1% of the items failed, the table is printed without a headline and the exit code is 1.
+1% of the items failed, the table is printed and the exit code is 1.
 
 Reads:  --ckpt (or an OpenAI-compatible endpoint), --data or --bench with --root.
 Writes: --out[/bench]/records.*.jsonl (one episode a line, appended as episodes finish; the same
@@ -90,6 +90,10 @@ def build_parser():
     add("--temperature", type=float, default=0.0, help="of sampling; 0 = greedy")
     add("--max-new-tokens", type=int, default=2048, help="tokens per main turn")
     add("--max-model-len", type=int, default=32768, help="tokens of one context with its answer")
+    add("--max-turns", type=int, help="tool turns before the answer turn")
+    add("--max-parallel", type=int, help="calls run per turn")
+    add("--think-prefix", action=argparse.BooleanOptionalAction,
+        help="force <think>\\n in every main turn")
     add("--crop-response", choices=["summary", "frames"], default="summary",
         help="to a call of paravt: a sub-agent's summary, or the window's frames")
     add("--seed", type=int, default=0, help="of sampling and of the draws of K")

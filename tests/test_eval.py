@@ -4,16 +4,20 @@ Tests of eval.py: python -m pytest tests/test_eval.py -q
 The engine is scripted, by task, so that every number of a table can be worked out by hand.
 """
 import json
+import re
 import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import reference  # noqa: F401  waits for engines with `patient`
-from conftest import run_script
+from conftest import ROOT, run_script
 from scripted import CALL, Scripted
 
 import chat
 import eval as evaluation
+import grpo
 import rewards
 import rollout
 from evaluation import results, systems
@@ -306,6 +310,24 @@ def test_a_record_holds_all_that_was_said_and_decided(world):
     assert len(kept["frame_times"]) == 4 and len(kept["prompt_hash"]) == 16
     assert (kept["final_answer"], kept["extracted"], kept["score"], kept["budget"], kept["tools"],
             kept["sample"]) == ("red", "red", 1.0, "4", "on", 0)
+
+
+def test_make_demo_evaluates_the_agent_that_it_trained(monkeypatch):
+    """The flags of its agent are flags of grpo.py and of eval.py."""
+    (agent,) = re.findall(r"^AGENT = .*,(--.*)\)", Path(ROOT, "Makefile").read_text(), re.M)
+    flags = ["--crop-response", "frames", "--no-think-prefix", *agent.split()]
+
+    def of_eval(*flags):
+        monkeypatch.setattr(sys, "argv", ["eval.py", "--data", "d", *flags])
+        return evaluation.parse_args()
+
+    trained = grpo.build_parser().parse_args(["--ckpt", "c", *flags])
+    for args in (trained, of_eval("--ckpt", "c", "--preset", "toy", *flags)):
+        rules = args.max_turns, args.max_parallel, args.crop_response, args.think_prefix
+        assert rules == (5, 1, "frames", False)
+    conan = of_eval("--base-url", "u", "--model", "m", "--protocol", "conan", "--tools", "on")
+    for args, turns in ((of_eval("--ckpt", "c"), 3), (conan, 2)):  # unless given: the protocol's
+        assert args.max_turns == turns and args.think_prefix == (args.protocol == "paravt")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -156,6 +156,13 @@ def test_the_door_is_guarded(server, toy, tmp_path):
         assert http.get("/videos/" + path).status_code == 404
 
 
+def test_help_tells_the_defaults_of_the_server(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--help"])
+    with pytest.raises(SystemExit):
+        serve.parse_args()
+    assert "0 = greedy (default: 0)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_another_machine_needs_a_key(toy, start, monkeypatch):
     for flags, says in (("--host 0.0.0.0", "--api-key-env"), ("--api-key-env NONE", "not set")):
         words = f"--preset toy --ckpt {toy}/init {flags}".split()

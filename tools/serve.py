@@ -385,10 +385,10 @@ def parse_args():
     add("--port", type=int, default=8000, help="of HTTP")
     add("--api-key-env", help="environment variable with the key that clients send")
     rollout.add_agent_arguments(parser)
-    if parser.parse_args().preset == "toy":  # read twice: any flag overrides the preset
-        parser.set_defaults(**rollout.toy_defaults(), type="list")
     # The same answer each time. Videos outside the working folder need --video-root.
     parser.set_defaults(temperature=0, video_root=".", gpu_memory_utilization=0.9, subtitles="none")
+    if parser.parse_args().preset == "toy":  # read twice: any flag overrides the preset
+        parser.set_defaults(**rollout.toy_defaults(), type="list")
     args = parser.parse_args()
     if args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key_env:
         raise launch.UserError(f"--host {args.host} lets other machines in: give --api-key-env")
