@@ -78,7 +78,7 @@ def build_parser():
     # Input and output
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
     add("--data", default="rl.jsonl", help="task JSONL")
-    add("--val", help="held-out task JSONL: accuracy with and without tools, and `best`")
+    add("--val", help="held-out task JSONL: accuracy, and `best`")
     add("--rollouts", metavar="JSONL", help="train once on these instead of sampling")
     add("--out", default="grpo_out", help="run folder")
     add("--resume", action="store_true", help="go on although settings or rows have changed")
