@@ -61,6 +61,7 @@ class Completion:
     text: str = ""  # without the end of turn
     ended: bool = False  # False: cut off by max_tokens
     reasoning: str = ""  # an endpoint's text apart from the turn; kept, but never graded
+    tokens: int = 0  # of prompt and answer, as an endpoint counts them
     error: str = None  # why the request failed; then the other fields are empty
 
 

@@ -49,9 +49,8 @@ import chat
 import launch
 import rollout
 import video
-from evaluation import benchmarks, endpoint, results, scores, systems
+from evaluation import benchmarks, endpoint, results, systems
 from plumbing import data
-from plumbing.data import task_subtitles
 from plumbing.judge import add_judge_arguments, open_judge
 
 PATIENCE = 1800.0  # seconds that an episode may take before the run ends and prints its stacks
@@ -76,20 +75,18 @@ def build_parser():
     add("--frames", type=frames_argument, nargs="+", default=[64],
         help="overview frames K, one evaluation each; gated: K is drawn per task; 0: text alone, "
         "with --tools off only")
-    # Does the answer need the video, the order of its frames?
-    add("--show", nargs="+", choices=["real", "blank", "shuffled"], default=["real"],
-        help="one evaluation each; blank: grey frames, windows too; shuffled: frames of the "
-        "overview, times in order")
     add("--tools", nargs="+", choices=["on", "off"], default=["on"], help="offer crop_video")
-    add("--samples", type=int, default=1, help="episodes per task; above 1 needs --temperature")
-    add("--limit", type=int, default=0, help="tasks; 0 = all")
+    add("--samples", type=launch.positive, default=1,
+        help="episodes per task; above 1 needs --temperature")
+    add("--limit", type=launch.positive, metavar="N", help="the first N tasks; default: all")
     systems.add_arguments(parser)
 
     # The other rules of an episode are those of the protocol, see evaluation/systems.py.
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, help="of sampling; 0 = greedy")
-    add("--max-new-tokens", type=int, default=2048, help="tokens per main turn")
-    add("--max-model-len", type=int, default=32768, help="tokens of one context with its answer")
+    add("--max-new-tokens", type=launch.positive, default=2048, help="tokens per main turn")
+    add("--max-model-len", type=launch.positive, default=32768,
+        help="tokens of one context with its answer")
     add("--max-turns", type=int, help="tool turns before the answer turn")
     add("--max-parallel", type=int, help="calls run per turn")
     add("--think-prefix", action=argparse.BooleanOptionalAction,
@@ -97,7 +94,7 @@ def build_parser():
     add("--crop-response", choices=["summary", "frames"], default="summary",
         help="to a call of paravt: a sub-agent's summary, or the window's frames")
     add("--seed", type=int, default=0, help="of sampling and of the draws of K")
-    add("--max-num-seqs", type=int, default=64,
+    add("--max-num-seqs", type=launch.positive, default=64,
         help="sequences in the engine's batch, or requests at once to all endpoints")
 
     endpoint.add_arguments(parser)
@@ -128,9 +125,10 @@ def parse_args():
     args = parser.parse_args()
     if "all" in args.bench:
         args.bench = list(benchmarks.paper_table()["ParaVT-8B"][1])
-    for invalid, reason in flag_checks(args):
-        if invalid:
-            raise launch.UserError(reason)
+    if args.compare and os.path.realpath(args.out) in map(os.path.realpath, args.compare):
+        raise launch.UserError("--out would be replaced, but it is an input; choose another")
+    if not (args.compare or args.table or args.rescore):
+        check_flags(args)
     if args.bench and len(args.bench) > len(args.root):
         # One folder of folders. Benchmarks of one data set share a folder.
         names = [benchmarks.splits()[name].folder or name for name in args.bench]
@@ -150,43 +148,30 @@ def set_defaults(parser, protocol, preset):
         parser.set_defaults(**rollout.toy_defaults())
 
 
-def flag_checks(args):
-    """-> [(whether the flags contradict each other, why)], before any file is read."""
+def check_flags(args):
+    """Raises UserError if the flags of a run contradict each other, before any file is read."""
     benches, roots = len(args.bench), len(args.root)
-    if args.compare or args.table or args.rescore:  # all other settings come from the folders
-        folders = [os.path.realpath(folder) for folder in args.compare or []]
-        return [(os.path.realpath(args.out) in folders, "--out would be replaced, but it is an "
-                 "input; choose another")]
     tasks = os.path.realpath(os.path.join(args.out, "tasks.jsonl"))
-    return [
-        (not (args.data or benches), "give --data, --bench with --root, or --compare with finished "
-         "evaluations (tools/ask.py asks about one video)"),
-        (os.path.exists(os.path.join(args.out, "log.jsonl")),
-         f"--out {args.out} holds a training run; choose another folder"),
+    for invalid, reason in (
+        (bool(args.data) == bool(benches), "give --data, or --bench with --root, or --compare with "
+         "finished evaluations; --bench takes no --data (tools/ask.py asks about one video)"),
         (args.data and os.path.realpath(args.data) == tasks,
          f"--data {args.data} would be replaced; choose another --out"),
-        (benches and (args.data or not roots), "--bench needs --root, and no --data"),
-        (benches and roots not in (1, benches), "--root: one for each --bench, or one for all"),
-        (args.data and roots > 1, "--root: one folder of the videos of --data"),
-        *run_faults(args),
-        (not results.grid_cells(vars(args)), "--frames 0 has no frames for --show to change"),
-        (args.limit < 0, "--limit may not be negative"),
-        (args.samples < 1 or (args.samples > 1 and args.temperature == 0), "--samples must be at "
-         "least 1, and above 1 needs --temperature above 0: greedy samples are all the same")]
-
-
-def run_faults(args):
-    """Those faults of flags that tools/ask.py can meet too."""
-    return [
+        (os.path.exists(os.path.join(args.out, "log.jsonl")),
+         f"--out {args.out} holds a training run; choose another folder"),
+        (roots not in (1, max(1, benches)) and (benches or roots),
+         "--root: one folder for each --bench, or one for all"),
         (bool(args.ckpt) == bool(args.base_url), "give --ckpt, or --base-url with --model"),
         (bool(args.base_url) != bool(args.model), "--base-url and --model belong together"),
         (args.protocol != "paravt" and not args.base_url,
          f"--protocol {args.protocol} asks an endpoint: `vllm serve MODEL`, then --base-url"),
         (not 0 <= args.temperature <= 2, "--temperature must lie between 0 and 2"),
-        (min(args.max_new_tokens, args.max_model_len, args.max_num_seqs) < 1,
-         "--max-new-tokens, --max-model-len and --max-num-seqs must be at least 1"),
         (0 in args.frames and "off" not in args.tools,
-         "--frames 0 shows no video, but --tools on lets the agent look: give --tools off")]
+         "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
+        (args.samples > 1 and args.temperature == 0,
+         "--samples above 1 needs --temperature above 0: greedy samples are all the same")):
+        if invalid:
+            raise launch.UserError(reason)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -211,19 +196,8 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
     Raises UserError for a file that cannot be used and for records of other settings."""
     suites = []
     for bench, root in zip(args.bench or [None], args.root or [None]):
-        if bench:
-            tasks, notes = benchmarks.read_split(bench, root)
-            results.print_counts(bench, notes)
-            mode = benchmarks.splits()[bench].default_subtitles
-            if mode != "none" and notes["no subtitles"] == len(tasks):
-                raise launch.UserError(f"{bench}: none of its subtitles lies below {root}; unpack "
-                                       "them there")
-        else:
-            tasks = data.read_tasks(args.data)
-            root = root or os.path.dirname(os.path.abspath(args.data))
-            mode = "none"
-            if any(task.get("subtitles") for task in tasks):
-                mode = "aligned"  # as in training
+        root = root or os.path.dirname(os.path.abspath(args.data))
+        tasks, mode = read_tasks(args, bench, root)
         agent, source = agent_and_source(args, root, mode)
         out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
@@ -232,23 +206,39 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         if mode != "none":
             names = [task["subtitles"] for task in tasks if task.get("subtitles")]
         texts = results.digest_of_files(video.resolve(name, root) for name in names)
+        flags = argparse.Namespace(video_root=root, missing_videos=0.01)
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         done = set(results.read_records(out, digest))
-        tasks = tasks[: args.limit or None]
+        tasks = tasks[: args.limit]
         # Refused now, or a wrong folder would cost hours of counted errors.
-        present = argparse.Namespace(video_root=root, missing_videos=0.01)
-        source.cache.check_present(present, bench or args.data, tasks)
+        source.cache.check_present(flags, bench or args.data, tasks)
         suites.append(Suite(bench, tasks, agent, source, out, digest, done))
     return suites
 
 
+def read_tasks(args, bench, root):
+    """-> (tasks of a benchmark or of --data, which subtitles are shown). Raises UserError."""
+    if bench:
+        tasks, notes = benchmarks.read_split(bench, root)
+        results.print_counts(bench, notes)
+        mode = benchmarks.splits()[bench].default_subtitles
+        if mode != "none" and notes["no subtitles"] == len(tasks):
+            raise launch.UserError(f"{bench}: none of its subtitles lies below {root}; unpack them "
+                                   "there")
+        return tasks, mode
+    tasks, mode = data.read_tasks(args.data), "none"
+    if any(task.get("subtitles") for task in tasks):
+        mode = "aligned"  # as in training
+    return tasks, mode
+
+
 def agent_and_source(args, root, subtitles):
     """Arguments, folder of the videos, which subtitles -> (AgentConfig, VideoSource)."""
-    names = [f.name for f in fields(rollout.AgentConfig)]
-    agent = rollout.AgentConfig(**{**{name: getattr(args, name) for name in names}, "tools": True})
+    names = {f.name for f in fields(rollout.AgentConfig)} - {"tools"}
+    agent = rollout.AgentConfig(tools=True, **{name: getattr(args, name) for name in names})
     spoken = None
     if subtitles != "none":
-        spoken = partial(task_subtitles, which=subtitles)
+        spoken = partial(data.task_subtitles, which=subtitles)
     cache = video.FrameCache(workers=video.decode_threads())
     return agent, systems.source_of(args, root, cache, spoken)
 
@@ -275,30 +265,23 @@ def pending_tasks(suites: list[Suite], args) -> list[tuple]:
     return jobs
 
 
-def tasks_by_rank(jobs, ranks):
-    """Jobs -> [ranks][jobs]: indices of the tasks that a rank asks. The questions of a video stay
-    together, so that one rank decodes it."""
-    shares = [[[] for _ in jobs] for _ in range(ranks)]
-    for job, (*_, todo) in enumerate(jobs):
-        by_video = sorted(range(len(todo)), key=lambda i: todo[i]["video"])
-        for place, index in enumerate(by_video):
-            shares[place * ranks // len(todo)][job].append(index)
-    return shares
+def tasks_of_rank(tasks, rank, world):
+    """Tasks -> those that a rank asks. The questions of a video stay together, so that one rank
+    decodes it."""
+    by_video = sorted(tasks, key=lambda task: task["video"])
+    return by_video[len(tasks) * rank // world : len(tasks) * (rank + 1) // world]
 
 
 def evaluate(args):
     """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     launch.reset_watchdog(PATIENCE)
-    if args.data:  # a bad row is named now, because torch takes seconds to load
-        data.read_tasks(args.data)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)
     system, prompts = systems.make_system(args)
     suites = load_suites(args, weights, prompts)
     for suite in suites:
-        systems.check_prompts(system, suite.tasks, suite.agent)
         launch.lock(suite.out)
     if world > 1:
         # No deadline for collectives, as ranks end hours apart. A rank that hangs is ended
@@ -307,47 +290,32 @@ def evaluate(args):
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
     # Reading benchmarks and hashing weights may have taken minutes.
     launch.reset_watchdog(PATIENCE)
-    jobs = pending_tasks(suites, args)
-    needed = any(todo for *_, todo in jobs)
-    # shares: for each rank and job the places of the tasks that the rank asks
-    shares = [None] * world
-    if rank == 0:
-        shares = tasks_by_rank(jobs, world)
-    if world > 1:
-        # Shares of one rank for all: if two ranks saw a folder differently, a task could be missed.
-        shares = launch.broadcast(shares)
-        needed = launch.any_rank(needed)  # building vLLM is collective, so all ranks build or none
-    engine = None
-    if needed:
-        if sys.stdout.isatty():  # a script that reads stdout gets the table alone
-            launch.print0(f"{args.ckpt or args.model} -> {args.out}: loading")
+    jobs, engine = pending_tasks(suites, args), None
+    if any(todo for *_, todo in jobs):  # on one rank or another: building vLLM is collective
         codec, engine = make_engine(args, ckpt, system)
-    # Rank 0 writes the files that --rescore and --compare read. Only now that the engine has taken
-    # the checkpoint, so that a refused run leaves no files.
-    meta = {**vars(args), "prompt_hash": prompts, "code": launch.our_commit()}
-    for suite in suites:
-        if rank == 0:
-            results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-            results.write_json(meta, suite.out, "args.json")
-    if needed:
-        # This rank's tasks of every job.
-        rank_jobs = [(*job[:3], [job[3][i] for i in part]) for job, part in zip(jobs, shares[rank])]
-        run_jobs(rank_jobs, engine, codec, system, args, rank)
+    if rank == 0:
+        write_inputs(suites, {**vars(args), "prompt_hash": prompts, "code": launch.our_commit()})
+    if engine:
+        jobs = [(*job, tasks_of_rank(todo, rank, world)) for *job, todo in jobs]
+        run_jobs(jobs, engine, codec, system, args, rank)
     faulthandler.cancel_dump_traceback_later()  # no more resets: waiting and grading take long
     if world > 1:
         launch.any_rank(False)  # a barrier: all records are written
-    failed = None
+    failed = ""
     if rank == 0:
         folders = [(suite.bench, suite.out) for suite in suites]
         failed = results.finish(args.out, folders, args, args.ckpt or args.model)
     if failed:  # after the table and the summary
         print(launch.printable(failed), file=sys.stderr, flush=True)
-    if world > 1 or args.ckpt:  # the other ranks wait here for the summary of rank 0
-        launch.end_process_group(engine, int(bool(failed)))
-    elif engine:
-        engine.close()
-    if failed:
-        sys.exit(1)
+    launch.end_process_group(engine, int(bool(failed)))
+
+
+def write_inputs(suites, meta):
+    """Writes what --rescore and --compare read. Only when the engine has taken the checkpoint, so
+    that a refused run leaves no files."""
+    for suite in suites:
+        results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
+        results.write_json(meta, suite.out, "args.json")
 
 
 def make_engine(args, ckpt, system):
@@ -367,20 +335,14 @@ def run_jobs(jobs, engine, codec, system, args, rank):
     rank needs no lock."""
     from tqdm import tqdm
 
-    usage = getattr(engine, "usage", {})  # tokens of requests, as an endpoint counts them
     total = sum(len(todo) for *_, todo in jobs) * args.samples
     with tqdm(total=total, desc="episodes", disable=rank > 0 or None) as bar:
         for suite, k, mode, todo in jobs:  # one after the other, because their agents differ
-            tools, show = scores.split_mode(mode)
-            agent = replace(suite.agent, tools=tools == "on")
-            source = replace(suite.source, show=show)
-            sampler = rollout.RolloutWorker(engine, codec, source, agent)
+            agent = replace(suite.agent, tools=mode == "on")
+            sampler = rollout.RolloutWorker(engine, codec, suite.source, agent)
             with results.open_append(os.path.join(suite.out, f"records.rank{rank}.jsonl")) as f:
                 for episode in systems.run(sampler, todo, system, k, args.samples):
-                    record = results.record_of(episode, suite.digest, k, mode, system, usage)
-                    if args.base_url:
-                        # The models that have answered so far: a name may stand for another.
-                        record["served"] = sorted(engine.served)
+                    record = results.record_of(episode, suite.digest, k, mode, system)
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash then loses only the episodes under way
                     bar.update()

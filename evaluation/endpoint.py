@@ -63,8 +63,6 @@ class OpenAIEngine(ChatClient):
         super().__init__(base_urls, model, key_variable, seconds, workers)
         self.max_seqs = workers
         self.prefill, self.jpeg, self.fields = prefill, jpeg, fields or {}
-        self.served = set()  # names of the models that answered
-        self.usage = {}  # request id -> (prompt tokens, sampled tokens), as the endpoint counts
         self.calls, self.done = {}, queue.SimpleQueue()
 
     def check_servers(self):
@@ -107,9 +105,6 @@ class OpenAIEngine(ChatClient):
             answer, choice = await self.chat(body)
         except Refused as error:
             return Completion(request.id, error=str(error))
-        self.served.add(str(answer.model))
-        if answer.usage:
-            self.usage[request.id] = answer.usage.prompt_tokens, answer.usage.completion_tokens
         message, text = choice.message, message_text(choice.message)
         if message.tool_calls:
             return Completion(request.id, error="start the server without --tool-call-parser")
@@ -120,8 +115,11 @@ class OpenAIEngine(ChatClient):
                               "give more --max-new-tokens")
         thought = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
         # Some servers repeat the begun turn.
-        return Completion(request.id, text=text.removeprefix(request.prefill), ended=ended,
-                          reasoning=str(thought or ""))
+        completion = Completion(request.id, text=text.removeprefix(request.prefill), ended=ended,
+                                reasoning=str(thought or ""))
+        if answer.usage:
+            completion.tokens = answer.usage.total_tokens
+        return completion
 
     def body(self, request):
         """Request -> fields of a request."""

@@ -3,7 +3,6 @@ evaluation/frame_sources.py (tests/test_protocols.py): which frames a system is 
 
   grid  "centres"  ours: the centres of equal segments, see video.py
         "qwen"     the reader of most publishers, windows too, see qwen_vl_sampling.py
-        "start"    VideoZoomer's: from the first frame on, evenly
 
 Reads videos and subtitles. Writes no file.
 """
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import launch
 import rollout
 import video
 from evaluation import qwen_vl_sampling
@@ -52,7 +50,6 @@ class PublisherSource(rollout.VideoSource):
     grounding_as_video: bool = False  # the server reads videos of grounding tasks itself
     short_is_blind: bool = False  # a video with too few frames is asked about without any
     written_lines: bool = False  # subtitles are all lines of the file, repeats too
-    show: str = "real"  # "blank", "shuffled": see apply_show
 
     def overview_spec(self, task, num_frames):
         spec = super().overview_spec(task, num_frames)
@@ -70,15 +67,11 @@ class PublisherSource(rollout.VideoSource):
         if spec.get("frames") == 0:  # text alone
             return no_frames()
         if self.grid == "qwen":
-            frames = self.load_qwen(spec)
-        elif self.grid == "start" and "times" not in spec:
-            frames = self.load_from_start(spec)
-        else:
-            if "frames" in spec and self.fps:  # half a frame counts as one
-                paced = int(self.duration(spec) * self.fps + 0.5)
-                spec = {**spec, "frames": max(1, min(paced, spec["frames"]))}
-            frames = super().load(spec)
-        return self.apply_show(frames, spec)
+            return self.load_qwen(spec)
+        if "frames" in spec and self.fps:  # half a frame counts as one
+            paced = int(self.duration(spec) * self.fps + 0.5)
+            spec = {**spec, "frames": max(1, min(paced, spec["frames"]))}
+        return super().load(spec)
 
     def load_qwen(self, spec):
         """Frames as qwen_vl_utils reads them, or a ServerVideo. Raises ValueError for a window
@@ -112,40 +105,6 @@ class PublisherSource(rollout.VideoSource):
                 return no_frames()
             raise video.VideoError(path, f"too short for this system: {error}") from None
         return self.cache.frames(path, indices, 0, 0, size)
-
-    def load_from_start(self, spec):
-        """Frames as VideoZoomer takes them. Raises ValueError for a window after the end."""
-        path = video.resolve(spec["video"], self.root)
-        starts, info = self.cache.index(path)
-        last = len(starts) - 1
-        if "frames" in spec:
-            step = max(1, round(len(starts) / info.duration / self.fps)) if self.fps else 1
-            indices = list(range(0, len(starts), step))
-            if len(indices) > spec["frames"]:
-                gaps = max(1, spec["frames"] - 1)
-                indices = [place * last // gaps for place in range(spec["frames"])]
-        else:
-            if spec["start"] >= info.duration:
-                raise ValueError(f"the window begins after the end, {info.duration:.1f}s")
-            first = max(0, int(spec["start"] * info.fps))
-            last = min(int(spec["end"] * info.fps), last)
-            indices = np.linspace(first, last, spec["num_frames"]).astype(int).tolist()
-        pixels = self.max_pixels if "frames" in spec else self.crop_pixels or self.max_pixels
-        return self.cache.frames(path, sorted(set(indices)), self.min_pixels, pixels)
-
-    def apply_show(self, frames, spec):
-        """Frames as --show wants them. Times stay, so a prompt has the same tokens."""
-        order = np.arange(len(frames.seconds))
-        if self.show == "blank":
-            images = np.full_like(frames.images, 127)
-        elif self.show == "shuffled" and "frames" in spec:
-            draw = np.random.default_rng(launch.stable_hash("show", spec["video"], len(order)))
-            order = draw.permutation(order)
-            images = frames.images[order]
-        else:
-            return frames
-        keys = [self.show + frames.frame_keys[i] for i in order]  # caches go by them
-        return video.Frames(images, frames.seconds, self.show + frames.key, keys)
 
 
 def no_frames():

@@ -36,12 +36,11 @@ def even_count(ele: dict, total: int, rate: float) -> int:
 
 
 def linspace(first: int, last: int, count: int) -> list[int]:
-    """torch.linspace(first, last, count).round(): indices of frames, both ends among them."""
-    # torch's step is a float32, and its sums are rounded to float32 once (fused). In a long video
-    # another rounding takes other frames.
-    step, i = float(np.float32(last - first) / np.float32(count - 1)), np.arange(count)
-    indices = np.where(i < count // 2, first + step * i, last - step * (count - 1 - i))
-    return np.rint(indices.astype(np.float32)).astype(int).tolist()
+    """-> indices of frames, both ends among them."""
+    import torch  # takes seconds, and --help need not wait
+
+    # Not numpy's: in a long video another rounding of the sums takes other frames.
+    return torch.linspace(first, last, count).round().long().tolist()
 
 
 def window(total: int, rate: float, start: float, end: float) -> tuple[int, int]:

@@ -3,8 +3,10 @@ evaluation/results.py (tests/test_eval.py): reads and grades the records of an e
 compares finished folders without a model.
 
 A record is one line per item, appended when the episode ends. An item is (task id, K, mode,
-sample), see scores.mode_of. A bench_dir is a folder of records: the --out of --data, or a folder in
-the --out of --bench.
+sample); the mode is that of --tools, "on" or "off". A bench_dir is a folder of records: the --out
+of --data, or a folder in the --out of --bench.
+
+Numbers come from records, graded anew by the present code, never from a summary.json.
 
 Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, summary.json.
 Used by eval.py: --rescore, --compare, --table.
@@ -28,7 +30,7 @@ from evaluation import answers, benchmarks, endpoint, scores, systems
 
 
 # Flags that change no answer, or that the digest holds by the content of their files.
-NO_SETTINGS = ("ckpt data bench root out prompts limit frames tools show samples preset base_url "
+NO_SETTINGS = ("ckpt data bench root out prompts limit frames tools samples preset base_url "
                "api_key_env max_num_seqs judge_url judge_model judge_tokens judge_key_env rescore "
                "compare table").split()
 
@@ -65,7 +67,7 @@ def read_records(out, digest=None):
         for number, line in enumerate(launch.read_file(path).split(b"\n")[:-1], 1):
             try:
                 row = launch.parse_json(line)
-                item = row["task"]["id"], row["budget"], scores.mode_of(row), row["sample"]
+                item = row["task"]["id"], row["budget"], row["tools"], row["sample"]
                 digest = digest or row["digest"]  # None: of the first record
             except (ValueError, KeyError, TypeError):
                 reason = "not JSON, or no record; delete the line or the file"
@@ -78,14 +80,9 @@ def read_records(out, digest=None):
 
 
 def grid_cells(flags):
-    """Flags of a run, as a dict -> its (K, mode). Without frames there is nothing to look at and
-    nothing to blank or shuffle."""
-    shows = flags.get("show") or ["real"]  # runs from before the flag
-    grid = []
-    for k, tools, show in itertools.product(flags["frames"], flags["tools"], shows):
-        if k != 0 or (tools == "off" and show == "real"):
-            grid.append((k, scores.mode_of({"tools": tools, "show": show})))
-    return grid
+    """Flags of a run, as a dict -> its (K, mode). Without frames there is nothing to look at."""
+    grid = itertools.product(flags["frames"], flags["tools"])
+    return [(k, mode) for k, mode in grid if k != 0 or mode == "off"]
 
 
 def open_append(path):
@@ -100,21 +97,20 @@ def open_append(path):
 # Grading
 
 
-def tokens_of(episode, usage):
-    """Tokens of all requests of an episode: of its ids, or as an endpoint counts them (usage:
-    {request id: (prompt tokens, sampled tokens)}); None if it does not."""
+def tokens_of(episode):
+    """Tokens of all contexts of an episode, or as an endpoint counts its requests; None if it does
+    not."""
     if not episode.turns:
         return 0
-    if episode.context.ids:
-        subs = [len(call["sub"]["ids"]) for call in episode.calls if "sub" in call]
-        return len(episode.context.ids) + sum(subs)
-    own = [name for name in usage if name.startswith(f"{episode.group}/{episode.sample}/")]
-    return sum(sum(usage.pop(name)) for name in own) if own else None
+    if not episode.context.ids:
+        return episode.notes["tokens"] or None
+    subs = [len(call["sub"]["ids"]) for call in episode.calls if "sub" in call]
+    return len(episode.context.ids) + sum(subs)
 
 
-def record_of(episode, digest, k, mode, system, usage=None) -> dict:
+def record_of(episode, digest, k, mode, system) -> dict:
     """Episode -> record: the text of every turn, calls, rewards, tokens and grade, without token
-    ids. k: as in --frames. mode: see scores.mode_of. usage: see tokens_of."""
+    ids. k: as in --frames."""
     # Only training needs these fields, and they are most of an episode's bytes.
     dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "policy_step"}
     record = {name: value for name, value in episode.to_dict().items() if name not in dropped}
@@ -125,10 +121,9 @@ def record_of(episode, digest, k, mode, system, usage=None) -> dict:
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
     if any(episode.notes.get("reasoning", [])):  # texts that an endpoint kept apart, one per turn
         record["reasoning"] = episode.notes["reasoning"]
-    tools, show = scores.split_mode(mode)
-    record.update(calls=calls, digest=digest, budget=str(k), tools=tools, show=show,
-                  frame_times=times, prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
-                  tokens=tokens_of(episode, usage or {}))
+    record.update(calls=calls, digest=digest, budget=str(k), tools=mode, frame_times=times,
+                  prompt_hash=hashlib.sha256(prompt).hexdigest()[:16],
+                  tokens=tokens_of(episode))
     return {**record, **grade_record(record, system)}
 
 
@@ -204,23 +199,24 @@ def write_tasks(tasks, path):
     launch.write_atomic(path, "".join(json.dumps(task) + "\n" for task in tasks))
 
 
+def grade_all(bench_dirs, judge):
+    """[(benchmark, bench_dir)] -> (rows of numbers, {(benchmark, K, mode): {(task id, sample):
+    record}})."""
+    rows, cells = [], {}
+    for bench, bench_dir in bench_dirs:
+        for (k, mode), cell in grade_folder(bench_dir, judge).items():
+            cells[bench, k, mode] = cell
+            numbers = scores.summarise(list(cell.values()), bench, bool(judge.judge_model))
+            rows.append({"bench": bench, "K": k, "tools": mode, **numbers})
+    return rows, cells
+
+
 def load_finished(folder):
-    """Folder -> (name, summary.json, {(benchmark, K, mode): {(task id, sample): record}}), with
-    headlines and intervals computed again by the present code."""
-    name, summary = os.path.basename(os.path.normpath(folder)), read_json(folder, "summary.json")
+    """Folder -> (its name, rows and cells of `grade_all`)."""
     # Without an address the judge is not asked again: the verdicts in the folder count.
-    judge = argparse.Namespace(judge_url=None, judge_model=summary.get("judge_model"))
-    cells = {}
-    for bench, bench_dir in list_bench_dirs(folder):
-        for (k, mode), records in grade_folder(bench_dir, judge).items():
-            cells[bench, str(k), mode] = records
-    for row in summary["results"]:
-        records = cells.get(scores.cell_of(row))
-        if records is None or len(records) != row["n"]:
-            raise launch.UserError(f"{folder}: its summary.json is of other records; --rescore "
-                                   f"{folder}")
-        row.update(scores.headline_stats(records.values(), row.get("bench")))
-    return name, summary, cells
+    judge_model = read_json(folder, "summary.json")["judge_model"]
+    judge = argparse.Namespace(judge_url=None, judge_model=judge_model)
+    return os.path.basename(os.path.normpath(folder)), *grade_all(list_bench_dirs(folder), judge)
 
 
 def finish(out, bench_dirs, args, policy):
@@ -231,15 +227,8 @@ def finish(out, bench_dirs, args, policy):
 
     policy: the checkpoint, or the model of an endpoint.
     """
-    results, errors = [], collections.Counter()  # errors: messages of failed items
-    for bench, bench_dir in bench_dirs:
-        flags = read_json(bench_dir, "args.json")  # of the run, which --rescore does not have
-        for (k, mode), cell in grade_folder(bench_dir, args).items():
-            tools, show = scores.split_mode(mode)
-            row = {"bench": bench, "K": k, "tools": tools, "show": show}
-            records = list(cell.values())
-            results.append({**row, **scores.summarise(records, bench, bool(args.judge_model))})
-            errors.update(record["error"] for record in records if record.get("error"))
+    results, cells = grade_all(bench_dirs, args)
+    flags = read_json(bench_dirs[0][1], "args.json")  # of the run, which --rescore does not have
     summary = {"checkpoint": policy, "time": time.strftime("%Y-%m-%d %H:%M:%S"),
                "judge_model": args.judge_model}
     for name in ("protocol", "prompts", "prompt_hash"):
@@ -251,12 +240,15 @@ def finish(out, bench_dirs, args, policy):
     print(launch.printable(scores.table(results)))
     acc = {}  # printed last, for scripts: "[bench/]K/mode" -> accuracy
     for row in results:
-        cell = [row["bench"], str(row["K"]), scores.mode_of(row)]
+        cell = [row["bench"], str(row["K"]), row["tools"]]
         acc["/".join(filter(None, cell))] = round(row["acc"], 4)
     print(json.dumps({"summary": os.path.join(out, "summary.json"), "acc": acc}))
     failed = scores.failed_lines(results)
-    for message, count in errors.most_common(int(bool(failed))):
-        failed.append(f"the most frequent error, {count} times: {message[:300]}")
+    if failed:
+        records = [record for cell in cells.values() for record in cell.values()]
+        errors = collections.Counter(filter(None, [record.get("error") for record in records]))
+        for message, count in errors.most_common(1):
+            failed.append(f"the most frequent error, {count} times: {message[:300]}")
     return "; ".join(failed)
 
 

@@ -11,6 +11,7 @@ file.
 """
 
 import time
+from collections import Counter
 
 import numpy as np
 
@@ -21,22 +22,10 @@ from evaluation import benchmarks
 # Scores
 
 
-def mode_of(row):
-    """Row of a summary, or record -> "on" or "off" (tools), with what --show changed: "off blank".
-    """
-    show = row.get("show") or "real"
-    return row["tools"] if show == "real" else f"{row['tools']} {show}"
-
-
-def split_mode(mode):
-    """Mode -> (tools, show)."""
-    tools, _, show = mode.partition(" ")
-    return tools, show or "real"
-
-
-def cell_of(row):
-    """Row of a summary -> (benchmark or None, K as text, mode), the key of its records."""
-    return row.get("bench"), str(row["K"]), mode_of(row)
+def mean(values):
+    """-> mean; None of no values."""
+    values = list(values)
+    return sum(values) / len(values) if values else None
 
 
 def headline_stats(records, bench, draws=2000):
@@ -58,8 +47,8 @@ def headline_stats(records, bench, draws=2000):
         if part is not None:
             sums[place, names.index(part)] += record["score"]
             counts[place, names.index(part)] += 1
-    acc = sum(record["score"] for record in records) / len(records)
-    stats = {"n": len(records), "headline": None, "interval": None, "acc": acc}
+    stats = {"n": len(records), "headline": None, "interval": None,
+             "acc": mean(record["score"] for record in records)}
     if names:
         stats["headline"] = float((sums.sum(0) / counts.sum(0)).mean())
     if names and len(videos) > 1:
@@ -78,11 +67,12 @@ def breakdowns(records):
     for record in records:
         task = record["task"]
         tags = task.get("tags") or {"category": task.get("category") or task["type"]}
-        for name, labels in tags.items():
+        for name, labels in {"type": task["type"], **tags}.items():
             for label in labels if isinstance(labels, list) else [labels]:
-                cell = found.setdefault(name, {}).setdefault(str(label), {"n": 0, "acc": 0.0})
-                cell["n"] += 1
-                cell["acc"] += (record["score"] - cell["acc"]) / cell["n"]
+                found.setdefault(name, {}).setdefault(str(label), []).append(record["score"])
+    for cells in found.values():
+        for label, values in cells.items():
+            cells[label] = {"n": len(values), "acc": mean(values)}
     return found
 
 
@@ -96,49 +86,53 @@ def window_stats(records):
             found.append(rewards.window_scores(spans, record["task"]["evidence"]))
     stats = {"n": len(found)} if found else {}
     for name in found[0] if found else ():
-        values = [scores[name] for scores in found if scores[name] is not None]
-        stats[name] = sum(values) / len(values) if values else None
+        stats[name] = mean(scores[name] for scores in found if scores[name] is not None)
     return stats
 
 
 def summarise(records, bench=None, judged=False):
     """Records of one (benchmark, K, mode) -> dict of numbers. Errors are in every denominator."""
-    n, ended = len(records), [r for r in records if r["status"] == "ok"]
-    errors = {}
-    for record in records:
-        if record["status"] != "ok":
-            errors[record["status"]] = errors.get(record["status"], 0) + 1
+    ended = [record for record in records if record["status"] == "ok"]
+    errors = Counter(record["status"] for record in records if record["status"] != "ok")
+    calls = [sum(call["status"] == "ok" for call in record["calls"]) for record in records]
     out = {
         "metric": benchmarks.headline_metric(bench)[0],
         **headline_stats(records, bench),
-        "f_tau": sum(r["reward"]["fmt"] for r in records) / n,
-        "kappa": sum(call["status"] == "ok" for r in records for call in r["calls"]) / n,
+        "f_tau": mean(record["reward"]["fmt"] for record in records),
+        "kappa": mean(calls),
         "errors": errors,
-        "no_answer": sum(r["extracted"] is None for r in ended),
-        "truncated": sum(r["finish"][-1:] == ["length"] for r in ended),  # in the last turn
-        "seconds_per_episode": sum(r["timing"].get("total_s", 0.0) for r in records) / n}
-    tokens = [r["tokens"] for r in records if r.get("tokens") is not None]
-    out["tokens"] = sum(tokens) / len(tokens) if tokens else None
+        "no_answer": sum(record["extracted"] is None for record in ended),
+        "truncated": sum(record["finish"][-1:] == ["length"] for record in ended),  # the last turn
+        "seconds_per_episode": mean(r["timing"].get("total_s", 0.0) for r in records),
+        "tokens": mean(r["tokens"] for r in records if r.get("tokens") is not None),
+        "by": breakdowns(records)}
+    if judged:
+        out["judge"] = judge_counts(records)
+        if out["judge"]["failed"]:
+            errors["judge_error"] = out["judge"]["failed"]
+    return out | rarer_numbers(records)
+
+
+def judge_counts(records):
+    verdicts = [record["judge"] for record in records if "judge" in record]
+    # None: the request was refused, or the reply was neither yes nor no
+    return {"judged": len(verdicts), "yes": verdicts.count(True), "failed": verdicts.count(None)}
+
+
+def rarer_numbers(records):
+    """-> numbers that only some records have."""
+    out = {}
     if windows := window_stats(records):
         out["windows"] = windows
-    if judged:
-        verdicts = [r["judge"] for r in records if "judge" in r]
-        failed = verdicts.count(None)  # the request failed, or the reply was neither yes nor no
-        out["judge"] = {"judged": len(verdicts), "yes": verdicts.count(True), "failed": failed}
-        if failed:
-            errors["judge_error"] = failed
     best = {}  # task id -> score of its best sample
     for record in records:
         name = record["task"]["id"]
         best[name] = max(record["score"], best.get(name, 0.0))
-    if n > len(best):
-        out["pass@n"] = sum(best.values()) / len(best)
-    if {r["task"]["type"] for r in records} == {"grounding"}:  # recall at thresholds of the IoU
-        for threshold in (0.3, 0.5, 0.7):
-            out[f"R@{threshold}"] = sum(r["score"] >= threshold for r in records) / n
-    types = [{"score": r["score"], "task": {"tags": {"type": r["task"]["type"]}}} for r in records]
-    out["by_type"] = breakdowns(types)["type"]
-    out["by"] = breakdowns(records)
+    if len(records) > len(best):
+        out["pass@n"] = mean(best.values())
+    if {record["task"]["type"] for record in records} == {"grounding"}:
+        for threshold in (0.3, 0.5, 0.7):  # recall, of the IoU
+            out[f"R@{threshold}"] = mean(record["score"] >= threshold for record in records)
     return out
 
 
@@ -149,8 +143,7 @@ def failed_lines(results):
         failed = sum(row["errors"].values())
         if failed > 0.01 * row["n"]:
             causes = ", ".join(f"{count} {cause}" for cause, count in sorted(row["errors"].items()))
-            lines.append(f"{row.get('bench') or 'data'} at K {row['K']}, tools {mode_of(row)}: "
-                         f"{failed} of {row['n']} items failed ({causes})")
+            lines.append(f"{title_of(row)}: {failed} of {row['n']} items failed ({causes})")
     return lines
 
 
@@ -163,6 +156,10 @@ def text_of(value, digits=3):
     if value is None:
         return "-"
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def title_of(row):
+    return f"{row['bench'] or 'data'}, K {row['K']}, tools {row['tools']}"
 
 
 def interval_text(row, name="headline", digits=3, scale=1):
@@ -186,7 +183,7 @@ def table(results, labels=12):
     rows = [["bench", "K", "tools", "n", "headline [95%]", "acc", "f_tau", "kappa", "errors",
              "no answer", "cut off"]]
     for row in results:
-        rows.append([row.get("bench"), row["K"], mode_of(row), row["n"], interval_text(row),
+        rows.append([row["bench"], row["K"], row["tools"], row["n"], interval_text(row),
                      row["acc"], row["f_tau"], row["kappa"], sum(row["errors"].values()),
                      row["no_answer"], row["truncated"]])
     lines = aligned(rows)
@@ -197,13 +194,12 @@ def table(results, labels=12):
                 found.append([name, "", row["n"], row[name]])
         for name, value in row.get("windows", {}).items():
             found.append(["windows of episodes that called", name, "", value])
-        for name, groups in {"type": row["by_type"], **row["by"]}.items():
+        for name, groups in row["by"].items():
             if 1 < len(groups) <= labels:
                 for label, cell in sorted(groups.items()):
                     found.append([name, label, cell["n"], cell["acc"]])
         if found:
-            title = f"{row.get('bench') or 'data'}, K {row['K']}, tools {mode_of(row)}"
-            lines += ["", f"{title}: {row['metric']} is the headline", *aligned(found)]
+            lines += ["", f"{title_of(row)}: {row['metric']} is the headline", *aligned(found)]
     return "\n".join(lines)
 
 
@@ -225,18 +221,14 @@ def compare(evaluations):
     """Finished evaluations -> {"time", "rows": every result with the name of its folder,
     "differences": of every folder to the first}.
 
-    evaluations: [(name, summary.json, {(benchmark, K, mode): {(task id, sample): graded record}})].
+    evaluations: [(name, rows, {(benchmark, K, mode): {(task id, sample): graded record}})].
     """
     rows, pairs = [], []
     first, _, baseline = evaluations[0]
-    for name, summary, cells in evaluations:
-        for row in summary["results"]:
-            kept = ("K", "tools", "n", "headline", "interval", "f_tau", "kappa", "tokens")
-            rows.append({"name": name, "bench": row.get("bench"), "show": row.get("show"),
-                         **{key: row.get(key) for key in kept}})
-            cell = cell_of(row)
-            if name == first or cell not in baseline:
-                continue
+    for name, results, cells in evaluations:
+        kept = ("bench", "K", "tools", "n", "headline", "interval", "f_tau", "kappa", "tokens")
+        rows += [{"name": name, **{key: row[key] for key in kept}} for row in results]
+        for cell in cells.keys() & baseline.keys() if name != first else ():
             stats = differences(baseline[cell], cells[cell], cell[0])
             if stats:
                 pairs.append({"name": name, "minus": first, "bench": cell[0], "K": cell[1],
@@ -250,7 +242,7 @@ def comparison_table(compared):
     rows = [["checkpoint", "bench", "K", "tools", "n", "headline [95%]", "f_tau", "kappa",
              "tokens"]]
     for row in compared["rows"]:
-        rows.append([row["name"], row["bench"], row["K"], mode_of(row), row["n"],
+        rows.append([row["name"], row["bench"], row["K"], row["tools"], row["n"],
                      interval_text(row), row["f_tau"], row["kappa"], text_of(row["tokens"], 0)])
     lines = aligned(rows)
     pairs = [["difference of the same items", "bench", "K", "tools", "n", "[95%]"]]
@@ -268,11 +260,11 @@ def paper_layout(evaluations):
     for system, (_, percents) in paper.items():
         cells = [text_of(percents.get(name), 1) for name in names]
         rows.append([f"{system} (the paper's)", *cells])
-    for name, summary, _ in evaluations:
+    for name, results, _ in evaluations:
         found = {}  # (K, mode) -> {benchmark: cell}
-        for row in summary["results"]:
-            if row.get("bench"):
-                found.setdefault((row["K"], mode_of(row)), {})[row["bench"]] = our_cell(row)
+        for row in results:
+            if row["bench"]:
+                found.setdefault((row["K"], row["tools"]), {})[row["bench"]] = our_cell(row)
         for (k, mode), cells in found.items():
             rows.append([f"{name}, K {k}, tools {mode} (measured)",
                          *[cells.get(bench, "-") for bench in names]])

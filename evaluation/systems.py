@@ -1,10 +1,9 @@
 """
-evaluation/systems.py (tests/test_protocols.py): the systems of the paper's Table 1, and the one
-loop that asks them.
+evaluation/systems.py (tests/test_protocols.py): the systems of the paper's Table 1.
 
 A system is an entry of `all_systems`: prompt texts, frames, how its calls are read, how they are
-answered. `play` asks it turn by turn through an OpenAI-compatible endpoint (`vllm serve MODEL`).
-ParaVT from a checkpoint goes through rollout.py's own loop.
+answered. evaluation/protocol_loop.py asks it behind an endpoint; ParaVT from a checkpoint goes
+through rollout.py's own loop.
 
 The texts are ours. --prompts FILE.json, {name: text}, replaces texts of an entry by those of its
 publisher. Places that are filled: see `places`.
@@ -17,14 +16,12 @@ publisher. Places that are filled: see `places`.
 Reads --prompts. Writes no file.
 """
 
-import asyncio
 import hashlib
 import json
 import math
 import os
 import re
 import string
-import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -33,9 +30,15 @@ import chat
 import launch
 import rewards
 import rollout
-import video
-from evaluation import answers, frame_sources
-from evaluation.endpoint import ChatRequest
+from evaluation import answers, frame_sources, protocol_loop
+from evaluation.protocol_loop import (
+    Call,
+    answer_with_frames,
+    answer_with_summaries,
+    frames_item,
+    load_windows,
+    text_item,
+)
 
 ANSWER = "Write only the final answer between <answer> and </answer>."
 THINK = ("Reason between <think> and </think>, then write only the final answer between <answer> "
@@ -60,7 +63,7 @@ class System:
     text_first: bool = False  # the question stands before the frames
     parse: callable = None  # (text, think_open) -> calls
     final: callable = answers.answer_or_tail  # (turns, think_open) -> answer to grade, or None
-    answer: callable = None  # async (records, calls, episode, worker, turn) -> messages, frames
+    answer: callable = None  # async (records, episode, worker, turn) -> messages, frames
     schema: callable = None  # () -> tools for the server's chat template
     force: callable = None  # (task) -> (text put before the last turn, its tokens)
     prefill: str = ""  # forced start of every turn
@@ -123,167 +126,19 @@ def places(task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "labelled": "\n".join(published or [f"{line[:2]} {line}" for line in lines])}
 
 
-def frames_item(task, stamp):
-    """The place of frames in a message."""
-    return {"type": "video", "video": task["video"], "stamp": stamp}
-
-
-def text_item(text):
-    return {"type": "text", "text": text}
-
-
-# ------------------------------------------------------------------------------------------------
-# The loop
-
-
-@dataclass
-class Call:
-    """One call of a turn, as the model wrote it. start, end: seconds, None if unreadable."""
-
-    name: str
-    start: float | None = None
-    end: float | None = None
-    num_frames: int | None = None
-    error: str | None = None  # None: it may run
-
-
-@dataclass
-class Chat(rollout.Context):
-    """A Context of an endpoint: messages and frames, no ids."""
-
-    messages: list = field(default_factory=list)
-
-    def request(self, name, **settings):
-        return ChatRequest(name, [], [], [], list(self.frames), messages=list(self.messages),
-                           **settings)
-
-
 def run(worker, tasks, system, frames=64, group=1):
     """rollout.run with this system: by training's own loop for ParaVT from a checkpoint."""
-    return rollout.run(worker, tasks, frames, group, play=loop_of(worker, system))
-
-
-def loop_of(worker, system):
-    """-> the episode loop of a system."""
+    play = partial(protocol_loop.play, system=system)
     if worker.codec:
-        return rollout.run_episode
-    return partial(play, system=system)
-
-
-async def play(episode, worker, system):
-    """rollout.run_episode for a system behind an endpoint -> Episode."""
-    agent, task = worker.agent, episode.task
-    began = time.monotonic()
-    overview = await rollout.load_overview(episode, worker)
-    if overview is None:
-        return episode
-    frames = overview[1]
-    messages = system.opening(task, episode.num_frames, agent, episode.subtitles, episode.duration)
-    if not len(frames.seconds):  # text alone
-        for message in messages:
-            if isinstance(message["content"], list):
-                message["content"] = [p for p in message["content"] if p["type"] != "video"]
-    context = episode.context = Chat(messages=messages)
-    if len(frames.seconds):
-        context.frames.append(frames)
-    episode.notes.update(opening=list(messages), seconds=frames.seconds, reasoning=[])
-    prefill = system.prefill
-    if agent.think_prefix and not prefill:
-        prefill = "<think>\n"
-    episode.think_open = answers.never_closed(prefill, False)
-    tools = None
-    if agent.tools and system.schema:
-        tools = system.schema()
-
-    tool_turns = 0
-    if agent.tools:
-        tool_turns = agent.max_turns
-    for turn in range(tool_turns + 1):
-        last, limit = turn == tool_turns, agent.max_new_tokens
-        if last and tool_turns and system.force:
-            text, limit = system.force(task)
-            messages.append({"role": "user", "content": text})
-        completion = await worker.pump.sample(context.request(
-            f"{episode.group}/{episode.sample}/{turn}", max_tokens=limit,
-            temperature=agent.temperature, seed=rollout.turn_seed(episode, agent, turn),
-            prefill=prefill, tools=tools, stop=system.stop))
-        if completion.error:
-            episode.fail("engine_error", completion.error)
-            break
-        text = completion.text
-        for stop in system.stop:  # a server that knows no stop strings goes on
-            before, found, _ = text.partition(stop)
-            text = before + found
-        episode.turns.append(text)
-        episode.finish.append("stop")
-        if not completion.ended:
-            episode.finish[-1] = "length"
-        episode.notes["reasoning"].append(completion.reasoning)
-        calls = []
-        if agent.tools:  # else they are text
-            calls = system.parse(text, episode.think_open)
-        records = [record_of(call, turn) for call in calls]
-        episode.calls += records
-        if last or not calls:
-            for record in records:
-                record.update(status="not_run", summary="")
-            break
-        replies, shown = await system.answer(records, calls, episode, worker, turn)
-        messages += [{"role": "assistant", "content": prefill + text}, *replies]
-        context.frames += shown
-    episode.timing["total_s"] = time.monotonic() - began
-    return episode
-
-
-def record_of(call, turn):
-    """A call -> its record in the episode. `load_windows` completes it."""
-    record = {"turn": turn, "name": call.name, "start": call.start, "end": call.end,
-              "num_frames": call.num_frames, "parseable": call.error is None, "status": "pending",
-              "summary": "", "sub_tokens": 0}
-    if call.error:
-        record.update(status="error", summary=f"error: {call.error}")
-    return record
-
-
-async def load_windows(records, calls, episode, worker, fps=1.0, max_frames=16):
-    """Loads the windows of the good calls of a turn, max_parallel at most -> the Frames of each
-    call, or None. The records say what was shown, or why nothing. fps, max_frames: of a window, if
-    the call names no number of frames."""
-    async def load_window(record, call):
-        spec = {"video": episode.task["video"], "start": call.start, "end": call.end, "fps": fps,
-                "num_frames": call.num_frames, "max_frames": max_frames}
-        try:
-            frames = await worker.pump.load(worker.source.load, spec)
-        except video.VideoError as error:
-            # Only the reason: the text of the error holds a path on this machine.
-            record.update(status="video_error",
-                          summary=f"error: the window could not be read ({error.why})")
-            episode.fail("video_error", f"a call: {error}")
-            return None
-        except ValueError as error:  # no part of the window lies in the video
-            record.update(status="error", summary=f"error: {error}")
-            return None
-        seconds = [round(float(second), 3) for second in frames.seconds]
-        record.update(status="ok", start=max(0.0, call.start), end=min(call.end, episode.duration),
-                      frames_seen=len(seconds), seconds_seen=seconds)
-        return frames
-
-    windows, good = [None] * len(calls), [n for n, call in enumerate(calls) if call.error is None]
-    limit = worker.agent.max_parallel
-    for n in good[limit:]:
-        records[n].update(status="not_run", summary=f"not run: at most {limit} calls per turn")
-    loaded = await asyncio.gather(*[load_window(records[n], calls[n]) for n in good[:limit]])
-    for n, frames in zip(good, loaded):
-        windows[n] = frames
-    return windows
+        play = rollout.run_episode
+    return rollout.run(worker, tasks, frames, group, play=play)
 
 
 # ------------------------------------------------------------------------------------------------
-# Answers to calls: async (records, calls, episode, worker, turn) -> (messages, frames shown)
+# ParaVT, as it is trained
 
 
 def trained_calls(text, think_open=False):
-    """ParaVT's calls, as training reads them."""
     calls = []
     for call in rewards.parse_tool_calls(text, agent_tools.TOOLS, think_open):
         window = call.arguments or {}
@@ -292,52 +147,11 @@ def trained_calls(text, think_open=False):
     return calls
 
 
-async def answer_as_trained(records, calls, episode, worker, turn):
-    """ParaVT: a summary or the frames of each window."""
+async def answer_as_trained(records, episode, worker, turn):
+    answer = answer_with_summaries
     if worker.agent.crop_response == "frames":
-        return await answer_with_frames(records, calls, episode, worker, turn)
-    windows = await load_windows(records, calls, episode, worker)
-    jobs = []
-    for number, (record, frames) in enumerate(zip(records, windows)):
-        if frames is not None:
-            jobs.append(ask_sub_agent(record, frames, episode, worker, turn, number))
-    await asyncio.gather(*jobs)
-    return [{"role": "tool", "content": record["summary"]} for record in records], []
-
-
-async def ask_sub_agent(record, frames, episode, worker, turn, number):
-    """The same model in a fresh context that holds one window. The record gets its summary."""
-    agent = worker.agent
-    window = {"start": record["start"], "end": record["end"]}
-    context = Chat(messages=rollout.sub_messages(episode.task, window), frames=[frames])
-    completion = await worker.pump.sample(context.request(
-        f"{episode.group}/{episode.sample}/{turn}/{number}", max_tokens=agent.sub_max_new_tokens,
-        temperature=agent.temperature, seed=rollout.turn_seed(episode, agent, turn, number)))
-    # Only the text after the thought; one that never closes holds no summary.
-    summary = completion.text.rpartition("</think>")[2].strip()
-    if completion.error:
-        record.update(status="engine_error", error=completion.error,
-                      summary="error: the window could not be looked at")
-        episode.fail("engine_error", f"a call: {completion.error}")
-    elif not summary or answers.never_closed(completion.text, False):
-        record["summary"] = rollout.EMPTY_SUMMARY
-    else:
-        record["summary"] = summary
-
-
-async def answer_with_frames(records, calls, episode, worker, turn, text="", stamp=None,
-                             max_frames=16):
-    """A tool message for each call: the frames of its window and a text, or why there are none."""
-    windows = await load_windows(records, calls, episode, worker, max_frames=max_frames)
-    messages, shown = [], []
-    for record, frames in zip(records, windows):
-        content = record["summary"]
-        if frames is not None:
-            record["summary"] = text
-            content = [frames_item(episode.task, stamp), text_item(text)]
-            shown.append(frames)
-        messages.append({"role": "tool", "content": content})
-    return messages, shown
+        answer = answer_with_frames
+    return await answer(records, episode, worker, turn)
 
 
 def crop_schema():
@@ -458,14 +272,15 @@ def paper_seconds(value):
     return max(-1e9, min(seconds, 1e9)) if math.isfinite(seconds) else 0.0
 
 
-async def paper_answer(records, calls, episode, worker, turn, texts):
+async def paper_answer(records, episode, worker, turn, texts):
     """A user message for each call that is run."""
     messages, shown = [], []
-    windows = await load_windows(records, calls, episode, worker)
-    for call, record, frames in zip(calls, records, windows):
+    asked = [(record["start"], record["end"]) for record in records]  # before they are cut
+    windows = await load_windows(records, episode, worker)
+    for (start, end), record, frames in zip(asked, records, windows):
         if record["status"] == "not_run":
             continue
-        filled = {"start": f"{call.start:.1f}", "end": f"{call.end:.1f}"}
+        filled = {"start": f"{start:.1f}", "end": f"{end:.1f}"}
         content, text = [], texts["failed"]
         if frames is not None:
             content, text = [frames_item(episode.task, "none")], texts["reply"]
@@ -486,13 +301,13 @@ LONGVT = ("Reason between <think> and </think>. Call crop_video when you need to
           "video closely; when you know the answer, write it between <answer> and </answer>.")
 
 
-async def longvt_answer(records, calls, episode, worker, turn):
-    for call, record in zip(calls, records):
-        if call.error is None and call.start < 0:  # one that ends after the video is cut
-            call.error = "start_time is below 0"
-            record.update(status="error", summary=f"error: {call.error}")
+async def longvt_answer(records, episode, worker, turn):
+    for record in records:
+        # A window that ends after the video is cut.
+        if record["status"] == "pending" and record["start"] < 0:
+            record.update(status="error", summary="error: start_time is below 0")
     text = "The frames of the window are shown above. Go on with your analysis."
-    return await answer_with_frames(records, calls, episode, worker, turn, text, "none", 128)
+    return await answer_with_frames(records, episode, worker, turn, text, "none", 128)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -528,9 +343,9 @@ def zoom_call(text, think_open=False):
     return [Call("video_zoom", start, end, frames, error)]
 
 
-async def zoom_answer(records, calls, episode, worker, turn):
+async def zoom_answer(records, episode, worker, turn):
     """One user message: the frames inside tool response tags, or the error."""
-    [frames] = await load_windows(records, calls, episode, worker)
+    [frames] = await load_windows(records, episode, worker)
     [record], shown = records, []
     if frames is None:
         content = [text_item(f"<tool_response>\n{record['summary']}\n</tool_response>"),
@@ -588,14 +403,14 @@ def conan_calls(text, think_open=False):
     return calls
 
 
-async def conan_answer(records, calls, episode, worker, turn, texts):
+async def conan_answer(records, episode, worker, turn, texts):
     """The next eight frames, none twice, and the text of the round."""
     task = episode.task
     name = "last" if turn == worker.agent.max_turns - 1 else "round"
     text = fill(conan_text(texts, task, name=name), places(task, between=", "))
     starts = await worker.pump.load(frame_sources.frame_starts, worker.source, task["video"])
     seen = episode.notes.setdefault("seen", set(map(float, episode.context.frames[0].seconds)))
-    seconds = conan_seconds(records, calls, [s for s in starts if s not in seen])
+    seconds = conan_seconds(records, [s for s in starts if s not in seen])
     seen.update(seconds)
     if not seconds:  # all frames have been seen
         return [{"role": "user", "content": text}], []
@@ -605,14 +420,14 @@ async def conan_answer(records, calls, episode, worker, turn, texts):
     return [{"role": "user", "content": content}], [frames]
 
 
-def conan_seconds(records, calls, unseen, count=8):
+def conan_seconds(records, unseen, count=8):
     """
     Seconds of the next frames, in order: `count`, or all that are left. Fills the records.
 
     Every clip gives one frame, and the rest in proportion to its unseen frames, both ends among
     them. If the clips have too few, the whole video gives the rest.
     """
-    clips = [[s for s in unseen if call.start <= s <= call.end] for call in calls]
+    clips = [[s for s in unseen if r["start"] <= s <= r["end"]] for r in records]
     total, spare = sum(map(len, clips)), max(0, count - len(clips))
     shares = [spare * len(clip) // total if total else 0 for clip in clips]
     by_size = sorted(range(len(clips)), key=lambda i: -len(clips[i]))
@@ -701,37 +516,37 @@ def sage_object(text):
 
 def sage_calls(text, think_open=False):
     """The first tool that a turn recommends -> [one call]; [] if it answers."""
-    reply = sage_object(text)
-    answerable, recommended = reply.get("answerable"), reply.get("recommended_tools")
-    answered = isinstance(answerable, dict) and answerable.get("verdict")
-    if not isinstance(recommended, dict) or not recommended.get("needed"):
-        return []
-    wanted = recommended.get("tool_calls")
-    if not isinstance(wanted, list) or not wanted or answered and reply.get("final_answer"):
-        return []
-    call = wanted[0] if isinstance(wanted[0], dict) else {}
-    name, arguments = call.get("name"), call.get("arguments")
+    try:
+        reply = sage_object(text)
+        recommended = reply["recommended_tools"]
+        answered = reply.get("answerable", {}).get("verdict") and reply.get("final_answer")
+        if answered or not recommended["needed"]:
+            return []
+        call = recommended["tool_calls"][0]
+        name, arguments = call.get("name"), call.get("arguments")
+    except (TypeError, KeyError, IndexError, AttributeError):
+        return []  # of another form
     if name not in list(SAGE_TOOLS):  # a list: the name may be of any type
         return [Call("unknown tool", error="there is no tool of this name")]
-    start = end = error = None
-    if name in ("extract_parts_from_timestamp", "identify_timestamps_visually"):
-        try:
-            start = rewards.to_seconds(arguments["timestamp_start"])
-            end = rewards.to_seconds(arguments["timestamp_end"])
-        except (TypeError, KeyError, ValueError):
-            pass
-        if start is None or end is None or not start < end:
-            error = "timestamp_start and timestamp_end must be HH:MM:SS, the first before the last"
-    elif name == "perform_reasoning":
-        error = "the frames of each window stay above: reason over them here"
-    else:
-        error = "not available"
+    if name == "perform_reasoning":
+        return [Call(name, error="the frames of each window stay above: reason over them here")]
+    if name not in ("extract_parts_from_timestamp", "identify_timestamps_visually"):
+        return [Call(name, error="not available")]
+    start = end = None
+    error = "timestamp_start and timestamp_end must be HH:MM:SS, the first before the last"
+    try:
+        start = rewards.to_seconds(arguments["timestamp_start"])
+        end = rewards.to_seconds(arguments["timestamp_end"])
+        if start < end:
+            error = None
+    except (TypeError, KeyError, ValueError):
+        pass  # not of this form
     return [Call(name, start, end, error=error)]
 
 
-async def sage_answer(records, calls, episode, worker, turn):
+async def sage_answer(records, episode, worker, turn):
     """One user message: the frames of the window, or why there are none."""
-    [frames] = await load_windows(records, calls, episode, worker)
+    [frames] = await load_windows(records, episode, worker)
     [record], content, shown = records, [], []
     record["summary"] = record["summary"].removeprefix("error: ")
     if frames is not None:
@@ -826,12 +641,13 @@ def all_systems():
              "max_model_len": 131072, "max_parallel": 5},
             reader=QWEN, stamp="none", parse=trained_calls, answer=longvt_answer,
             schema=crop_schema),
+        # Frames lie at the centres of equal segments; theirs from the first frame on, evenly.
         "videozoomer": System(
             {"system": VIDEOZOOMER, "user": QUESTION},
             {"max_turns": 4, "max_parallel": 1, "think_prefix": False, "overview_fps": 0.5,
              "frames": [64], "max_new_tokens": 4096, "temperature": 1.0, "min_pixels": 25088,
              "max_pixels": 100352},
-            reader={"grid": "start"}, stamp="frame", parse=zoom_call, answer=zoom_answer,
+            stamp="frame", parse=zoom_call, answer=zoom_answer,
             stop=("</video_zoom>",)),
         # Frames lie at the centres of equal segments; theirs at their starts.
         "conan": System(
@@ -871,20 +687,30 @@ def add_arguments(parser):
 
 
 def make_system(args):
-    """Flags -> (System, hash of its texts). Raises UserError for a text that is not known."""
+    """Flags -> (System, hash of its texts). Raises UserError for a text that is not known, and for
+    one that leaves the question out."""
     system = all_systems()[args.protocol]
     if "on" in args.tools and system.parse is None:
         raise launch.UserError(f"--protocol {args.protocol} has no tools: leave --tools out")
+    texts = {}
     if args.prompts:
         try:
-            texts = json.loads(launch.read_file(args.prompts))
+            texts = launch.parse_json(launch.read_file(args.prompts))
         except (OSError, ValueError) as error:
             raise launch.UserError(f"--prompts {args.prompts}: {error}") from None
-        if not texts.keys() <= system.texts.keys():
-            raise launch.UserError(f"--prompts: --protocol {args.protocol} has the texts "
-                                   f"{', '.join(system.texts)}")
-        system.texts.update(texts)
+    for name, text in texts.items():
+        ours = system.texts.get(name, "")
+        if not ours or asks(ours) and not asks(text):
+            raise launch.UserError(
+                f"--prompts {args.prompts}: {name!r} is no text of --protocol {args.protocol} "
+                f"({', '.join(system.texts)}), or lacks the place of the question")
+    system.texts.update(texts)
     return system, hashlib.sha256(json.dumps(system.texts).encode()).hexdigest()[:16]
+
+
+def asks(template):
+    """Whether a template has a place for the question."""
+    return any(place in template for place in ("{question}", "{published}", "{event}"))
 
 
 def source_of(args, root, cache, subtitles):
@@ -893,15 +719,3 @@ def source_of(args, root, cache, subtitles):
     return frame_sources.PublisherSource(
         root, cache, args.min_pixels, args.max_pixels, subtitles=subtitles, fps=args.overview_fps,
         total_pixels=args.total_pixels, **all_systems()[args.protocol].reader)
-
-
-def check_prompts(system, tasks, agent):
-    """Raises UserError if the first messages of a kind of task do not hold its question: answers to
-    no question would be graded like any others."""
-    for task in {task["type"]: task for task in tasks}.values():
-        messages = system.opening(task, 1, agent, "", 60.0)
-        prompt = str(messages)
-        asked = [task.get("event"), task.get("published"), task["question"]]
-        if not any(text and repr(text)[1:-1] in prompt for text in asked):
-            raise launch.UserError(f"--prompts: the first prompt of task {task['id']} does not "
-                                   "hold its question")

@@ -45,7 +45,7 @@ from plumbing import qwen35
 FREE = ("steps", "epochs", "out", "resume", "check", "data", "val", "missing_videos", "eval_every",
         "save_every", "show_every", "show", "track", "project", "cpu", "patience", "dp_replicate",
         "frame_cache_dir", "frame_cache_dir_gb", "frame_cache_gb", "max_num_seqs",
-        "gpu_memory_utilization", "judge_url", "judge_key_env")
+        "gpu_memory_utilization", "judge_url", "judge_tokens", "judge_key_env")
 
 # ------------------------------------------------------------------------------------------------
 # Folders

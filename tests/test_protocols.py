@@ -1,5 +1,5 @@
 """
-Tests of evaluation/systems.py: python -m pytest tests/test_protocols.py -q
+Tests of evaluation/systems.py and protocol_loop.py: python -m pytest tests/test_protocols.py -q
 
 Each system of the paper's table is played by a script: what it is shown, how its calls are read,
 what it gets back, when it has to answer, what is graded. With ids (the engines of this project) and
@@ -164,7 +164,7 @@ def test_first_messages_calls_and_frames_are_those_that_are_stored(name, toy, mo
 
 
 def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
-    """With ids. An endpoint goes through systems.play."""
+    """With ids. An endpoint goes through protocol_loop.play."""
     plays = []
     monkeypatch.setattr(rollout, "run", lambda *_, play: plays.append(play is rollout.run_episode))
     sampler = rollout.RolloutWorker(None, codec, source, rollout.AgentConfig())

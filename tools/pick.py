@@ -53,9 +53,7 @@ def read_groups(paths):
         for row in launch.read_jsonl(path, ("task", "turns", "calls", "reward", "K", "sample")):
             offered = row.get("tools", "on" if agent.tools else "off") == "on"
             row["agent"] = replace(agent, tools=offered)
-            # eval.py --show blank or shuffled: nothing was seen that an answer could rest on.
-            if row.get("show", "real") == "real":
-                groups.setdefault((str(row["task"]["id"]), row["K"]), []).append(row)
+            groups.setdefault((str(row["task"]["id"]), row["K"]), []).append(row)
     return groups
 
 

@@ -46,7 +46,7 @@ PLOTS = {
     "Learning rate": ["lr"],
 }
 # Columns of tables, those that any row has: of summary.json, and of the last row of a log.
-COLUMNS = ("name", "minus", "bench", "K", "tools", "show", "n", "headline", "difference",
+COLUMNS = ("name", "minus", "bench", "K", "tools", "n", "headline", "difference",
            "interval", "step", "total", "acc", "f_tau", "kappa", "loss", "val_loss", "grad_norm",
            "tokens", "no_answer", "truncated")
 
@@ -120,7 +120,7 @@ def read_groups(run, limit, wrong, faults):
     for path in filter(os.path.getsize, files):
         by_prompt, num_rows = {}, 0
         for row in launch.read_jsonl(path, ("task", "group", "sample", "turns"), faults=faults):
-            key = (row["group"], row["K"], row.get("tools"), row.get("show"))
+            key = (row["group"], row["K"], row.get("tools"))
             if not (wrong and is_right(row)):
                 by_prompt.setdefault(key, []).append(row)
                 num_rows += 1
