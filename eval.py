@@ -276,6 +276,8 @@ def evaluate(args):
     """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     launch.reset_watchdog(PATIENCE)
+    if args.data:  # a bad row is named now, because torch takes seconds to load
+        data.read_tasks(args.data)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
         open_judge(args).close()
     ckpt, weights = whole_checkpoint(args)

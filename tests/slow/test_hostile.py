@@ -98,14 +98,15 @@ def test_ten_thousand_completions_break_nothing(seed, toy, source):
         said["texts"] += 1
         return mutated(rng)
 
-    agent, step = rollout.AgentConfig(max_turns=2, think_prefix=seed % 2 == 0, sub_frames=2), 0
+    agent, step = rollout.AgentConfig(max_turns=2, think_prefix=seed % 2 == 0), 0
     while said["texts"] < 2500:
         sampler = rollout.RolloutWorker(talker(say), None, source, replace(agent, seed=step))
         for episode in systems.run(sampler, tasks, systems.all_systems()["paravt"], 4, group=40):
             check(episode, agent)
             said[min(len(episode.calls), 3)] += 1
             record = results.grade_record({"status": "ok", "turns": episode.turns,
-                                    "think_open": episode.think_open, "task": episode.task})
+                                    "think_open": episode.think_open, "task": episode.task},
+                                          systems.all_systems()["paravt"])
             assert 0 <= record["score"] <= 1
         step += 1
     assert min(said[n] for n in (0, 1, 2, 3)) > 20  # all kinds of episodes were met
