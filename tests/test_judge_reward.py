@@ -69,7 +69,7 @@ def judge(tmp_path):
 
 
 def test_the_verdict_is_the_reward_of_an_open_answer(judge):
-    call = {"parseable": True, "status": "ok"}
+    call = {"turn": 0, "parseable": True, "status": "ok"}
     right, wrong, called, called.calls = said("scarlet"), said("red", 1), said("crimson", 2), [call]
     with Server(table({"scarlet": "Yes.", "crimson": "**yes**"})) as server:
         yes, no, tool = pay(judge(server), right, wrong, called)
