@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from fixtures import rows_of, write_rows
@@ -73,7 +74,7 @@ def test_the_verdict_is_the_reward_of_an_open_answer(judge):
     right, wrong, called, called.calls = said("scarlet"), said("red", 1), said("crimson", 2), [call]
     with Server(table({"scarlet": "Yes.", "crimson": "**yes**"})) as server:
         yes, no, tool = pay(judge(server), right, wrong, called)
-    by_rule = [rollout.compute_reward(e) for e in (right, wrong, called)]
+    by_rule = pay(None, said("scarlet"), said("red", 1), replace(called))
     assert [r["acc"] for r in by_rule] == [0.0, 1.0, 0.0] and "judge" not in by_rule[0]
     assert (yes["acc"], no["acc"]) == (1.0, 0.0) and (yes["judge"], no["judge"]) == (True, False)
     assert yes["total"] == by_rule[0]["total"] + 1 and yes["paid_task"] == 1.0
