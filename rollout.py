@@ -448,9 +448,9 @@ async def answer_call(record, episode, worker):
         return None, None
     if "start" in spec:
         record.update(start=spec["start"], end=spec["end"])  # clamped
+    record["seconds_seen"] = [round(float(second), 3) for second in frames.seconds]
     if tool.answered_by(worker.agent.crop_response) == "main":
-        seconds = [round(float(second), 3) for second in frames.seconds]
-        record.update(status="ok", seconds_seen=seconds)
+        record["status"] = "ok"
         return spec, frames
     record.update(await ask_sub_agent(spec, frames, episode, worker, record))
     return None, None

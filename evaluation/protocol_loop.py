@@ -147,8 +147,7 @@ async def load_windows(records, episode, worker, fps=1.0, max_frames=16):
             return None
         seconds = [round(float(second), 3) for second in frames.seconds]
         record.update(status="ok", start=max(0.0, record["start"]),
-                      end=min(record["end"], episode.duration), frames_seen=len(seconds),
-                      seconds_seen=seconds)
+                      end=min(record["end"], episode.duration), seconds_seen=seconds)
         return frames
 
     return await asyncio.gather(*[load_window(record) for record in records])

@@ -449,6 +449,8 @@ def test_a_record_survives_json_text_exactly(codec, tasks, frames_of):
         total = reward["acc"] + 0.3 * reward["fmt"] + reward["tool"]
         assert reward["total"] == pytest.approx(total)
         sub, said = row["calls"][0]["sub"], len(chat.encode(codec, "a red square"))
+        assert row["calls"][0]["seconds_seen"] == [
+            round(second, 3) for second in row["calls"][0]["sub"]["vision"][0]["seconds"]]
         assert row["calls"][0]["sub_tokens"] == sum(sub["mask"]) == said + 1
         assert len(sub["ids"]) == len(sub["mask"]) == len(sub["logps"])
         assert "sub" not in row["calls"][1]

@@ -27,8 +27,7 @@ def episode(sample=0, turns=TURNS, **more):
     """A record as rollout.py writes it, without ids."""
     task = {"id": "t0", "video": "film.mp4", "question": "Which?", "options": None, "answer": "red",
             "type": "open", "evidence": [[3, 9]]}
-    call = {"turn": 0, "start": 4.01, "end": 19.77, "status": "ok", "summary": "a red square",
-            "frames_seen": 16}
+    call = {"turn": 0, "start": 4.01, "end": 19.77, "status": "ok", "summary": "a red square"}
     return {
         "task": task, "group": "0/t0", "sample": sample, "K": 4, "policy_step": 0, "status": "ok",
         "error": None, "vision": [{"seconds": [2.5, 7.5, 12.5, 17.5]}], "think_open": True,
@@ -57,20 +56,18 @@ def test_a_window_shows_the_frames_that_its_sub_agent_saw(page_of, tmp_path):
     seen = video.crop(str(tmp_path / "film.mp4"), 4.01, 19.77)
     seconds = [float(second) for second in seen.seconds]  # 4.5 5.467 6.467 ..: thirtieths
     rounded = [round(second, 3) for second in seconds]
-    in_sub = {"sub": {"vision": [{"seconds": seconds}]}}
-    for times in (in_sub, {"seconds_seen": rounded}, {"sub_seconds": rounded}):
-        row = episode()
-        row["calls"][0].update(times)
-        page = page_of([row])
-        window = page[page.index('class="call"'):]
-        assert "4 of 16 frames" in window
-        shown = re.findall(r'base64,([^"]+)">([\d.]+) s', window)
-        assert len(shown) == 4
-        for jpeg, second in shown:
-            assert float(second) in rounded
-            grey = np.asarray(Image.open(io.BytesIO(base64.b64decode(jpeg))).convert("L")).mean()
-            frame = seen.images[rounded.index(float(second))]
-            assert abs(grey - frame.mean()) < 3  # neighbours differ by 37
+    row = episode()
+    row["calls"][0]["seconds_seen"] = rounded  # as rollout.py and eval.py record them
+    page = page_of([row])
+    window = page[page.index('class="call"'):]
+    assert "4 of 16 frames" in window
+    shown = re.findall(r'base64,([^"]+)">([\d.]+) s', window)
+    assert len(shown) == 4
+    for jpeg, second in shown:
+        assert float(second) in rounded
+        grey = np.asarray(Image.open(io.BytesIO(base64.b64decode(jpeg))).convert("L")).mean()
+        frame = seen.images[rounded.index(float(second))]
+        assert abs(grey - frame.mean()) < 3  # neighbours differ by 37
 
 
 def test_who_wrote_what_and_its_credit():

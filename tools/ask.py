@@ -76,15 +76,8 @@ def episode_events(episode):
             yield {"event": "call", **step}
             if call["status"] != "pending":
                 yield {"event": "summary", **step, "status": call["status"],
-                       "text": call["summary"], "times": seen_seconds(call),
+                       "text": call["summary"], "times": call.get("seconds_seen", []),
                        "seconds": call.get("seconds")}
-
-
-def seen_seconds(call):
-    """A call -> times of the frames that answered it."""
-    if "sub" in call:
-        return call["sub"]["vision"][0]["seconds"]
-    return call.get("seconds_seen", [])  # the main agent saw them itself
 
 
 def answer_event(episode) -> dict:

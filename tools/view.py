@@ -216,15 +216,6 @@ def overview_seconds(row):
     return row["vision"][0]["seconds"] if row["vision"] else []
 
 
-def window_seconds(call):
-    """A call -> times of the frames that answered it; [] if the record does not hold them."""
-    if "seconds_seen" in call:  # frames that the main agent saw itself
-        return call["seconds_seen"]
-    if "sub" in call:  # of a sub-agent, in a rollout
-        return call["sub"]["vision"][0]["seconds"]
-    return call.get("sub_seconds", [])  # the same in a record of eval.py
-
-
 def frames_of(run, name, times, limit, cache):
     """Times in a video -> at most `limit` of the frames that were seen then: [(second, JPEG in
     base64)]. Raises VideoError, or ValueError if no time lies in the video."""
@@ -305,7 +296,7 @@ def build_page(paths, limit=200, wrong=False, video_root=None):
     environment.tests["right"] = is_right
     environment.globals.update(
         pictures=pictures, timeline_of=timeline_of, credits_of=credits_of,
-        overview_seconds=overview_seconds, window_seconds=window_seconds, text_of=text_of)
+        overview_seconds=overview_seconds, text_of=text_of)
     with open(os.path.splitext(os.path.abspath(__file__))[0] + ".html", encoding="utf-8") as file:
         template = environment.from_string(file.read())
     page = template.render(runs=runs, plots=plots, tables=tables_of(runs), columns=COLUMNS,
