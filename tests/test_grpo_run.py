@@ -280,7 +280,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
     p = parse(monkeypatch)
     wanted = dict(num_generations=8, beta=0.01, lr=2e-6, temperature=0.7, max_new_tokens=2048,
                   max_model_len=32768, max_turns=3, max_parallel=5, anchor=0.5, frames="gated",
-                  dp_replicate=1, sub_max_new_tokens=512, format_credit="struct",
+                  dp_replicate=1, format_credit="struct",
                   think_prefix=True, answer_suffix=True, save_every=20, data="rl.jsonl")
     assert {k: p[k] for k in wanted} == wanted
     assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1
@@ -290,7 +290,7 @@ def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch)
 @pytest.mark.parametrize("flags,word", [
     (("--num-generations", 1), "--num-generations"), (("--lr", -1), "--lr"),
     (("--rollouts", "none.jsonl"), "none.jsonl"), (("--format-credit", "some"), "--format-credit"),
-    (("--temperature", 9), "--temperature"), (("--val", "gone.jsonl"), "gone.jsonl"),
+    (("--temperature", -1), "--temperature"), (("--val", "gone.jsonl"), "gone.jsonl"),
     (("--prompts", 0), "--prompts"), (("--frames", "many"), "--frames"),
     (("--ckpt", "nowhere"), "nowhere"), (("--preset", "huge"), "--preset"),
     (("--data", "gone.jsonl"), "gone.jsonl")],
