@@ -369,6 +369,8 @@ def recorded_batch(worker, rows):
     episodes = [rollout.from_dict(row) for row in rows if row["group"] in mine]
     for episode in episodes:
         asyncio.run(rollout.score_episode(episode, worker.pay, worker.judge))
+        if not episode.reward:  # a question of tools/ask.py
+            raise launch.UserError(f"--rollouts: {episode.task['id']} has no answer to learn from")
     return episodes
 
 
