@@ -11,6 +11,7 @@ subtitles.
 
 Reads JSONL and files of subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 """
+import codecs
 import functools
 import html
 import json
@@ -296,7 +297,9 @@ def read_subtitles(path):
     """SRT, WebVTT or JSON file -> [(start, end, text)] in seconds of the file, in time order.
     Raises UserError naming the file."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, "rb") as file:  # editors of Windows write UTF-16, with a mark in front
+            utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        with open(path, encoding="utf-16" if utf16 else "utf-8-sig") as file:
             text = file.read()
         # By the first sign, not by the name: in a Hub cache that is a blob's, without an ending.
         if text.lstrip().startswith(("[", "{")):
@@ -306,9 +309,9 @@ def read_subtitles(path):
     except (OSError, ValueError, KeyError, TypeError) as error:
         # Another encoding is not guessed: a wrong guess shows the model wrong words.
         raise launch.UserError(
-            f"{path}: unreadable subtitles ({launch.why(error)}); if they are not UTF-8, convert "
-            "them, as with iconv -f GB18030 -t UTF-8, or -f CP1252; or set subtitles to null in "
-            "the tasks") from None
+            f"{path}: unreadable subtitles ({launch.why(error)}); if they are not UTF-8 or UTF-16, "
+            "convert them, as with iconv -f GB18030 -t UTF-8, or -f CP1252; or set subtitles to "
+            "null in the tasks") from None
     lines, above = [], []  # above: rows of the cue before
     cues.sort(key=lambda cue: cue[0])
     for (start, end, said), following in zip(cues, [*cues[1:], *cues[-1:]]):
