@@ -73,6 +73,8 @@ def task_fault(row, unlabelled=False):
     for name in ("video", "question", "answer", "type"):
         if name not in row:
             return f"missing {name!r}"
+    if not (isinstance(row["video"], str) and isinstance(row["question"], str)):
+        return "video and question must be texts"
     evidence = row.get("evidence") or []
     if not isinstance(evidence, list) or not all(is_span(window) for window in evidence):
         return "evidence must be a list of windows [start, end] in seconds, or null"

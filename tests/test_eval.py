@@ -339,7 +339,7 @@ def test_make_demo_evaluates_the_agent_that_it_trained(monkeypatch):
     (("--judge-url", "http://x"), (), "--judge-model"), (("--protocol", "conan"), (), "vllm serve"),
     (("--prompts", "/no/such.json"), (), "--prompts"), (("--temperature", "nan"), (), "0 and 2"),
     (("--base-url", "http://x"), (), "give --ckpt, or"), (("--bench", "mlvu"), (), "no --data"),
-    (("--bench", "videomme"), ("--data",), "--root"), (("--max-model-len", 60), (), "too small"),
+    (("--bench", "videomme"), ("--data",), "--root"),
     (("--compare", "/no/such"), (), "summary.json"), (("--rescore", "/no/such"), (), "tasks.jsonl"),
     (("--samples", 2), (), "--temperature"), (("--frames", -1), (), "--frames"),
     ((), ("--ckpt",), "--ckpt")])
