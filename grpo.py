@@ -50,6 +50,7 @@ import os
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
@@ -348,17 +349,40 @@ def check_gap(step, stats, tolerance):
 # Batches of episodes
 
 
+def rank_tasks(tasks, step, args):
+    """Tasks of this rank in a step. Every rank draws the same batch, then takes its own part."""
+    batch = [tasks[i] for i in launch.batch_indices(step, args.prompts, len(tasks), args.seed)]
+    costs = {}  # a batch across two epochs may hold a task twice, as one larger group
+    for task in batch:
+        # K is the only cost that is known before sampling. 1000: equally many prompts a rank.
+        num_frames = rollout.draw_num_frames(args.frames, args.seed, step, task["id"])
+        costs[task["id"]] = costs.get(task["id"], 0) + 1000 + num_frames
+    ids = data.balance_over_ranks(list(costs), costs.get, *launch.rank_and_world())
+    return [task for task in batch if task["id"] in ids]
+
+
 def sample_batch(worker, tasks, step, args):
     """Rollouts of this rank. Without a collective: ranks finish at different times and meet at the
     update."""
-    # Every rank draws the same batch, then takes its own part. It samples whole groups with its own
-    # engine, and fans out to sub-agents by itself.
-    batch = launch.batch_indices(step, args.prompts, len(tasks), args.seed)
-    rank, world = launch.rank_and_world()
-    mine = [tasks[i] for i in batch[rank::world]]
+    from tqdm import tqdm
+
+    # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
+    mine = rank_tasks(tasks, step, args)
     episodes = rollout.run(worker, mine, args.frames, args.num_generations, step)
+    total = len(mine) * args.num_generations
+    is_quiet = launch.rank_and_world()[0] > 0
+    bar = tqdm(episodes, f"rollouts of step {step + 1}", total, leave=False,
+               disable=is_quiet or None)  # None: no bar where stderr is a file
     # Episodes come as they finish. Sums and files must not depend on that order.
-    return sorted(episodes, key=lambda e: (e.group, e.sample))
+    return sorted(bar, key=lambda e: (e.group, e.sample))
+
+
+def prefetch_overviews(decoders, source, tasks, step, args):
+    """Decodes the overviews of a step in the threads `decoders`. Nobody reads the futures: a broken
+    video is counted when its episode comes."""
+    for task in rank_tasks(tasks, step, args):
+        num_frames = rollout.draw_num_frames(args.frames, args.seed, step, task["id"])
+        decoders.submit(source.load, source.overview_spec(task, num_frames))
 
 
 def recorded_batch(worker, rows):
@@ -466,6 +490,7 @@ def main():
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     worker = rollout.RolloutWorker(engine, codec, source, agent, pay, judge)
+    decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2))
     stop_event = launch.stop_on_signal()
     num_bad = 0  # steps in a row without a finite gradient
     if val_tasks and start == 0:  # the accuracy that training starts from
@@ -481,6 +506,9 @@ def main():
         else:
             episodes = sample_batch(worker, tasks, step, args)
             engine.sleep()  # so the trainer has its memory
+            # While the trainer works, other threads decode the frames of the next step.
+            if step + 1 < args.steps:
+                prefetch_overviews(decoders, source, tasks, step + 1, args)
 
         # 2. Update. A group lies on one rank, so advantages need no exchange between ranks.
         launch.reset_watchdog(args.patience)
@@ -532,6 +560,7 @@ def main():
             break
 
     log.close(step + 1)
+    decoders.shutdown(cancel_futures=True)
     launch.end_process_group(engine, int(not last))  # 1: so that no next stage begins
 
 
