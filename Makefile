@@ -30,7 +30,7 @@ EVAL_SFT = $(EVAL) --ckpt $(DEMO)/sft --out $(DEMO)/eval/sft
 EVAL_GRPO = $(EVAL) --ckpt $(DEMO)/grpo --out $(DEMO)/eval/grpo
 # without a GPU side by side, a core each: two processes that start vLLM, not two times two
 BOTH = $(if $(filter-out 0,$(GPUS)),$(TORCHRUN) $(EVAL_SFT) && $(TORCHRUN) $(EVAL_GRPO),export OMP_NUM_THREADS=1; \
-	$(BIN)/python $(EVAL_SFT) --quiet >$(DEMO)/eval_sft.txt & $(BIN)/python $(EVAL_GRPO) && wait $$!)
+	$(BIN)/python $(EVAL_SFT) >$(DEMO)/eval_sft.txt & $(BIN)/python $(EVAL_GRPO) && wait $$!)
 # the first time: compiles vLLM's modules, once for both ranks, beside toy.py
 WARM = ls $(BIN)/../lib/python3*/site-packages/vllm/v1/worker/__pycache__/gpu_worker.*.pyc >/dev/null 2>&1 || $(BIN)/python -c "import launch; launch.import_shim(); import vllm.entrypoints.llm, vllm.v1.worker.gpu_worker" >/dev/null 2>&1
 # $(call stage,name,command): the command, then what it took

@@ -105,6 +105,7 @@ def test_the_same_command_goes_on(films, run):
     rows = rows_of(films / "tasks.drafts.jsonl")
     (refused,) = [row for row in rows if row["id"] == "deep/a.mp4/0"]
     assert "400" in refused["left_out"]
+    rows.sort(key=lambda row: row["left_out"] is None)  # drafts end in any order
     (films / "tasks.jsonl").unlink()  # as if the stop had come after five drafts
     (films / "tasks.drafts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:5]))
     with Server(model := Model()) as server:
