@@ -388,6 +388,7 @@ def stored(size, layers=None):
     from fixtures import hf_config
 
     config = hf_config(size)
+    config.architectures = [chat.bases()[config.model_type].model_class]  # as published
     text, vision = config.text_config, config.vision_config
     text.dtype = torch.bfloat16  # as published ones say
     if layers:
@@ -402,7 +403,7 @@ def stored(size, layers=None):
 
     checkpoint.small_files = lambda _: {}
     torch.distributed.checkpoint.load = lambda *_, **__: None
-    transformers.AutoConfig.from_pretrained = lambda *_, **__: deepcopy(config)
+    chat.load_config = lambda _: deepcopy(config)
     return config, shapes
 
 
