@@ -366,10 +366,16 @@ def save_run(policy, optimizer, out, step, state):
     temp = os.path.join(out, ".step.tmp")
     trained = trained_state(policy)
     adapters = {name.removeprefix("hf."): p for name, p in trained.items() if ".lora_" in name}
+    files = dict(policy.files)
     if adapters:
         gathered = ((name, whole_tensor(p)) for name, p in adapters.items())
     else:
-        gathered = full_weights(policy, model.compute_dtype(next(policy.parameters()).device))
+        dtype = model.compute_dtype(next(policy.parameters()).device)
+        gathered = full_weights(policy, dtype)
+        # config.json states the dtype of the weights beside it: from_pretrained casts to that.
+        stated = str(dtype).removeprefix("torch.").encode()
+        files["config.json"] = re.sub(
+            rb'(dtype": )"\w+"', rb'\1"' + stated + b'"', files["config.json"])
     # Gathering is a collective, so every rank runs it to its end. Rank 0 keeps the tensors.
     rank, world = launch.rank_and_world()
     # A copy, because a gathered tensor is a part of a larger one, which safetensors refuses.
@@ -380,7 +386,7 @@ def save_run(policy, optimizer, out, step, state):
         if rank == 0:
             shutil.rmtree(temp, ignore_errors=True)
             os.makedirs(temp)
-            save_files(temp, policy.files, weights)
+            save_files(temp, files, weights)
             if adapters:
                 save_adapter_config(temp, policy.base, adapters)
         launch.any_rank(False)  # a barrier: the folder is there
