@@ -212,12 +212,12 @@ def start_tracker(name, out, args):
     return tracker
 
 
-def flat_numbers(row, prefix=""):
+def flat_numbers(row, separator="/", prefix=""):
     """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
     numbers = {}
     for name, value in row.items():
         if isinstance(value, dict):
-            numbers.update(flat_numbers(value, f"{prefix}{name}/"))
+            numbers.update(flat_numbers(value, separator, f"{prefix}{name}{separator}"))
         elif isinstance(value, (int, float)):
             numbers[f"{prefix}{name}"] = value
     return numbers

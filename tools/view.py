@@ -27,8 +27,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 import rewards
 import video
+from plumbing.log import flat_numbers
 
-# Title of a plot: patterns of its lines, see numbers_of.
+# Title of a plot: patterns of its lines; a number deep in a row has a name like by_K.4.acc.
 PLOTS = {
     "Loss": ["loss", "val_loss"],
     "Reward R": ["total"],
@@ -157,22 +158,11 @@ def tables_of(runs):
     return tables
 
 
-def numbers_of(row, before=""):
-    """A row of a log -> {name: number}; a number deep in it has a name like by_K.4.acc."""
-    numbers = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            numbers.update(numbers_of(value, f"{before}{name}."))
-        elif isinstance(value, (int, float)):
-            numbers[before + name] = value
-    return numbers
-
-
 def lines_of(log, patterns):
     """Rows of a log, patterns of PLOTS -> {name of a line: [(step, value)]}; null is no point."""
     lines = {}
     for row in log:
-        for name, value in numbers_of(row).items():
+        for name, value in flat_numbers(row, ".").items():
             if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                 lines.setdefault(name, []).append((row["step"], value))
     return lines
