@@ -15,8 +15,11 @@ rollout engine inside every rank.
              N = sampled tokens of the whole batch, over ALL ranks
   gap      = mean |old_t - sampling_t|; gap_sub: of one sub-agent's context a step and rank
 
---format-credit: struct, as above (Selective Anchoring). sequence: A_fmt at every token, which is
-exactly GRPO on the summed reward. none: A_fmt nowhere.
+--format-credit: struct, as above (Selective Anchoring). anchor: what R_base pays is credited at
+every token, and only what R_anchor adds at struct(o). sequence: A_fmt at every token, which is
+exactly GRPO on the summed reward. none: A_fmt nowhere. The paper's page applies "the targeted
+format reward only at the structural-token positions", which can be read as struct or as anchor.
+struct is the default, because R_base pays for tags too, and no reasoning token writes a tag.
 
 Three parts of PARA-GRPO, each with its flag: Exploration Anchoring (--think-prefix forces
 `<think>\\n`, R_fmt pays for a final answer block, --anchor pays for closed thoughts), Selective
@@ -93,9 +96,10 @@ def build_parser():
         help="rollouts per prompt (G), at least 2")
     add("--frames", type=rollout.frames_argument, default="gated", help="K; gated: U{4,8,16,32,64}")
     # Reward and loss
-    add("--format-credit", choices=["struct", "sequence", "none"], default="struct",
+    add("--format-credit", choices=["struct", "anchor", "sequence", "none"], default="struct",
         help="tokens at which A_fmt is credited")
     add("--anchor", type=float, default=0.5, help="lambda: weight of R_anchor in R_fmt; 0: off")
+    add("--gamma", type=float, default=0.3, help="penalty of a thought that never closes; 0: off")
     add("--tool-reward", type=float, default=1.0, help="w_tool; 0: off")
     add("--beta", type=launch.amount, default=0.01, help="weight of the KL; 0: no reference")
     # Optimizer
@@ -163,7 +167,7 @@ def token_advantages(episode, credit):
     # The prompt, tool responses and forced tokens have mask 0.
     out = [episode.advantage["task"] * sampled for sampled in mask]
     credited = []
-    if credit == "struct":  # Selective Anchoring
+    if credit in ("struct", "anchor"):  # Selective Anchoring
         credited = episode.struct
     elif credit == "sequence":  # plain GRPO
         credited = [t for t, sampled in enumerate(mask) if sampled]
@@ -203,6 +207,10 @@ def build_trees(groups, credit):
         # R is composed in rewards.score alone. A term that is added there arrives here by itself.
         task = [e.reward["paid_task"] for e in group]  # [G]
         fmt = [e.reward["paid_fmt"] for e in group]
+        if credit == "anchor":  # what R_base pays is credited like the task, at every token
+            base = [e.reward["paid_base"] for e in group]
+            task = [t + b for t, b in zip(task, base)]
+            fmt = [f - b for f, b in zip(fmt, base)]
         a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
         for i, episode in enumerate(group):
             episode.advantage = {"task": a_task[i], "fmt": a_fmt[i], "sigma": sigma}
@@ -486,7 +494,8 @@ def main():
         engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
         if folder:  # it has read --ckpt, but the resumed weights are newer
             engine.sync(checkpoint.full_weights(policy, dtype))
-    pay = rewards.RewardConfig(args.answer_suffix, args.anchor, tool_weight=args.tool_reward)
+    pay = rewards.RewardConfig(args.answer_suffix, args.anchor, args.gamma,
+                               tool_weight=args.tool_reward)
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
     judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
     worker = rollout.RolloutWorker(engine, codec, source, agent, pay, judge)

@@ -69,9 +69,12 @@ def plain_advantages(codec, group, weight=1.0, credit="struct"):
     for e, t, one in zip(group, task, fmt):
         a = (t - statistics.mean(task)) / sigma
         f = weight * (one - statistics.mean(fmt)) / sigma
-        marked = {"struct": plain_struct(codec, e), "none": set(),
-                  "sequence": set(sampled_positions(e.context.mask))}[credit]
-        out.append({t: a + (f if t in marked else 0.0) for t in sampled_positions(e.context.mask)})
+        everywhere = set(sampled_positions(e.context.mask))
+        marked = {"struct": plain_struct(codec, e), "none": set(), "sequence": everywhere,
+                  "anchor": plain_struct(codec, e)}[credit]
+        # handmade.reward: R_base pays 0.6 of what the format pays
+        plain = 0.6 * f if credit == "anchor" else 0.0
+        out.append({t: a + plain + (f - plain if t in marked else 0.0) for t in everywhere})
     return out
 
 
@@ -166,7 +169,7 @@ def perturb(hf, scale=0.3):
 # Credit
 
 
-@pytest.mark.parametrize("credit", ["struct", "sequence", "none"])
+@pytest.mark.parametrize("credit", ["struct", "anchor", "sequence", "none"])
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_format_credit_reaches_exactly_the_tokens_it_names(codec, groups, credit, weight):
     """None of the forced prefix and of tool responses. Everywhere, it is GRPO on the summed
