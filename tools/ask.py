@@ -149,6 +149,25 @@ def read_questions(args):
                    "type": "mcq" if options else args.type}
 
 
+def split_options(text):
+    """A text with options, "A. .." or "(A) .." one a line -> (question, options, text after them);
+    (text, [], "") if it has none."""
+    lines, options, places = text.split("\n"), [], []
+    for number, line in enumerate(lines):
+        label = re.match(r"\s*\(?([A-Z])[.):]\s+(\S.*)", line)
+        # Only the next letter in order begins an option, so "I. Newton" in a text does not.
+        if label and string.ascii_uppercase.startswith(label[1], len(options)):
+            options.append(label[2].strip())
+            places.append(number)
+    if len(options) < 2 or places[0] == 0:
+        return text, [], ""
+    block = filter(str.strip, lines[places[0] : places[-1] + 1])
+    if len(list(block)) > len(options):  # text between them: no list of options
+        return text, [], ""
+    question, after = lines[: places[0]], lines[places[-1] + 1 :]
+    return "\n".join(question).strip(), options, "\n".join(after).strip()
+
+
 def videos_below(path):
     """A path -> iterator of the videos there: a file, or in a folder and below it files of videos
     and folders of frames. Raises UserError if there is nothing at the path."""

@@ -12,10 +12,10 @@ release's system prompt, tool schema and instructions; calls lose their `video_p
 keeps its words. A tool response keeps its frames: stills, or the chat's own video, become the
 window of the call, one frame a second; another file is shown whole.
 
-A row that cannot be converted whole is left out, counted and named. Text after the last option, as
-"Answer with the letter.", is dropped and counted: our prompt has its own. An answer may be a letter
-or the text of an option. If it is the letter of one option and the text of another, the other
-answers of the file decide, and if they are letters the row is left out.
+A row that cannot be converted whole is left out, counted and named. Sentences such as "Answer with
+the letter." are dropped, because our prompt has its own; another text after the last option goes
+into the field "after_options", which the prompt does not show. An answer may be a letter or the
+text of an option; if it is the letter of one option and the text of another, the row is left out.
 
 Reads:  parquet (needs pyarrow), JSON, JSONL or CSV.    Writes: --out, one JSONL.
 
@@ -38,13 +38,15 @@ import rollout
 from agent_tools import TOOLS
 from evaluation import answers, benchmarks
 from plumbing import data
+from tools import ask
 
 # Columns of a table, under the names that data sets give them.
 COLUMNS = {"video": ("video", "videos", "path"), "question": ("question", "problem"),
            "options": ("options", "choices", "candidates"), "answer": ("answer", "solution")}
 KINDS = {"oe": "open", "tvg": "grounding"}  # ParaVT's names of task types
 # Top folders of the published archives; a path of the publisher's machine ends with one of them.
-ARCHIVES = ("longvt_source", "museg", "selfqa")
+ARCHIVES = re.compile("/((?:longvt_source|museg|selfqa)/.*)")
+MAX_FRAMES = 64  # of a window in a tool response
 TAGS = r"<{0}> ?(?:and )?</{0}> tags"
 # The sentences at the end of the releases' questions that tell the model how to answer: our prompt
 # has its own. A path may hold spaces.
@@ -72,8 +74,8 @@ def read_table(path):
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise launch.UserError(f"{path}: not readable ({error}); save it as CSV in UTF-8") from None
+    except UnicodeDecodeError:
+        raise launch.UserError(f"{path}: save it as CSV in UTF-8") from None
 
 
 def parsed(value):
@@ -86,57 +88,45 @@ def parsed(value):
     return value
 
 
-def media_of(row):
-    """Columns `videos` and `images` -> {"video": iterator of pieces, "image": the same}."""
-    videos = parsed(row.get("videos")) or []
-    images = parsed(row.get("images")) or []
-    return {"video": iter([video_piece(video) for video in videos]),
-            "image": iter([{"type": "image"} for _ in images])}
-
-
-def video_piece(video):
-    """A published video, a path or an object -> a piece, with "start" and "end" if it is a part."""
-    if not isinstance(video, dict):
-        video = {"video": video}
-    path = (video.get("url") or video["video"]).removeprefix("file://")
+def video_path(video):
+    """A published video, a path or an object -> its path."""
+    if isinstance(video, dict):
+        if video.get("video_start") is not None:
+            raise ValueError("a part of a video: videos are read whole")
+        video = video.get("url") or video["video"]
+    path = video.removeprefix("file://")
     if os.path.isabs(path) and not os.path.exists(path):
-        places = [path.find(f"/{folder}/") for folder in ARCHIVES]
-        if max(places) < 0:
+        inside = ARCHIVES.search(path)
+        if not inside:
             raise ValueError("an absolute path that is neither here nor of the published folders")
-        path = path[max(places) + 1 :]
-    piece = {"type": "video", "video": path}
-    if video.get("video_start") is not None:
-        piece.update(start=float(video["video_start"]), end=float(video["video_end"]))
-    return piece
+        path = inside[1]
+    return path
 
 
-def pieces_of(message, media):
-    """Content of a message -> pieces of type text, video, image; marks are replaced by the next
-    video or image of the columns."""
-    content = parsed(message["content"])
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    pieces = []
-    for piece in content:
-        kind = piece["type"].removesuffix("_url")
-        if kind == "video":
-            pieces.append(video_piece(piece.get("video_url") or piece))
-        elif kind == "image":
-            pieces.append({"type": "image"})
-        else:
-            for part in re.split("(<video>|<image>)", piece.get("text") or ""):
-                if part in ("<video>", "<image>"):
-                    found = next(media[part.strip("<>")], None)
-                    if found is None:
-                        raise ValueError(f"more {part} marks than {part.strip('<>')}s")
-                    pieces.append(found)
-                elif part:
-                    pieces.append({"type": "text", "text": part})
-    return pieces
-
-
-def texts_of(pieces):
-    return "".join(piece.get("text", "") for piece in pieces)
+def read_messages(messages, videos):
+    """Published messages, and the column of their videos -> ([(role, text)], [path of a video]).
+    A video or an image among the pieces of a content becomes a mark in the text, as they stand in
+    the texts of rows with such a column: <video>, <image>."""
+    texts, paths = [], []
+    for message in parsed(messages):
+        content = parsed(message["content"])
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        text = ""
+        for piece in content:
+            kind = piece["type"].removesuffix("_url")
+            if kind == "text":
+                text += piece["text"]
+            else:
+                text += f"<{kind}>"
+            if kind == "video":
+                paths.append(video_path(piece.get("video_url") or piece))
+        texts.append((message["role"], text))
+    for video in parsed(videos) or []:
+        paths.append(video_path(video))
+    if "".join(text for _, text in texts).count("<video>") != len(paths):
+        raise ValueError("another number of <video> marks than of videos")
+    return texts, paths
 
 
 # ------------------------------------------------------------------------------------------------
@@ -151,194 +141,145 @@ def without_instructions(text):
     return text
 
 
-def split_question(text, dropped):
-    """A published question -> (question, options), without the release's instructions. Text after
-    the last option goes into `dropped`."""
-    lines, options, first, last = without_instructions(text).split("\n"), [], 0, 0
-    for number, line in enumerate(lines):
-        label = re.match(r"\s*\(?([A-Z])[.):]\s+(\S.*)", line)
-        # Only the next letter in order begins an option, so "I. Newton" in a text does not.
-        if label and label[1] == string.ascii_uppercase[len(options)]:
-            if not options:
-                first = number
-            elif "".join(lines[last + 1 : number]).strip():
-                raise ValueError("text between the options")
-            options.append(label[2].strip())
-            last = number
-    if len(options) < 2:
-        return "\n".join(lines), []
-    rest = "\n".join(lines[last + 1 :]).strip()
-    if rest:
-        dropped.append(rest)
-    return without_instructions("\n".join(lines[:first])), options
+def split_question(text, options=()):
+    """A published question -> (question, options, text after the options), without marks and
+    instructions. options: those of another column."""
+    text = without_instructions(re.sub("<video>|<image>", "", text))
+    if options:
+        return text, options, ""
+    question, options, after = ask.split_options(text)
+    return without_instructions(question), options, after
 
 
-def check_question(question):
-    """Raises ValueError if a question is none, or tells the model how to answer."""
+def answer_letter(answer, options):
+    """A published answer, "B", "(b)", "B. two" or the text of an option -> its letter, "" for none.
+    Raises ValueError if it can be read in two ways."""
+    letter = benchmarks.answer_letter(answer, options)
+    if answer in options and string.ascii_uppercase[options.index(answer)] != letter:
+        raise ValueError("the answer is the letter of one option and the text of another")
+    if not letter and re.match(r"\(?[A-Z][).:]\s", answer):
+        letter = answers.extract_letter(answer, options) or ""
+    return letter
+
+
+def read_span(answer):
+    """[1, 2] or a text with two times -> [start, end] or None. Raises ValueError for no time."""
+    if isinstance(answer, list):
+        return [rewards.to_seconds(second) for second in answer]
+    return list(answers.extract_span(str(answer)) or []) or None
+
+
+def make_task(video, text, answer, kind=None, options=()):
+    """A published question with its answer -> a task. kind: its type, if the row names one."""
+    question, options, after = split_question(text, options)
     if re.search(r"</?(think|answer|tool_call)>|crop_video|\\boxed", question):
         raise ValueError("the question still holds instructions of the release")
     if not rewards.has_word(question):
         raise ValueError("no question")
-
-
-def answer_letters(answer, options):
-    """A published answer -> (the letter that it is, the letter of the option whose text it is), ""
-    for none. The letter may be written "B", "b", "(B)" or "B."; of equal texts the first counts.
-
-    The two differ if options are letters themselves: "c" of the options e, c, a is C, or the text
-    of B. Only the file knows, see unclear_labels.
-    """
-    answer = str(answer).strip()
-    letters = string.ascii_uppercase[:len(options)]
-    by_letter, by_text = "", ""
-    label = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", answer)
-    if label and label[1].upper() in letters:
-        by_letter = label[1].upper()
-    if answer in options:
-        by_text = letters[options.index(answer)]
-    return by_letter, by_text
-
-
-def unclear_labels(answers):
-    """Pairs of answer_letters, of one file -> which of them cannot be read: those that are the
-    letter of one option and the text of another, if other answers can only be letters. If all other
-    answers are texts, the text counts."""
-    only_letters = any(by_letter and not by_text for by_letter, by_text in answers)
-    unclear = []
-    for by_letter, by_text in answers:
-        differ = by_letter and by_text and by_letter != by_text
-        unclear.append(bool(only_letters and differ))
-    return unclear
-
-
-def letters_of(answer, options):
-    """A published answer -> answer_letters of it: (letter that it is, letter of the option
-    whose text it is), "" for none. "B. two" is a letter too."""
-    by_letter, by_text = answer_letters(answer, options)
-    if not (by_letter or by_text) and re.match(r"\(?[A-Z][).:]\s", answer):
-        by_letter = answers.extract_letter(answer, options) or ""
-    return by_letter, by_text
-
-
-def span_of(answer):
-    """[1, 2], [[1, 2]], {"start", "end"} or a text with two times -> [start, end] or None. Raises
-    ValueError if a time is none."""
-    if isinstance(answer, dict):
-        answer = [answer["start"], answer["end"]]
-    if isinstance(answer, list):
-        times = answer[0] if isinstance(answer[0], list) else answer
-        return [rewards.to_seconds(second) for second in times]
-    span = answers.extract_span(str(answer))
-    return span and list(span)
-
-
-def make_task(video, question, options, answer, kind=None):
-    """A question with its answer -> a task. "(letters)" is for `convert`."""
-    check_question(question)
-    if kind is None:
-        kind = "mcq" if options else "open"
-        if isinstance(answer, (list, dict)):
-            kind = "grounding"
     if not options and re.fullmatch(r"\(?[A-Ha-h][.)]?", str(answer)):
         raise ValueError("a letter as the answer, and no options: --map options=COLUMN names them")
+    if kind is None:
+        kind = "open"
+        if options:
+            kind = "mcq"
+        elif isinstance(answer, list):
+            kind = "grounding"
     task = {"video": video, "question": question, "options": None, "answer": str(answer),
             "type": kind}
     if kind == "mcq":
-        by_letter, by_text = letters_of(str(answer), options)
-        if not (by_letter or by_text):
+        task.update(options=options, answer=answer_letter(str(answer), options))
+        if not task["answer"]:
             raise ValueError("the answer is none of the options")
-        task.update(options=options, answer=by_text or by_letter)
-        task["(letters)"] = (by_letter, by_text)
     elif options:
         lines = map("{}. {}".format, string.ascii_uppercase, options)
         task["question"] = "\n".join([question, *lines])
     if kind == "grounding":
-        task["answer"] = span_of(answer)
+        task["answer"] = read_span(answer)
+    if after:
+        task["after_options"] = after
     return task
 
 
 # ------------------------------------------------------------------------------------------------
-# RL rows and tables -> tasks
+# RL rows, conversations and tables -> tasks
 
 
-def task_of_prompt(row, dropped):
+def task_of_prompt(row):
     """A published RL row -> a task."""
     extra = parsed(row.get("extra_info")) or {}
     answer = extra.get("answer")
     if answer is None:
         answer = parsed(row["reward_model"])["ground_truth"]
-    media, pieces = media_of(row), []
-    for message in parsed(row["prompt"]):
-        if message["role"] == "user":
-            pieces += pieces_of(message, media)
-    videos = [piece for piece in pieces if piece["type"] != "text"]
-    if [piece["type"] for piece in videos] != ["video"]:
+    messages, videos = read_messages(row["prompt"], row.get("videos"))
+    text = "".join(text for role, text in messages if role == "user")
+    if len(videos) != 1 or "<image>" in text:
         raise ValueError("a task shows one video and no still image")
     kind = extra.get("question_type")
-    question, options = split_question(extra.get("question") or texts_of(pieces), dropped)
-    return make_task(videos[0]["video"], question, options, parsed(answer), KINDS.get(kind, kind))
+    return make_task(videos[0], extra.get("question") or text, parsed(answer),
+                     KINDS.get(kind, kind))
 
 
-def tasks_of_conversation(row, dropped):
+def tasks_of_conversation(row):
     """A row of LLaVA or ShareGPT, {"video", "conversations": [{"from", "value"}]} -> its tasks."""
-    turns = [(turn["from"], turn["value"]) for turn in parsed(row["conversations"])]
+    turns = parsed(row["conversations"])
     tasks = []
-    for (asker, text), (_, answer) in zip(turns[::2], turns[1::2]):
-        if asker not in ("human", "user"):
-            raise ValueError(f"a conversation that does not alternate: {asker!r} asks")
-        question, options = split_question(re.sub("<(image|video)>", "", text), dropped)
-        tasks.append(make_task(video_of_row(row), question, options, answer))
+    for question, answer in zip(turns[::2], turns[1::2]):
+        if question["from"] not in ("human", "user"):
+            raise ValueError(f"a conversation that does not alternate: {question['from']!r} asks")
+        tasks.append(make_task(video_of_row(row), question["value"], answer["value"]))
     if not tasks:
         raise ValueError("a conversation without an answer")
     return tasks
 
 
-def video_of_row(row):
-    """The one video of a row: a path, an object, or a list of one."""
-    videos = parsed(column_of(row, "video"))
-    if not isinstance(videos, list):
-        videos = [videos]
-    if len(videos) != 1 or not videos[0]:
-        raise ValueError("a task shows one video")
-    return video_piece(videos[0])["video"]
-
-
 def column_of(row, name):
     """What stands in a row under one of the names of a column; None if nothing does."""
-    return next((row[key] for key in COLUMNS[name] if row.get(key) not in (None, "")), None)
+    for key in COLUMNS[name]:
+        if row.get(key) not in (None, ""):
+            return parsed(row[key])
+    return None
+
+
+def video_of_row(row):
+    """The one video of a row: a path, an object, or a list of one."""
+    video = column_of(row, "video")
+    if isinstance(video, list):
+        if len(video) != 1:
+            raise ValueError("a task shows one video")
+        video = video[0]
+    return video_path(video)
 
 
 def options_of(row):
     """The options of a row of a table: a list, {"A": ..}, or texts with line breaks or | between
     them."""
-    options = parsed(column_of(row, "options")) or []
+    options = column_of(row, "options") or []
     if isinstance(options, dict):
         options = [options[letter] for letter in sorted(options)]
     if isinstance(options, str):
         options = re.split(r"\n|\|", options)
     while options and options[-1] in (None, ""):  # of a row with fewer options than others
         options.pop()
-    return data.bare_options([str(text) for text in options])
+    return data.bare_options([str(option) for option in options])
 
 
-def task_of_table(row, dropped):
+def task_of_table(row):
     """A row of a table -> a task."""
-    question, answer = column_of(row, "question"), column_of(row, "answer")
-    kind = row.get("type") if row.get("type") in data.LABELS else None
+    question, answer, kind = column_of(row, "question"), column_of(row, "answer"), row.get("type")
+    window = [row.get("start"), row.get("end")]
     if kind == "grounding" and answer is None:
-        answer = [row["start"], row["end"]]
+        answer = window
     if question is None or answer is None or column_of(row, "video") is None:
-        raise ValueError("no video, no question or no answer")
+        raise ValueError("no video, no question or no answer: --map names their columns")
     tagged = re.search("<answer>(.*?)</answer>", str(answer), re.DOTALL)
-    answer = tagged[1].strip() if tagged else parsed(answer)
-    options = options_of(row)
-    question = without_instructions(question.replace("<video>", ""))
-    if not options:
-        question, options = split_question(question, dropped)
-    task = make_task(video_of_row(row), question, options, answer, kind)
-    windows = parsed(row.get("evidence")) or [[row.get("start"), row.get("end")]]
-    if windows[0][0] not in (None, ""):
-        task["evidence"] = [list(map(rewards.to_seconds, window)) for window in windows]
+    if tagged:
+        answer = tagged[1].strip()
+    if kind not in data.LABELS:
+        kind = None
+    task = make_task(video_of_row(row), str(question), answer, kind, options_of(row))
+    evidence = parsed(row.get("evidence")) or [window]
+    if evidence[0][0] not in (None, ""):
+        task["evidence"] = [list(map(rewards.to_seconds, window)) for window in evidence]
     if row.get("subtitles"):
         task["subtitles"] = row["subtitles"]
     return task
@@ -348,126 +289,99 @@ def task_of_table(row, dropped):
 # SFT rows -> chats
 
 
-def to_chat(row, frames, max_frames, dropped):
-    """A published SFT row -> {"messages", "tools"}. frames: of the overview; max_frames: of a
-    window in a tool response."""
-    media, head, rest, calls, overview = media_of(row), [], [], iter(()), None
-    for message in parsed(row["messages"]):
-        role, pieces = message["role"], pieces_of(message, media)
-        if role == "system":
-            continue  # our prompt has another
+def to_chat(row, num_frames):
+    """A published SFT row -> {"messages", "tools"}. num_frames: of the overview."""
+    texts, paths = read_messages(row["messages"], row.get("videos"))
+    videos = iter(paths)
+    prompt, rest, turns = "", [], []
+    calls = []  # those of the last turn that have no response yet
+    for role, text in texts:
         if role == "assistant":
-            text = without_path(texts_of(pieces))
-            calls = iter(rewards.parse_tool_calls(text, TOOLS, False))
-            rest.append({"role": role, "content": text})
+            if calls:
+                raise ValueError("calls and tool responses that do not pair up")
+            text = without_path(text)
+            calls = rewards.parse_tool_calls(text, TOOLS, False)
+            turns.append(text)
+            rest.append({"role": "assistant", "content": text})
         elif rest:
-            for response in tool_responses(role, pieces):
-                content = response_content(response, next(calls, None), overview, max_frames)
+            for response in tool_responses(role, text):
+                if not calls:
+                    raise ValueError("calls and tool responses that do not pair up")
+                content = response_content(response, calls.pop(0), paths[0], videos)
                 rest.append({"role": "tool", "content": content})
-        else:
-            head += pieces
-            videos = [piece for piece in head if piece["type"] != "text"] or [*media["video"]]
-            if [piece["type"] for piece in videos] != ["video"] or "start" in videos[0]:
+        elif role != "system":  # our prompt has another system message
+            prompt += text
+            if prompt.count("<video>") != 1 or "<image>" in prompt:
                 raise ValueError("the prompt shows one video, whole")
-            overview = videos[0]["video"]
-    if next(media["video"], None) or next(media["image"], None):
-        raise ValueError("more videos or images than marks")
-    check_turns(rest)
-    turns = [message["content"] for message in rest if message["role"] == "assistant"]
+            next(videos)
+    if calls or not rest or rest[-1]["role"] != "assistant":
+        raise ValueError("the last message is not an answer of the assistant")
     answer = rewards.final_answer(turns, False)
     if answer is None:
         raise ValueError("no <answer> in the last turn")
     crop_response = "frames" if chat.videos_in(rest) else "summary"
-    question, options = split_question(texts_of(head), dropped)
-    task = make_task(overview, question, options, answer, kind_of(question, options, answer))
-    prompt = rollout.main_messages(task, frames, crop_response=crop_response)
-    return {"messages": [*prompt, *rest], "tools": rollout.tool_schema(crop_response)}
+    task = make_task(paths[0], prompt, answer, kind_of(prompt, answer))
+    messages = rollout.main_messages(task, num_frames, crop_response=crop_response)
+    return {"messages": messages + rest, "tools": rollout.tool_schema(crop_response)}
 
 
-def kind_of(question, options, answer):
+def kind_of(text, answer):
     """The type of a chat's task, which its answer shows: a letter, a span, or else a text."""
+    question, options, _ = split_question(text)
     if options:
-        return "mcq" if any(letters_of(answer, options)) else "open"
+        return "mcq" if answer_letter(answer, options) else "open"
     time = r"\d[\d.:]* ?(?:s|seconds)?"
     span = rf"(?:from )?{time} ?(?:-|–|to) ?{time}\.?|[\[(]{time}, ?{time}[\])]"
-    asked = re.search(r"(?i)\b(?:when|time\w*|seconds?|moments?|segment|interval|clip)\b", question)
+    asked_when = re.search(
+        r"(?i)\b(?:when|time\w*|seconds?|moments?|segment|interval|clip)\b", question)
     # "3 - 5" may be a score.
-    if re.fullmatch(span, answer, re.I) and (asked or re.search(r"[\[(:]|\d\.\d|\d ?s", answer)):
-        return "grounding"
-    return "open"
+    is_time = asked_when or re.search(r"[\[(:]|\d\.\d|\d ?s", answer)
+    return "grounding" if is_time and re.fullmatch(span, answer, re.I) else "open"
 
 
-def tool_responses(role, pieces):
-    """A message after the first answer -> the pieces of every tool response in it. Frames beside
-    the only response belong to it."""
-    before, responses, after = [], [], []
-    current = before
-    for piece in pieces:
-        if piece["type"] != "text":
-            current.append(piece)
-            continue
-        for part in re.split("(</?tool_response>)", piece["text"]):
-            if part == "<tool_response>":
-                current = []
-                responses.append(current)
-            elif part == "</tool_response>":
-                current = after
-            elif part.strip():
-                current.append({"type": "text", "text": part})
-    if role == "tool" and not responses:
-        return [before]
-    if not responses or texts_of(before + after) or ((before or after) and len(responses) > 1):
+def tool_responses(role, text):
+    """A message after the first answer -> the text of every tool response in it, with the marks of
+    its frames. Frames beside the only response belong to it."""
+    # The template writes the line breaks inside the tags.
+    parts = re.split(r"<tool_response>\n?(.*?)\n?</tool_response>", text, flags=re.DOTALL)
+    if role == "tool" and len(parts) == 1:
+        return parts
+    outside = "".join(parts[::2])
+    words = re.sub("<video>|<image>", "", outside).strip()
+    if len(parts) == 1 or words or (outside.strip() and len(parts) > 3):
         raise ValueError("text or frames beside tool responses")
-    responses[0][:] = before + responses[0] + after
-    for response in responses:  # the template writes the line breaks inside the tags
-        for piece in response:
-            if "text" in piece:
-                piece["text"] = piece["text"].removeprefix("\n").removesuffix("\n")
-    return responses
+    if len(parts) == 3:
+        return ["".join(parts)]
+    return parts[1::2]
 
 
-def response_content(pieces, call, overview, max_frames):
-    """Pieces of a tool response -> the content of a tool message."""
-    window = {"fps": 1.0, "max_frames": max_frames}
-    content, stills = [], False
-    for piece in pieces:
-        if piece["type"] == "text":
-            content.append(piece)
+def response_content(text, call, overview, videos):
+    """A tool response -> the content of a tool message. overview: path of the prompt's video.
+    videos: iterator of the paths that the next <video> marks stand for."""
+    # The first still stands for the whole window.
+    before, still, after = text.partition("<image>")
+    content = []
+    for part in re.split("(<video>|<image>)", before + still + after.replace("<image>", "")):
+        if part not in ("<video>", "<image>"):
+            if part.strip():
+                content.append({"type": "text", "text": part})
             continue
-        if "start" in piece:
-            content.append({**piece, **window})
-            continue
-        if call is None or call.error:
+        if call.error:
             raise ValueError("frames in a tool response whose call cannot be read")
-        if piece["type"] == "image" and stills:
-            continue  # the first still stands for the whole window
-        stills |= piece["type"] == "image"
-        path = piece.get("video", overview)
         start, end = call.arguments["start"], call.arguments["end"]
-        video = {"type": "video", "video": path, "start": start, "end": end, **window}
-        if path != overview:  # a clip that holds exactly the window
-            seconds = max(round(end - start), 1)
-            video = {"type": "video", "video": path, "frames": min(seconds, max_frames)}
-        content.append(video)
-    if any(piece["type"] == "video" for piece in content):
+        piece = {"type": "video", "video": overview, "start": start, "end": end, "fps": 1.0,
+                 "max_frames": MAX_FRAMES}
+        if part == "<video>":
+            path = next(videos)
+            if path != overview:  # a clip that holds exactly the window
+                num_frames = min(max(round(end - start), 1), MAX_FRAMES)
+                piece = {"type": "video", "video": path, "frames": num_frames}
+        content.append(piece)
+    if chat.videos_in([{"content": content}]):
         return content
-    if "the tool executed successfully" in texts_of(content).lower():
+    if "the tool executed successfully" in text.lower():
         raise ValueError("a tool response that speaks of frames and shows none")
-    return texts_of(content)
-
-
-def check_turns(rest):
-    """Raises ValueError unless every call is answered once, in the same round."""
-    waiting = 0
-    for message in rest:
-        if message["role"] == "tool":
-            waiting -= 1
-        else:
-            if waiting:
-                raise ValueError("calls and tool responses that do not pair up")
-            waiting = len(rewards.parse_tool_calls(message["content"], TOOLS, False))
-    if waiting or not rest or rest[-1]["role"] != "assistant":
-        raise ValueError("the last message is not an answer of the assistant")
+    return text
 
 
 def without_path(text):
@@ -487,15 +401,20 @@ def without_path(text):
 # The command line
 
 
-def convert_row(row, frames, max_frames, dropped):
-    """A row -> the chats or tasks that it holds. Raises ValueError with the reason if it is none.
-    """
+def convert_row(row, num_frames, names):
+    """A row -> the chats or tasks that it holds. names: {our column: theirs}. Raises ValueError
+    with the reason if it is none."""
+    row = {str(key).lower(): value for key, value in row.items()}
+    for ours, theirs in names.items():
+        row[ours] = row[theirs.lower()]
     if row.get("messages"):
-        return [to_chat(row, frames, max_frames, dropped)]
+        return [to_chat(row, num_frames)]
     if row.get("conversations"):
-        tasks = tasks_of_conversation(row, dropped)
+        tasks = tasks_of_conversation(row)
+    elif row.get("prompt"):
+        tasks = [task_of_prompt(row)]
     else:
-        tasks = [task_of_prompt(row, dropped) if row.get("prompt") else task_of_table(row, dropped)]
+        tasks = [task_of_table(row)]
     for task in tasks:
         problem = data.task_fault({"id": "", **task})
         if problem:
@@ -503,63 +422,30 @@ def convert_row(row, frames, max_frames, dropped):
     return tasks
 
 
-def drop_unclear(rows, left_out):
-    """Rows of one file -> those whose labels can be read, see unclear_labels."""
-    letters = [row.pop("(letters)", ("", "")) for row in rows]
-    clear = []
-    for row, is_unclear in zip(rows, unclear_labels(letters)):
-        if is_unclear:
-            reason = "the answer is the letter of one option and the text of another"
-            left_out.setdefault(reason, []).append(row["id"])
-        else:
-            clear.append(row)
-    return clear
-
-
-def renamed(row, names, path):
-    """A row of a file -> the same with our names of columns."""
-    row = dict(row)
-    for ours, theirs in names.items():
-        if theirs not in row:
-            raise launch.UserError(f"{path}: no column {theirs}, but {', '.join(row)}")
-        row[ours] = row[theirs]
-    return {str(key).lower(): value for key, value in row.items()}
-
-
-def convert(paths, out, frames, max_frames=64, names=None):
-    """Files of rows -> one JSONL. names: {our column: theirs}. Prints what was left out, and why.
-    """
-    rows, left_out, dropped = [], {}, []  # left_out: reason -> names of rows
+def convert(paths, out, num_frames, names):
+    """Files of rows -> one JSONL. Prints what was left out, and why."""
+    rows, left_out = [], {}  # left_out: reason -> names of rows
     for path in paths:
         stem = os.path.splitext(os.path.basename(path))[0]
-        found = []
         for number, row in enumerate(read_table(path)):
-            row = renamed(row, names or {}, path)
-            name = f"{stem}/{number}"
+            row_id = f"{stem}/{number}"
             try:
-                converted = convert_row(row, frames, max_frames, dropped)
+                converted = convert_row(row, num_frames, names)
             except ValueError as error:
-                reason, converted = str(error), []
+                left_out.setdefault(str(error), []).append(row_id)
+                continue
             except (KeyError, TypeError, AttributeError, IndexError) as error:
-                reason, converted = f"malformed ({type(error).__name__})", []
-            if not converted:
-                left_out.setdefault(reason, []).append(name)
-            source = row.get("id") or row.get("data_source") or stem
-            for place, one in enumerate(converted):
-                found.append({"id": f"{name}/{place}" if place else name, "source": source, **one})
-        rows += drop_unclear(found, left_out)
+                reason = f"malformed ({type(error).__name__}: {error})"
+                left_out.setdefault(reason, []).append(row_id)
+                continue
+            for turn, one in enumerate(converted):
+                rows.append({"id": f"{row_id}/{turn}" if turn else row_id, **one})
     for reason, ids in left_out.items():
         print(f"left out: {len(ids)} rows, {reason}; the first is {ids[0]}")
-    if dropped:
-        print(f"dropped: {len(dropped)} texts after the options; the first is {dropped[0]!r}")
     if not rows:
         raise launch.UserError("no row could be used")
-    chats = sum("messages" in row for row in rows)
-    if chats not in (0, len(rows)):
-        raise launch.UserError("some rows are chats (SFT), some tasks (RL); convert them apart")
     launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{out}: {len(rows)} {'chats' if chats else 'tasks'}, "
-          f"{sum(map(len, left_out.values()))} left out")
+    print(f"{out}: {len(rows)} chats or tasks, {sum(map(len, left_out.values()))} rows left out")
 
 
 def main():
@@ -571,10 +457,7 @@ def main():
     add("--map", nargs="+", default=[], metavar="OURS=THEIRS", help="columns: question=text, say")
     args = parser.parse_args()
     names = dict(pair.partition("=")[::2] for pair in args.map)
-    known = [*COLUMNS, "start", "end", "evidence", "type", "subtitles"]
-    if not set(names) <= set(known):
-        raise launch.UserError(f"--map: OURS=THEIRS, where OURS is one of {', '.join(known)}")
-    convert(args.files, args.out, args.frames, names=names)
+    convert(args.files, args.out, args.frames, names)
 
 
 if __name__ == "__main__":

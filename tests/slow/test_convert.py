@@ -114,22 +114,22 @@ def test_a_tool_response_keeps_its_frames(tmp_path, frames, seen, shape):
     assert tool == {"role": "tool", "content": [seen, text] if shape in ("before", "tool")
                     else [text, seen]}
     assert last["content"].startswith("<think>This window shows it.")
-    assert user["content"][0]["frames"] == 8 and chat_fault(row["messages"]) is None
+    assert user["content"][0]["frames"] == 8 and chat_fault(row) is None
     assert "video_path" not in call["content"] and row["tools"] == rollout.tool_schema("frames")
 
 
 def test_marks_and_columns_in_tool_responses(tmp_path):
-    """The older layout: texts with marks, files in columns, a window that a video names itself."""
+    """The older layout: texts with marks, files in columns."""
     row = {"images": ["a_0.jpg", "a_1.jpg"], "messages": json.dumps([
         {"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": asks(1, 3)},
         {"role": "tool", "content": "<image>\n<image>done"},
         {"role": "assistant", "content": asks(4, 6)},
         {"role": "user", "content": "<tool_response><video></tool_response>"},
         {"role": "assistant", "content": ANSWER}]),
-        "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}]}
+        "videos": ["selfqa/a.mp4", {"video": "selfqa/a.mp4"}]}
     (talk,) = convert(tmp_path, [row])
     assert [m["role"] for m in talk["messages"]] == [
         "system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
     window = {"type": "video", "video": "selfqa/a.mp4", "fps": 1.0, "max_frames": 64}
     assert talk["messages"][3]["content"][0] == {**window, "start": 1.0, "end": 3.0}
-    assert talk["messages"][5]["content"] == [{**window, "start": 4.0, "end": 5.0}]
+    assert talk["messages"][5]["content"] == [{**window, "start": 4.0, "end": 6.0}]
