@@ -23,6 +23,12 @@ without tools. All are in the protocol's style, so base and cold start are one t
 --crop-response frames a response holds the window's frames, and there are no sub-agents.
 `sft.jsonl` is a smaller split than `pretrain.jsonl`, for a second training.
 
+--fragile writes the world of the paper's Table 2, in which a cold start's format is fragile. The
+question names its windows ("while it is 14 to 32"), so 64 frames answer it without a call. The base
+(`pretrain.jsonl`) writes loosely: thoughts stay open, calls are code or unclosed JSON, answers have
+no tags, and after a response it mostly calls again. `sft.jsonl` is strict; train on it for a few
+steps alone. `make table2` runs all rows.
+
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
 `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
 video; questions, answers and cuts recur). --calls changes the chats alone,
@@ -139,11 +145,15 @@ def told_scenes(scenes, looks):
     return [{**scene, "window": window} for scene, window in zip(told, zip(starts, ends))]
 
 
-def make_task(name, scenes, border):
-    """A video's task. border: the border colour of the question."""
+def make_task(name, scenes, border, fragile=False):
+    """A video's task. border: the border colour of the question. fragile: the question names the
+    windows of its scenes instead."""
     hits = [scene for scene in scenes if scene["border"] == border]
+    asked = f"the border is {border}"
+    if fragile:
+        asked = "it is " + ", ".join("{} to {}".format(*scene["window"]) for scene in hits)
     return {"id": name, "video": f"videos/{name}.mp4",
-            "question": f"Which colours flash while the border is {border}?", "options": None,
+            "question": f"Which colours flash while {asked}?", "options": None,
             "answer": ", ".join(scene["colour"] for scene in hits), "type": "list",
             "subtitles": None, "category": f"{len(hits)} event{'s' if len(hits) > 1 else ''}",
             "events": hits, "scenes": scenes,  # for tables; no prompt contains them
@@ -188,17 +198,17 @@ def window_content(task, window):
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
 
 
-def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary"):
+def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary", fragile="",
+                 calling=1.0):
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
     start, and at one K each it answers directly and without tools; and some sub-agents, if they
     answer the calls. wrong_share: of the samples, that are about other scenes than those of the
-    question. one_call: one call a turn."""
+    question. one_call: one call a turn. fragile: "loose", chats of the fragile world's base, with
+    this share `calling` of its calls; "strict", those of its cold start."""
     scenes = task["scenes"]
     # Each K with a frame for each scene.
     every = [k for k in rollout.GATED_FRAMES if k >= len(scenes)]
-    samples = [("direct", rng.choice(every))]
-    samples += [("call", k) for k in every]
-    samples.append(("plain", rng.choice(every)))
+    samples = draw_samples(every, rng, fragile == "loose", calling)
     rows = []
     for way, k in samples:
         looks = overview_looks(k, scenes[-1]["window"][1])
@@ -211,9 +221,16 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
             others = [scene for scene in seen if scene not in meant]
             meant = rng.sample(others, min(len(meant), len(others)))
             meant.sort(key=seen.index)
+        if fragile:  # the question names the windows, so no thought tells of scenes
+            seen, meant = [], task["events"]
         # Prompts come from rollout.py as in RL, because another wording would be another task.
         messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
-        messages += main_turns(task, way, looks, seen, meant, rng, one_call, crop_response)
+        turns = main_turns(task, way, looks, seen, meant, rng, one_call, crop_response)
+        if fragile == "loose":
+            turns = loosen(turns, rng)
+        elif fragile and way == "call" and rng.random() < 0.75:
+            turns = turns[:1]  # few demonstrations of an answer after a response
+        messages += turns
         row = {"id": f"{task['id']}-{way}-{k}"}
         if way != "plain":
             row["tools"] = rollout.tool_schema(crop_response)
@@ -221,6 +238,18 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
     if crop_response == "summary":
         rows += sub_agent_chats(task, every, rng)
     return rows
+
+
+def draw_samples(every, rng, loose, calling):
+    """(way, K) of each sample of the main agent; see sample_chats. every: K to draw from."""
+    if loose:
+        samples = [("direct", k) for k in every]
+        samples += [("call", k) for k in every if rng.random() < calling]
+    else:
+        samples = [("direct", rng.choice(every))]
+        samples += [("call", k) for k in every]
+    samples.append(("plain", rng.choice(every)))
+    return samples
 
 
 def main_turns(task, way, looks, seen, meant, rng, one_call, crop_response):
@@ -238,7 +267,7 @@ def main_turns(task, way, looks, seen, meant, rng, one_call, crop_response):
         start, end = scene["window"]
         look = f" look {start} to {end}" if scene in meant else ""
         told.append(f"{start} {scene['border']}{look}")
-    evidence = f"I saw {', '.join(told)}. "
+    evidence = f"I saw {', '.join(told)}. " if told else ""
     messages = []
     if way == "call":
         # One call per window, then the responses to all calls of the turn.
@@ -267,6 +296,39 @@ def main_turns(task, way, looks, seen, meant, rng, one_call, crop_response):
     answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
     messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})
     return messages
+
+
+def loosen(messages, rng):
+    """A chat's turns as the fragile world's base writes them: in a loose style, and mostly another
+    call in place of the answer after a response."""
+    if len(messages) > 1 and rng.random() < 0.65:
+        messages = [*messages[:-1], messages[0]]
+    loose = []
+    for message in messages:
+        if message["role"] == "assistant":
+            message = {**message, "content": loose_text(message["content"], rng)}
+        loose.append(message)
+    return loose
+
+
+def loose_text(text, rng):
+    """An assistant's text -> the same with a thought that mostly stays open, calls that are mostly
+    code or never closed, an answer that mostly has no tags."""
+    thought, _, rest = text.partition("</think>\n")
+    ending = rng.choices(["</think>\n", "", "<think>\n"], [0.3, 0.55, 0.15])[0]
+    dialect = rng.choices(["json", "open", "code"], [0.25, 0.15, 0.6])[0]
+    if dialect == "open":
+        rest = rest.replace("\n</tool_call>", "")
+    elif dialect == "code":
+        call = r'<tool_call>.*?: (\d+), "end_time": (\d+)}}\n</tool_call>'
+        code = r"<tool_code>\ncrop_video(start_time=\1, end_time=\2)\n</tool_code>"
+        rest = re.sub(call, code, rest, flags=re.DOTALL)
+    tags = rng.choices(["both", "one", "none"], [0.3, 0.15, 0.55])[0]
+    if tags != "both":
+        rest = rest.replace("</answer>", "")
+    if tags == "none":
+        rest = rest.replace("<answer>", "")
+    return thought + ending + rest
 
 
 def sub_agent_chats(task, every, rng):
@@ -344,7 +406,7 @@ def fixed_phrases(base, crop_response):
     return [line for line in lines if line] + call
 
 
-def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
+def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary", fragile=False):
     """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -358,7 +420,8 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary"):
     # Times, numbers and roles are repeated until each becomes one token.
     corpus = [*times, *(f" {t}" for t in range(seconds + 1)), "system\nuser\nassistant"] * 30
     for _ in range(100):
-        for row in sample_chats(make_task("v", *make_scenes(rng, scenes)), rng):
+        task = make_task("v", *make_scenes(rng, scenes), fragile)
+        for row in sample_chats(task, rng, fragile="loose" if fragile else ""):
             for message in row["messages"]:
                 text = message["content"]
                 if not isinstance(text, str):
@@ -432,13 +495,13 @@ def random_model(tokenizer, seed, hidden, layers, heads, mlp, base, vocab):
 
 
 def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
-               scenes=4, vocab=0, crop_response="summary"):
+               scenes=4, vocab=0, crop_response="summary", fragile=False):
     """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
     vocab: ids of the model, if more than the tokenizer's: published ones are padded, too."""
     launch.import_shim()
     import transformers
 
-    tokenizer = build_tokenizer(rng, base, scenes, crop_response)
+    tokenizer = build_tokenizer(rng, base, scenes, crop_response, fragile)
     policy = random_model(tokenizer, seed, hidden, layers, heads, mlp, base, vocab)
     # The same mean and std for images as for videos, because vLLM normalises both with those of the
     # image processor.
@@ -476,6 +539,10 @@ def main():
         help="the chats call all windows in one turn, or one a turn")
     add("--crop-response", choices=["summary", "frames"], default="summary",
         help="the response to a call in the chats, as in rollout.py")
+    add("--fragile", action="store_true",
+        help="the world of Table 2: windows are named, the base is loose, the cold start short")
+    add("--calling", type=launch.amount, default=1.0,
+        help="--fragile: share of the base's chats with calls that is kept")
     add("--base-videos", type=launch.positive, default=480, help="of the pretraining split")
     add("--sft-videos", type=launch.positive, default=96, help="of the cold-start split")
     add("--rl-videos", type=launch.positive, default=160, help="of the RL split, one task each")
@@ -498,19 +565,22 @@ def main():
             rows = []  # SFT chats, or tasks
             for i in range(count):
                 # Every split draws its own videos, so that none is seen in two of them.
-                task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes))
+                task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes), args.fragile)
                 path = os.path.join(args.out, task["video"])
                 encoded.append(pool.submit(write_video, path, draw_frames(task["scenes"], noise)))
                 if split in ("rl", "eval"):
                     rows.append(task)
                 else:
-                    rows += sample_chats(
-                        task, style, args.wrong, args.calls == "one", args.crop_response)
+                    fragile = ""
+                    if args.fragile:
+                        fragile = "loose" if split == "base" else "strict"
+                    rows += sample_chats(task, style, args.wrong, args.calls == "one",
+                                         args.crop_response, fragile, args.calling)
             text = "".join(json.dumps(row) + "\n" for row in rows)
             launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
         parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
                                 base=re.sub("[-.]", "_", args.base),
-                                crop_response=args.crop_response)
+                                crop_response=args.crop_response, fragile=args.fragile)
         for video_file in encoded:
             video_file.result()  # raises the error of that process
     print(f"{args.out}: {len(encoded)} videos, random checkpoint of {parameters / 1e6:.2f} M "
