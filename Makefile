@@ -4,6 +4,7 @@
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
+# make table2  the paper's Table 2 in the fragile world of toy.py, one seed (SEED=1); PRIOR=weak: its contrast. -j2: two rows at a time
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
 # make test-faults   a fault at every file operation of a save and of a start (`make test-all` tries a sample)
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test-all` then does it too)
@@ -52,7 +53,7 @@ CPU_BUILDS := torchvision==0.28.0+cpu torchaudio==2.11.0+cpu torchcodec==0.17.0+
 LOADS = $(BIN)/python -c "from transformers import AutoProcessor" >/dev/null 2>&1 || echo "The index has no CPU builds of torchvision, \
 torchaudio and torchcodec. All scripts here work. In a Python of your own call launch.import_shim() before you import transformers."
 
-.PHONY: venv demo lint test test-all test-fast test-faults test-page test-compat clean
+.PHONY: venv demo table2 lint test test-all test-fast test-faults test-page test-compat clean
 
 venv: .venv/ready
 
@@ -127,6 +128,47 @@ demo: venv
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
 	$(BIN)/python tools/view.py $(DEMO) --out $(DEMO)/index.html
+
+# Table 2: rows share the base and the cold start before them. A row is one process, so `make -j2` fills two cores
+PRIOR ?= strong
+T2 = out/table2/$(PRIOR)/$(SEED)
+T2_PY = OMP_NUM_THREADS=1 $(BIN)/python
+T2_SFT = sft.py --preset toy --batch-size 12 --eval-every 0 --seed $(SEED)
+T2_RL = grpo.py --preset toy --ckpt $(T2)/sft/last --data $(T2)/toy/rl.jsonl --prompts 6 --steps 24 --lr 3e-4 --temperature 0.7 --max-turns 1 --seed $(SEED)
+T2_EVAL = eval.py --preset toy --data $(T2)/toy/eval.jsonl --frames 4 16 64 --tools on off --temperature 0.7
+# as it was trained: plain GRPO forces no thought, nor does the cold start before it
+T2_PLAIN = $(if $(filter --vanilla,$($*))$(filter base sft,$*),--no-think-prefix)
+# the flags of each row in grpo.py; unpaid: no row of the paper, accuracy is the only reward
+grpo = --vanilla
+anchoring = --frames 64
+gating = --vanilla --frames gated
+para =
+no-tool-reward = --tool-reward 0
+no-gamma = --gamma 0
+credit-anchor = --format-credit anchor
+grpo-unpaid = --vanilla --format-credit none --tool-reward 0
+gating-unpaid = $(grpo-unpaid) --frames gated
+T2_ROWS = grpo para $(if $(filter strong,$(PRIOR)),anchoring gating no-tool-reward no-gamma credit-anchor grpo-unpaid gating-unpaid sequential)
+
+.SECONDARY:  # keeps all checkpoints
+table2: $(patsubst %,$(T2)/eval/%/summary.json,base sft $(T2_ROWS))
+	$(BIN)/python bench/table2.py out/table2/$(PRIOR)/*
+
+$(T2)/toy/init: | venv
+	$(T2_PY) toy.py --out $(@D) --seed $(SEED) --fragile $(if $(filter weak,$(PRIOR)),--calling 0.05) --eval-videos 48
+$(T2)/base/last: | $(T2)/toy/init
+	$(TORCHRUN) $(T2_SFT) --ckpt $(T2)/toy/init --data $(T2)/toy/pretrain.jsonl --steps 500 --muon-lr 3e-3 --out $(@D)
+$(T2)/sft/last: | $(T2)/base/last
+	$(T2_PY) $(T2_SFT) --ckpt $(T2)/base/last --data $(T2)/toy/sft.jsonl --steps 14 --muon-lr 1e-3 --out $(@D)
+$(T2)/rl/%/last: | $(T2)/sft/last
+	$(T2_PY) $(T2_RL) $($*) --out $(@D)
+$(T2)/eval/base/summary.json $(T2)/eval/sft/summary.json: $(T2)/eval/%/summary.json: | $(T2)/%/last
+	$(T2_PY) $(T2_EVAL) --ckpt $(T2)/$*/last --max-turns 1 $(T2_PLAIN) --out $(@D)
+# the windows one after another, one call a turn, by the same checkpoint
+$(T2)/eval/sequential/summary.json: | $(T2)/rl/para/last
+	$(T2_PY) $(T2_EVAL) --ckpt $(T2)/rl/para/last --max-turns 3 --max-parallel 1 --out $(@D)
+$(T2)/eval/%/summary.json: | $(T2)/rl/%/last
+	$(T2_PY) $(T2_EVAL) --ckpt $(T2)/rl/$*/last --max-turns 1 $(T2_PLAIN) --out $(@D)
 
 clean:
 	rm -rf .venv out

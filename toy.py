@@ -128,21 +128,22 @@ def write_video(path, frames, fps=1):
 # Samples
 
 
-def told_scenes(scenes, looks):
+def scenes_of_overview(scenes, looks):
     """The scenes as far as some frames tell: a scene begins midway between two frames of different
     borders, and one without a frame is not told. looks: ordered indices of frames, one a second."""
-    told, starts = [], []
+    shown_scenes, starts = [], []
     for i, t in enumerate(looks):
         scene = next(scene for scene in scenes if t < scene["window"][1])
-        if not told:
+        if not shown_scenes:
             starts.append(0)
-        elif scene["border"] != told[-1]["border"]:
+        elif scene["border"] != shown_scenes[-1]["border"]:
             starts.append((looks[i - 1] + t + 1) // 2)
         else:
             continue
-        told.append(scene)
+        shown_scenes.append(scene)
     ends = [*starts[1:], scenes[-1]["window"][1]]
-    return [{**scene, "window": window} for scene, window in zip(told, zip(starts, ends))]
+    windows = zip(starts, ends)
+    return [{**scene, "window": window} for scene, window in zip(shown_scenes, windows)]
 
 
 def make_task(name, scenes, border, fragile=False):
@@ -212,20 +213,20 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
     rows = []
     for way, k in samples:
         looks = overview_looks(k, scenes[-1]["window"][1])
-        seen = told_scenes(scenes, looks)
+        visible = scenes_of_overview(scenes, looks)
         # The scenes that this sample is about.
-        meant = [scene for scene in seen if scene["border"] == task["events"][0]["border"]]
+        meant = [scene for scene in visible if scene["border"] == task["events"][0]["border"]]
         if not meant:  # the overview missed all scenes of the question
             continue
         if rng.random() < wrong_share:
-            others = [scene for scene in seen if scene not in meant]
+            others = [scene for scene in visible if scene not in meant]
             meant = rng.sample(others, min(len(meant), len(others)))
-            meant.sort(key=seen.index)
+            meant.sort(key=visible.index)
         if fragile:  # the question names the windows, so no thought tells of scenes
-            seen, meant = [], task["events"]
+            visible, meant = [], task["events"]
         # Prompts come from rollout.py as in RL, because another wording would be another task.
         messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
-        turns = main_turns(task, way, looks, seen, meant, rng, one_call, crop_response)
+        turns = main_turns(task, way, looks, visible, meant, rng, one_call, crop_response)
         if fragile == "loose":
             turns = loosen(turns, rng)
         elif fragile and way == "call" and rng.random() < 0.75:
@@ -252,9 +253,9 @@ def draw_samples(every, rng, loose, calling):
     return samples
 
 
-def main_turns(task, way, looks, seen, meant, rng, one_call, crop_response):
+def main_turns(task, way, looks, visible, meant, rng, one_call, crop_response):
     """The main agent's turns after the prompt, and the responses to its calls -> messages. looks:
-    frames of the overview; seen: the scenes that it tells; meant: those that the sample is about.
+    frames of the overview; visible: the scenes that it tells; meant: those the sample is about.
 
     Every first thought tells of the scenes. An answer repeats what the summaries tell, or what the
     frames show, with the word "nothing" for a flash that they do not show. So every word of an
@@ -262,12 +263,12 @@ def main_turns(task, way, looks, seen, meant, rng, one_call, crop_response):
     """
     scenes = task["scenes"]
     # "0 red, 18 blue look 18 to 30, ..": starts and borders, and the windows to look at.
-    told = []
-    for scene in seen:
+    listed = []
+    for scene in visible:
         start, end = scene["window"]
         look = f" look {start} to {end}" if scene in meant else ""
-        told.append(f"{start} {scene['border']}{look}")
-    evidence = f"I saw {', '.join(told)}. " if told else ""
+        listed.append(f"{start} {scene['border']}{look}")
+    evidence = f"I saw {', '.join(listed)}. " if listed else ""
     messages = []
     if way == "call":
         # One call per window, then the responses to all calls of the turn.
@@ -286,11 +287,11 @@ def main_turns(task, way, looks, seen, meant, rng, one_call, crop_response):
     # wide spoils the answer.
     flashes = []
     for scene in meant:
-        shown = summary_of(scene["window"], scenes) if way == "call" else ""
-        if not shown:
+        summary = summary_of(scene["window"], scenes) if way == "call" else ""
+        if not summary:
             colour = scene["colour"] if visible_scenes([scene], looks) else "nothing"
-            shown = f"{scene['window'][0]} {colour}"
-        flashes.append(shown)
+            summary = f"{scene['window'][0]} {colour}"
+        flashes.append(summary)
     flashes = ", ".join(flashes)
     text = thought_text(f"{evidence}I saw {flashes}.", rng)
     answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
@@ -338,7 +339,7 @@ def sub_agent_chats(task, every, rng):
     scenes = task["scenes"]
     seconds = scenes[-1]["window"][1]
     looks = overview_looks(rng.choice(every), seconds)
-    windows = [scene["window"] for scene in told_scenes(scenes, looks)]
+    windows = [scene["window"] for scene in scenes_of_overview(scenes, looks)]
     if len(windows) > 4:
         windows = rng.sample(windows, 4)
     for start in rng.choices(range(0, seconds - 8, 2), k=2):

@@ -1,0 +1,77 @@
+"""
+bench/table2.py: the paper's Table 2 from folders of `make table2`, one folder a seed.
+
+f_tau is the format reward R_fmt and kappa the number of executed calls, both a mean of the rollouts
+at temperature 0.7: of all training steps for rows that RL trained, of an evaluation for the others.
+"last" is a mean of the last quarter of the steps. acc is the accuracy with tools, a mean over K;
+"acc off" is the same without tools.
+
+Of each column the mean over seeds, then the mean difference to the row --to of the same seed, with
+half of the 95% interval of Student's t: a difference that is larger than that has its sign shown.
+
+Reads:  SEED/rl/ROW/log.jsonl of grpo.py, SEED/eval/ROW/summary.json of eval.py. Prints Markdown.
+Run:    make table2 SEED=0; make table2 SEED=1; python bench/table2.py out/table2/*
+"""
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import numpy as np
+
+import launch
+
+COLUMNS = ("f_tau", "kappa", "last f_tau", "last kappa", "acc", "acc off")
+PAPER = {  # the paper's own f_tau and kappa of a row
+    "base": "0.03, 0.45", "sft": "0.13, 2.50", "grpo": "0.13, 0.02", "para": "0.41, 0.21",
+    "anchoring": "0.35, 0.19", "gating": "0.10, 1.36", "no-tool-reward": "0.33, 0.04",
+    "no-gamma": "0.36, 0.27",
+}
+
+
+def read_row(folder, name):
+    """The row of one seed's folder -> the numbers of COLUMNS."""
+    with open(os.path.join(folder, "eval", name, "summary.json")) as f:
+        cells = json.load(f)["results"]
+    with_tools = [cell for cell in cells if cell["tools"] == "on"]
+    steps = with_tools
+    log = os.path.join(folder, "rl", name, "log.jsonl")
+    if os.path.exists(log):
+        steps = launch.read_jsonl(log, ["f_tau", "kappa"])
+    f_tau = [step["f_tau"] for step in steps]
+    kappa = [step["kappa"] for step in steps]
+    last = -(len(steps) // 4 or 1)
+    acc = [cell["acc"] for cell in with_tools]
+    acc_off = [cell["acc"] for cell in cells if cell["tools"] == "off"]
+    parts = [f_tau, kappa, f_tau[last:], kappa[last:], acc, acc_off or [np.nan]]
+    return [np.mean(part) for part in parts]
+
+
+def main():
+    from scipy import stats
+
+    parser = launch.parser(__doc__)
+    parser.add_argument("folders", nargs="+", help="of `make table2`, one a seed")
+    parser.add_argument("--to", default="grpo", help="row from which the differences are taken")
+    args = parser.parse_args()
+    names = sorted(os.listdir(os.path.join(args.folders[0], "eval")))
+    rows = {}
+    for name in names:
+        rows[name] = np.array([read_row(folder, name) for folder in args.folders])  # [seeds, 6]
+    num_seeds = len(args.folders)
+    print(f"{num_seeds} seeds. Mean (difference to {args.to} ± half of the 95% interval)\n")
+    print("| row | " + " | ".join(COLUMNS) + " | the paper's f_tau, kappa |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in names:
+        difference = rows[name] - rows[args.to]
+        error = difference.std(0, ddof=1) / num_seeds ** 0.5
+        half = stats.t.ppf(0.975, num_seeds - 1) * error  # NaN for one seed
+        texts = [name]
+        for i in range(len(COLUMNS)):
+            texts.append(f"{rows[name][:, i].mean():.2f} "
+                         f"({difference[:, i].mean():+.2f} ± {half[i]:.2f})")
+        print("| " + " | ".join([*texts, PAPER.get(name, "")]) + " |")
+
+
+if __name__ == "__main__":
+    launch.run_main(main)
