@@ -1,49 +1,19 @@
 """
 Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/slow/test_docs.py -q
 """
-import importlib
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 from conftest import ROOT, run_script
 from fixtures import rows_of
 from scripted import Server, call
 from test_draft import SCRIPT, Model
-from test_rollout import changed
 
 import chat
 import grpo
-
-
-@pytest.mark.parametrize("section, names", [
-    ("A price on length", ["rewards.py"]), ("A new reward", ["rewards.py"]),
-    ("Another distribution of K", ["rollout.py"]), ("RLOO", ["rewards.py"]),
-    ("A second tool", ["agent_tools.py", "video.py"])], ids=lambda value: value[:9])
-def test_the_changes_of_the_guide_fit_the_scripts(section, names):
-    scripts = changed(section)
-    assert list(scripts) == names
-    for name, text in scripts.items():
-        assert text != (Path(ROOT) / name).read_text()
-        assert compile(text, name, "exec") and max(map(len, text.split("\n"))) <= 100
-
-
-def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
-    """Two windows that share two of their three seconds: the weight times 4 of 6."""
-    path = tmp_path / "rewards_with_spread.py"
-    path.write_text(changed("A new reward")["rewards.py"])
-    monkeypatch.syspath_prepend(tmp_path)
-    rewards = importlib.import_module(path.stem)
-    calls = [{"turn": 0, "parseable": True, "status": "ok", "start": start, "end": start + 3.0}
-             for start in (8.0, 9.0)]
-    task = {"type": "open", "answer": "red"}
-    plain, paid = (rewards.score(["<answer>red</answer>"], task, calls, pay=rewards.RewardConfig(
-        spread_weight=weight)) for weight in (0.0, 0.5))
-    assert paid["spread"] == 4 / 6
-    assert paid["total"] - plain["total"] == pytest.approx(0.5 * 4 / 6)
 
 
 def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
