@@ -6,11 +6,9 @@ a picture, so a wrong frame is seen to be wrong, whatever its timestamp says.
 
 import math
 import os
-import pickle
 import re
 import struct
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +17,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import video
 from video import FrameCache, VideoError
 
@@ -111,16 +108,6 @@ def shown_by(ffmpeg, path, size=None):
     return np.where((latest < times) & (times < earliest), times - times[0], np.nan), pictures
 
 
-def write_sound(path):
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac" if str(path)[-1] == "4" else "pcm_s16le", rate=16000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), "i2"), format="s16", layout="mono")
-        frame.rate, frame.pts = 16000, 0
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return str(path)
-
-
 def patched(source, path, box, offset, layout, *values):
     """Copy of an mp4 with numbers overwritten `offset` bytes after the name of its box."""
     data = bytearray(Path(source).read_bytes())
@@ -145,52 +132,31 @@ def long_gop(tmp_path_factory):
 # ---- which frames
 
 
-def test_overview_takes_segment_centres_and_crop_the_same_inside_its_window():
-    starts = np.arange(64.0)
-    assert video.overview_indices(starts, 64.0, 64).tolist() == list(range(64))
-    assert video.overview_indices(starts, 64.0, 32).tolist() == list(range(1, 64, 2))
-    assert video.overview_indices(starts, 64.0, 4).tolist() == [8, 24, 40, 56]
-    assert video.overview_indices(starts, 64.0, 1).tolist() == [32]
-    assert video.crop_indices(starts, 64.0, 16, 24).tolist() == list(range(16, 24))
-    assert video.crop_indices(starts, 64.0, 16, 24, num_frames=2).tolist() == [18, 22]
+STARTS = np.arange(64.0)
 
 
-@pytest.mark.parametrize(
-    "start, end, expected",
-    [
-        (-5, 2, [0, 1]),  # clamped at the front
-        (62, 99, [62, 63]),  # and at the end
-        (10.2, 10.4, [10]),  # shorter than one look: still one
-        (10.9, 11.3, [11]),  # ... on display at its centre
-        (63.9, 64, [63]),
-        (0, 64, [2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62]),  # max_frames
-        (0, 2.5, [0, 1, 2]),  # halves round up
-    ],
-)
-def test_crop_windows(start, end, expected):
-    assert video.crop_indices(np.arange(64.0), 64.0, start, end).tolist() == expected
+@pytest.mark.parametrize("found, wanted", [
+    (video.overview_indices(STARTS, 64.0, 64), range(64)),
+    (video.overview_indices(STARTS, 64.0, 4), [8, 24, 40, 56]),
+    (video.overview_indices(STARTS, 64.0, 1), [32]),
+    *((video.crop_indices(STARTS, 64.0, start, end, **more), wanted)
+      for start, end, more, wanted in [
+        (16, 24, {}, range(16, 24)), (16, 24, {"num_frames": 2}, [18, 22]),
+        (16, 24, {"fps": 0.5}, [17, 19, 21, 23]), (16, 24, {"num_frames": -1}, [20]),
+        (0, 64, {"fps": 1e308, "max_frames": 4}, [8, 24, 40, 56]),
+        (-5, 2, {}, [0, 1]), (62, 99, {}, [62, 63]),  # clamped
+        (10.2, 10.4, {}, [10]), (10.9, 11.3, {}, [11]),  # shorter than one look: still one
+        (0, 64, {}, range(2, 64, 4)),  # max_frames
+        (0, 2.5, {}, [0, 1, 2])])])  # halves round up
+def test_the_frames_of_overviews_and_windows(found, wanted):
+    assert found.tolist() == list(wanted)
 
 
-@pytest.mark.parametrize("start, end", [(5, 5), (9, 3), (64, 70), (70, 80), (-4, 0), (math.nan, 5),
+@pytest.mark.parametrize("start, end", [(5, 5), (9, 3), (64, 70), (-4, 0), (math.nan, 5),
                                         (3, math.nan)])
 def test_crop_of_nothing_names_window_and_duration(start, end):
     with pytest.raises(ValueError, match=r"window .* 64 s"):
-        video.crop_indices(np.arange(64.0), 64.0, start, end)
-
-
-def test_each_knob_changes_what_it_names():
-    starts = np.arange(640) / 10  # 10 fps
-
-    def count(**knobs):
-        return len(video.crop_indices(starts, 64.0, 10, 18, **knobs))
-
-    assert [count(), count(fps=2), count(fps=0.5)] == [8, 16, 4]
-    assert [count(fps=8, max_frames=n) for n in (1, 5, 64)] == [1, 5, 64]
-    assert [count(fps=fps, max_frames=5) for fps in (1e308, float("inf"))] == [5, 5]
-    # still capped by max_frames
-    assert [count(num_frames=n) for n in (-1, 0, 1, 3, 16, 99)] == [1, 1, 1, 3, 16, 16]
-    with pytest.raises(ValueError):
-        video.overview_indices(starts, 64.0, 0)
+        video.crop_indices(STARTS, 64.0, start, end)
 
 
 # ---- how large
@@ -217,14 +183,13 @@ def test_smart_size_takes_the_nearest_of_all_pairs(least, most):
 
 
 def test_one_fps_minute(minute):
-    for k, expected in ((64, range(64)), (32, range(1, 64, 2)), (16, range(2, 64, 4))):
+    for k, expected in ((64, range(64)), (16, range(2, 64, 4))):
         frames = video.overview(minute, k, **NATIVE)
         assert seen(frames.images) == list(expected) and frames.seconds.tolist() == list(expected)
     frames = video.crop(minute, 16, 24, **NATIVE)
     assert seen(frames.images) == frames.seconds.tolist() == list(range(16, 24))
     # more than it has
     assert video.overview(minute, 1000, **NATIVE).images.shape == (64, 32, 64, 3)
-    pytest.raises(ValueError, video.crop, minute, 64, 70).match("window 64-70 s")
 
 
 def test_seeking_is_exact_with_b_frames_and_long_gops(long_gop):
@@ -246,17 +211,6 @@ def test_variable_frame_rate_and_first_time_not_zero(tmp_path, ending, first):
     np.testing.assert_allclose(frames.seconds, [0.045, 0.3, 1.1, 2.6], atol=1e-3)
     # far from any start: the frame on display since 2.6
     assert seen(video.crop(path, 3.0, 3.1, **NATIVE).images) == [8]
-
-
-def test_a_frame_without_its_time_of_display_has_the_time_of_decoding(monkeypatch):
-    """ffmpeg's rule: the third frame's 5 goes back behind the 10 of the second, so it counts as
-    faulty, and all times from there on are those of decoding."""
-    frames = [SimpleNamespace(pts=p, dts=d, duration=1) for p, d in ((0, 0), (None, 10), (5, 20))]
-    monkeypatch.setattr(video, "demux", lambda container, stream: frames)
-    monkeypatch.setattr(video, "decode", lambda frame: [frame])
-    avi = SimpleNamespace(format=SimpleNamespace(flags=0))
-    timed = video.timed_frames("v.avi", avi, SimpleNamespace(time_base=1))
-    assert [time for time, _ in timed] == [0, 10, 20]
 
 
 # ---- beside ffmpeg
@@ -293,15 +247,7 @@ def test_rotation_is_applied(tmp_path):
     assert seen(np.rot90(image) for image in images(turned, [0, 3, 4])) == [0, 3, 4]
 
 
-# ---- sizes and keys
-
-
-def test_pixel_budget_and_resizing(minute):
-    assert video.overview(minute, 2).images.shape == (2, 32, 64, 3)
-    assert video.overview(minute, 2, max_pixels=1024).images.shape == (2, 32, 32, 3)
-    larger = video.overview(minute, 8, min_pixels=20000)
-    assert 20000 <= larger.images[0, :, :, 0].size <= 50176
-    assert seen(larger.images) == seen(video.overview(minute, 8).images) == list(range(4, 64, 8))
+# ---- keys
 
 
 def test_keys_name_frames_across_sets(tmp_path, minute):
@@ -323,12 +269,10 @@ def test_keys_name_frames_across_sets(tmp_path, minute):
 def test_decoded_once(minute, opened):
     cache = FrameCache()
     first = video.overview(minute, 8, cache=cache)
-    assert video.overview(minute, 8, cache=cache) is first
-    assert len(opened) == 2  # for its times, for its frames
+    assert video.overview(minute, 8, cache=cache) is first and len(opened) == 2  # times, frames
     video.crop(minute, 3, 9, cache=cache)
     video.overview(minute, 8, max_pixels=1024, cache=cache)
-    # another set, another size, but never indexed again
-    assert len(opened) == 4
+    assert len(opened) == 4  # another set, another size, but never indexed again
 
 
 # ---- frames on disk
@@ -350,17 +294,15 @@ def test_another_process_finds_on_disk_what_was_decoded(minute, tmp_path, opened
     for how in ({"frames": 8}, {"start": 3, "end": 9}):
         decoded, before = video.load({"video": minute, **how}, cache=first), len(opened)
         found = video.load({"video": minute, **how}, cache=second)
-        assert len(opened) == before  # no file was opened
-        assert same(decoded, found) and same(found, video.load({"video": minute, **how}))
+        assert len(opened) == before and same(decoded, found)  # no file was opened
+        assert same(found, video.load({"video": minute, **how}))
         with pytest.raises(ValueError):
             found.images[0] = 0
-    assert second.index(minute)[1] == FrameCache(0).index(minute)[1]
     files = sizes(first.folder)
     assert len(files) == 3  # two looks, one table
     for path, size in files.items():  # a power cut has torn them
         os.truncate(path, size // 2)
-    torn = video.load({"video": minute, "frames": 8}, cache=FrameCache(folder=first.folder))
-    assert same(torn, video.load({"video": minute, "frames": 8}))
+    assert same(video.load({"video": minute, **how}, cache=FrameCache(folder=first.folder)), found)
 
 
 def test_a_rewritten_video_is_not_served_from_its_old_file(tmp_path):
@@ -372,18 +314,14 @@ def test_a_rewritten_video_is_not_served_from_its_old_file(tmp_path):
 
 def test_threads_decode_many_videos_at_once(tmp_path):
     """With equal frames: nothing of libav is set for the whole process."""
-    paths = [write(tmp_path / f"{n}.mp4", 20 + n, rate=1, g=5) for n in range(12)]
+    paths = [write(tmp_path / f"{n}.mp4", 20 + n, rate=1, g=5) for n in range(8)]
 
     def look(path):
-        cache = FrameCache(workers=2)
-        return [video.overview(path, 16, cache=cache), video.crop(path, 3, 9, cache=cache)]
+        return video.overview(path, 16, cache=FrameCache(workers=2))
 
     alone = [look(path) for path in paths]
-    for workers in (2, 8):
-        with ThreadPoolExecutor(workers) as pool:
-            together = list(pool.map(look, paths * 3))
-        for one, other in zip(alone * 3, together):
-            assert all(map(same, one, other))
+    with ThreadPoolExecutor(8) as pool:
+        assert all(map(same, alone * 3, pool.map(look, paths * 3)))
 
 
 # ---- broken files
@@ -395,21 +333,18 @@ def test_a_start_refuses_missing_videos_and_one_that_goes_later_ends_the_run(tmp
     paths = [write(tmp_path / name, 10) for name in names]
     rows = [{"video": name} for name in ["not.mp4", *names * 2]]
     cache.check_present(args, "d.jsonl", rows)
-    with pytest.raises(VideoError, match="no such file"):
-        cache.index(tmp_path / "not.mp4")
-    cache.index(paths[0])
     os.remove(paths[0])
     with pytest.raises(FileNotFoundError):
         cache.index(paths[0])
-    with pytest.raises(VideoError, match="no such file"):  # no start has looked
-        FrameCache().index(paths[0])
+    for path, other in ((tmp_path / "not.mp4", cache), (paths[0], FrameCache())):
+        with pytest.raises(VideoError, match="no such file"):  # no start has seen it
+            other.index(path)
     with pytest.raises(video.launch.UserError, match="d.jsonl: 2 of 4 .*a.mp4"):
         cache.check_present(args, "d.jsonl", rows)
 
 
 @pytest.mark.parametrize("name, codec, pixels", [
-    ("v.mp4", "libx264", "yuv420p"), ("v.avi", "mjpeg", "yuvj420p"), ("v.flv", "flv1", "yuv420p"),
-    ("v.ts", "mpeg2video", "yuv420p")])
+    ("v.mp4", "libx264", "yuv420p"), ("v.avi", "mjpeg", "yuvj420p")])
 def test_a_read_that_fails_is_an_oserror(tmp_path, monkeypatch, name, codec, pixels):
     """Never the end of the file, whose last picture would be half a one, and never a VideoError."""
     path = write(tmp_path / name, 40, codec=codec, pixels=pixels, size=(160, 128), draw=grainy)
@@ -427,38 +362,27 @@ def test_a_read_that_fails_is_an_oserror(tmp_path, monkeypatch, name, codec, pix
     assert same(video.overview(path, 8), whole)
 
 
-def broken(folder, kind):
-    """A file (or not) of the named kind -> its path."""
-    path = folder / f"{kind}.mp4"
+@pytest.mark.parametrize("kind, why", [
+    ("missing", "no such file"), ("folder", "needs images"), ("empty", "Invalid data"),
+    ("sound", "no video stream"), ("cut_mkv", "truncated"),
+    ("cut_back", "Invalid data"),  # mp4 with its index at the end: gone
+    ("cut_front", "truncated")])  # index in front: opens well, and ends early
+def test_broken_files_raise_video_error(tmp_path, ffmpeg, kind, why):
+    path = tmp_path / f"{kind}.mp4"
     if kind == "folder":
         path.mkdir()
     elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "text":
-        path.write_text("this is not a video\n" * 200)
+        path.touch()
     elif kind == "sound":
-        write_sound(path)
+        ffmpeg("-f", "lavfi", "-i", "sine=d=1", path)
     elif kind.startswith("cut"):
         path = path.with_suffix(".mkv" if kind == "cut_mkv" else ".mp4")
         mux = {"movflags": "faststart"} if kind == "cut_front" else None
         data = Path(write(path, 100, mux=mux, g=20)).read_bytes()
         path.write_bytes(data[: len(data) * 6 // 10])
-    return path
-
-
-@pytest.mark.parametrize("kind, why", [
-    ("missing", "no such file"), ("folder", "needs images"), ("empty", "Invalid data"),
-    ("text", "Invalid"), ("sound", "no video stream"), ("cut_mkv", "truncated"),
-    ("cut_back", "Invalid data"),  # mp4 with its index at the end: gone
-    ("cut_front", "truncated")])  # index in front: opens well, and ends early
-def test_broken_files_raise_video_error(tmp_path, kind, why):
-    path = broken(tmp_path, kind)
     with pytest.raises(VideoError, match=why) as caught:
         video.overview(path, 64)
-    assert kind.split("_")[0] in caught.value.path
-    assert str(caught.value) == f"{caught.value.path}: {caught.value.why}"
-    again = pickle.loads(pickle.dumps(caught.value))  # a process pool must be able to hand it over
-    assert (again.path, again.why) == (caught.value.path, caught.value.why)
+    assert str(caught.value) == f"{path}: {caught.value.why}"
 
 
 # ---- what data files say
@@ -466,22 +390,16 @@ def test_broken_files_raise_video_error(tmp_path, kind, why):
 
 def test_resolve_stays_inside_root(tmp_path):
     root = tmp_path / "root"
-    (root / "sub").mkdir(parents=True)
-    (tmp_path / "out.mp4").write_bytes(b"x")
-    (root / "link.mp4").symlink_to(tmp_path / "out.mp4")
+    root.mkdir()
     (tmp_path / "alias").symlink_to(root)
-    assert video.resolve("sub/../a.mp4", root) == str((root / "a.mp4").resolve())
-    # root may be a link
-    assert video.resolve("a.mp4", tmp_path / "alias") == str((root / "a.mp4").resolve())
-    assert video.resolve(str(root / "a.mp4"), root) == str((root / "a.mp4").resolve())
-    # no root, no fence
-    assert video.resolve(str(tmp_path / "out.mp4")) == str((tmp_path / "out.mp4").resolve())
     # what lies in the root may be a link, as all of a hub snapshot: its owner put it there
-    assert video.resolve("link.mp4", root) == str((tmp_path / "out.mp4").resolve())
     (root / "folder").symlink_to(tmp_path)
-    assert video.resolve("folder/out.mp4", root) == str((tmp_path / "out.mp4").resolve())
-    for path in ("../out.mp4", "sub/../../out.mp4", str(tmp_path / "out.mp4"), "folder/../../a",
-                 "/etc/passwd", "../root2/a"):
+    for path, base, want in (("sub/../a.mp4", root, root / "a.mp4"), (root / "a", root, root / "a"),
+                             ("a.mp4", tmp_path / "alias", root / "a.mp4"),
+                             (tmp_path / "b", None, tmp_path / "b"),  # no root, no fence
+                             ("folder/b", root, tmp_path / "b")):
+        assert video.resolve(path, base) == str(want)
+    for path in ("../b", str(tmp_path / "b"), "folder/../../a", "/etc/passwd", "../root2/a"):
         with pytest.raises(VideoError, match="outside"):
             video.resolve(path, root)
     with pytest.raises(VideoError, match="download the video first"):
@@ -490,17 +408,16 @@ def test_resolve_stays_inside_root(tmp_path):
 
 def test_load_message_items(minute):
     root, name = os.path.split(minute)
-    item, cache = {"type": "video", "video": name}, FrameCache()
-    assert video.load({**item, "frames": 4}, root, cache).seconds.tolist() == [8, 24, 40, 56]
-    window = {**item, "start": 16, "end": 24, "fps": 1, "max_frames": 16}
-    assert video.load(window, root, cache).seconds.tolist() == list(range(16, 24))
-    assert video.load({**window, "max_frames": 2}, root, cache).seconds.tolist() == [18, 22]
-    assert video.load({**window, "fps": 0.5}, root, cache).seconds.tolist() == [17, 19, 21, 23]
-    assert video.load({**window, "num_frames": 1}, root, cache).seconds.tolist() == [20]
-    assert video.load({**window, "num_frames": None}, root).key == video.crop(minute, 16, 24).key
-    assert video.load({**item, "frames": 4}, root, cache, max_pixels=1024).images.shape[2] == 32
+    window = {"start": 16, "end": 24, "fps": 1, "max_frames": 16, "num_frames": None}
+    for how, seconds in (({"frames": 4}, [8, 24, 40, 56]), (window, range(16, 24)),
+                         ({**window, "max_frames": 2}, [18, 22]),
+                         ({**window, "fps": 0.5}, [17, 19, 21, 23]),
+                         ({**window, "num_frames": 1}, [20]), ({"times": [5.5, 99]}, [5])):
+        frames = video.load({"type": "video", "video": name, **how}, root)
+        assert frames.seconds.tolist() == list(seconds) and frames.images.shape[2] == 64
+    assert video.load({"video": name, "frames": 4}, root, max_pixels=1024).images.shape[2] == 32
     with pytest.raises(KeyError):
-        video.load(item, root)
+        video.load({"video": name}, root)
 
 
 def test_a_tiny_film_is_decoded_whole_once(tmp_path, opened):
