@@ -7,26 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference import ReferenceEngine  # waits for engines with `patient`
 from scripted import ANSWER, Scripted, play
 
 from test_engine import (  # noqa: F401  # isort: skip
-    HOT, TALK, Saying, base, engine, engine_gap, trainer_logps, vllm_engines)
+    HOT, Saying, base, trainer_logps, vllm_engines)
 
 from engine import EngineLoop, Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def plain(base, codec):
-    return ReferenceEngine(base, codec, max_seqs=4)
-
-
-def sample(engine, tasks, source, agent=HOT, **more):
-    engine = Saying(engine, TALK)
-    return {(e.task["id"], e.sample): (e.context.ids, e.context.logps)
-            for e in play(engine, tasks, source, agent, 8, **more)}
 
 
 def asked(name):
