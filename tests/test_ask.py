@@ -1,5 +1,5 @@
 """
-Tests of questions about one film, tools/ask.py: python -m pytest tests/test_ask.py -q
+Tests of questions about one video, tools/ask.py: python -m pytest tests/test_ask.py -q
 """
 import json
 import re
@@ -12,7 +12,7 @@ import rollout
 import video
 from tools import ask
 
-FILM = {"id": "q", "video": "videos/rl-0000.mp4", "question": "Which?", "options": None,
+TASK = {"id": "q", "video": "videos/rl-0000.mp4", "question": "Which?", "options": None,
         "answer": None, "type": "open"}
 
 
@@ -24,15 +24,11 @@ def sampler(codec, toy, *main, **more):
 def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, capsys):
     asked = sampler(codec, toy, calls((0, 8), (90, 80), (16, 24)), "Done.\n</think>\n"
                     "<answer>red</answer>", sub=lambda request: f"saw {request.items[0].frames}")
-    (row,), said = ask.ask(asked, [FILM], 4), capsys.readouterr().out
-    steps = [r"\[turn 1\]", "crop_video", r"\[call 2, .*: error\] error: ",
-             r"\[call 1, 0\.0 to 8\.0 s, 8 frames: ok\] saw 8", r"\[turn 2\]",
-             r"answer: red   \(4 frames, 2 windows\)"]
-    places = [re.search(step, said) for step in steps]
-    assert all(places), said
-    # A call that cannot be read is told before those that take time, so only these are in order.
-    order = [places[i].start() for i in (0, 1, 3, 4, 5)]
-    assert order == sorted(order)
+    (row,), said = ask.ask(asked, [TASK], 4), capsys.readouterr().out
+    steps = [r"\[turn 1\]", "crop_video", r"\[call 1, 0\.0 to 8\.0 s, 8 frames: ok\] saw 8",
+             r"\[turn 2\]", r"answer: red   \(4 frames, 2 windows\)"]
+    assert re.search("(?s)" + ".*".join(steps), said), said
+    assert "[call 2, no window: error] error: " in said
     assert row["reward"] == {} and row["turns"] and len(row["calls"]) == 3
 
 
@@ -45,20 +41,14 @@ def test_an_answer_without_a_window_that_does_not_decode_is_none(codec, toy, cap
         return real(source, spec)
 
     monkeypatch.setattr(rollout.VideoSource, "load", damaged)
-    ask.ask(sampler(codec, toy, calls((0, 8)), "x</think><answer>red</answer>"), [FILM], 4)
+    ask.ask(sampler(codec, toy, calls((0, 8)), "x</think><answer>red</answer>"), [TASK], 4)
     assert re.search("answer: none .*video_error", capsys.readouterr().out)
 
 
-def test_a_folder_of_videos_and_a_url_are_one_line(toy, start):
-    for path, says in ((toy / "videos", "give one of them: --video "), ("http://x/v", "download")):
-        code, out, err = start(ask, "--ckpt", toy / "init", "--video", path)
-        assert code == 2 and says in err and not out
-
-
 @pytest.mark.process
-def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
-    out, film = tmp_path / "asked.jsonl", toy / "videos" / "rl-0000.mp4"
-    done = run_script("tools/ask.py", "--preset", "toy", "--ckpt", toy / "init", "--video", film,
+def test_the_command_asks_a_video_and_writes_the_episode(toy, tmp_path):
+    out, path = tmp_path / "asked.jsonl", toy / "videos" / "rl-0000.mp4"
+    done = run_script("tools/ask.py", "--preset", "toy", "--ckpt", toy / "init", "--video", path,
                       "--question", "Which?", "--frames", 4, "--out", out, reference=True)
     assert done.returncode == 0, done.stderr
     assert "[turn 1] " in done.stdout and "answer: " in done.stdout
@@ -66,5 +56,5 @@ def test_the_command_asks_a_film_and_writes_the_episode(toy, tmp_path):
     assert row["task"]["video"] == "rl-0000.mp4" and row["reward"] == {}
     # An answer that nobody knows cannot be trained on.
     done = run_script("grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--rollouts",
-                      out, "--video-root", film.parent, "--out", tmp_path / "trained")
+                      out, "--video-root", path.parent, "--out", tmp_path / "trained")
     assert done.returncode == 2 and "answer" in done.stderr, done.stderr

@@ -55,7 +55,7 @@ def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
 
 def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
     a, b, c = pick.read_groups([recorded]).values()
-    assert pick.best_of(b) is None and pick.best_of(b, 0.0) and not pick.best_of(c)["calls"]
+    assert pick.best_of(b) is None and not pick.best_of(c)["calls"]
     c[0]["finish"], c[0]["reward"]["total"] = ["length"], 9.0
     assert pick.best_of(c) is not c[0]
     c[1]["status"], c[1]["reward"]["total"] = "context", 9.0
@@ -71,10 +71,13 @@ def test_the_command_and_its_flags(recorded, tmp_path):
     assert "2 of 3 prompts have a good rollout: 4 chats, 2 of main agents" in done.stdout
     rows = rows_of(out)
     assert "Question:" in rows[1]["messages"][1]["content"][1]["text"] and "tools" in rows[0]
-    # The settings of the run stand beside its rollouts.
+    # The settings of a run of grpo.py stand above its rollouts; records of eval.py name the tools.
     (tmp_path / "run" / "rollouts").mkdir(parents=True)
-    write_rows(tmp_path / "run" / "rollouts" / "r.jsonl", rows_of(recorded))
-    (tmp_path / "run" / "args.json").write_text('{"tools": false}')
-    run_script("tools/pick.py", tmp_path / "run" / "rollouts" / "r.jsonl", "--best", out)
-    assert "tools" not in rows_of(out)[0]
-    assert "crop_video" not in rows_of(out)[0]["messages"][0]["content"]
+    path = tmp_path / "run" / "rollouts" / "r.jsonl"
+    (tmp_path / "run" / "args.json").write_text('{"crop_response": "frames"}')
+    for more in ({}, {"tools": "off"}):
+        write_rows(path, [{**row, **more} for row in rows_of(recorded)])
+        (chat, *others) = [chat for row in pick.read_groups([path])["a", 4] if row["sample"] == 1
+                           for chat in pick.chats_of(row)]
+        assert ("tools" in chat) == ("frames of its window" in str(chat)) == (not more)
+        assert not others and "'start': 16.0, 'end': 24.0" in str(chat)

@@ -26,13 +26,14 @@ import chat
 import launch
 import rollout
 from evaluation import answers
-from plumbing import data
+
+VIDEO_FILES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".ts", ".flv", ".wmv")
 
 # ------------------------------------------------------------------------------------------------
 # An episode as events
 
 
-async def run_events(episode, sampler):
+async def run_events(episode, worker):
     """
     Plays an episode -> asynchronous iterator of its steps, each a dict with "event" and "at", the
     seconds since the episode began. Leaving the iterator cancels the episode.
@@ -45,7 +46,7 @@ async def run_events(episode, sampler):
     answer   text or None, letter or None, status, error, frames, windows: the episode has ended
     """
     began, sent = time.monotonic(), set()
-    work = asyncio.create_task(rollout.run_episode(episode, sampler))
+    work = asyncio.create_task(rollout.run_episode(episode, worker))
     try:
         ended = False
         while not ended:
@@ -80,27 +81,44 @@ def episode_events(episode):
                        "seconds": call.get("seconds")}
 
 
-def answer_event(episode) -> dict:
+def answer_event(episode):
     """The end of an episode as an event."""
-    options = episode.task["options"]
     answer = None
     if episode.status == "ok":
         answer = answers.answer_or_tail(episode.turns, episode.think_open)
     return {"event": "answer", "text": answer, "status": episode.status, "error": episode.error,
-            "letter": answers.extract_letter(answer, options) if answer and options else None,
             "frames": len(episode.notes.get("seconds", [])), "windows": episode.executed()}
+
+
+def line_of(event):
+    """An event -> a line that tells it; "" for a call, which the text of its turn shows."""
+    kind = event["event"]
+    if kind == "overview":
+        return f"[{len(event['times'])} frames of {event['duration']:.1f} s]"
+    if kind == "turn":
+        return f"[turn {event['number']}] {event['text'].strip()}"
+    if kind == "summary":
+        window = "no window"
+        if event["parseable"]:
+            window = f"{event['start']} to {event['end']} s, {len(event['times'])} frames"
+        return f"[call {event['number']}, {window}: {event['status']}] {event['text']}"
+    if kind == "call":
+        return ""
+    if event["status"] != "ok":
+        return f"answer: none ({event['status']}: {event['error']})"
+    return f"answer: {event['text']}   ({event['frames']} frames, {event['windows']} windows)"
 
 
 # ------------------------------------------------------------------------------------------------
 # The terminal
 
 
-def ask(sampler, tasks, frames):
+def ask(worker, tasks, num_frames):
     """Asks one question after the other and prints how the agent comes to its answers -> records.
     """
-    async def narrated(episode, sampler):
-        async for event in run_events(episode, sampler):
-            line = line_of(event, episode.task["options"])
+    async def narrated(episode, worker):
+        async for event in run_events(episode, worker):
+            line = line_of(event)
             if line:
                 print(f"{event['at']:6.1f} s  {launch.printable(line)}", flush=True)
         return episode
@@ -108,33 +126,9 @@ def ask(sampler, tasks, frames):
     rows = []
     for task in tasks:
         # Another seed for each question; the step has no other meaning here.
-        (episode,) = rollout.run(sampler, [task], frames, step=len(rows), play=narrated)
+        (episode,) = rollout.run(worker, [task], num_frames, step=len(rows), play=narrated)
         rows.append(episode.to_dict())
     return rows
-
-
-def line_of(event, options=None):
-    """An event -> text for the terminal; "" for a call, which the text of its turn shows."""
-    kind, n = event["event"], event.get("number")
-    if kind == "overview":
-        return f"[{len(event['times'])} frames of {event['duration']:.1f} s]"
-    if kind == "turn":
-        return f"[turn {n}] {event['text'].strip()}"
-    if kind == "summary":
-        window = "no window"
-        if event["parseable"]:
-            window = f"{event['start']} to {event['end']} s"
-        return (f"[call {n}, {window}, {len(event['times'])} frames: {event['status']}] "
-                f"{event['text']}")
-    if kind == "call":
-        return ""
-    if event["status"] != "ok":
-        return f"answer: none ({event['status']}: {event['error']})"
-    text = event["text"] or "none"
-    if event["letter"]:
-        index = string.ascii_uppercase.index(event["letter"])
-        text = f"{event['letter']}. {data.bare_options(options)[index]}"
-    return f"answer: {text}   ({event['frames']} frames, {event['windows']} windows)"
 
 
 def read_questions(args):
@@ -152,17 +146,16 @@ def read_questions(args):
 def split_options(text):
     """A text with options, "A. .." or "(A) .." one a line -> (question, options, text after them);
     (text, [], "") if it has none."""
-    lines, options, places = text.split("\n"), [], []
+    lines = list(filter(str.strip, text.split("\n")))
+    options, places = [], []
     for number, line in enumerate(lines):
         label = re.match(r"\s*\(?([A-Z])[.):]\s+(\S.*)", line)
         # Only the next letter in order begins an option, so "I. Newton" in a text does not.
         if label and string.ascii_uppercase.startswith(label[1], len(options)):
             options.append(label[2].strip())
             places.append(number)
-    if len(options) < 2 or places[0] == 0:
-        return text, [], ""
-    block = filter(str.strip, lines[places[0] : places[-1] + 1])
-    if len(list(block)) > len(options):  # text between them: no list of options
+    # Text between them: no list of options.
+    if len(options) < 2 or places[-1] - places[0] >= len(options):
         return text, [], ""
     question, after = lines[: places[0]], lines[places[-1] + 1 :]
     return "\n".join(question).strip(), options, "\n".join(after).strip()
@@ -170,65 +163,72 @@ def split_options(text):
 
 def videos_below(path):
     """A path -> iterator of the videos there: a file, or in a folder and below it files of videos
-    and folders of frames. Raises UserError if there is nothing at the path."""
-    if not os.path.exists(path):
-        raise launch.UserError(f"{path}: no such file or folder (of a URL, download it first)")
+    and folders of frames."""
     if os.path.isfile(path):
         yield path
-    names = r"(?i)\.(mp4|mkv|webm|mov|avi|m4v|mpe?g|vob|m?ts|m2ts|mxf|flv|wmv|asf|ogv|3gp|gif)$"
     for folder, below, files in os.walk(path):
-        if {"fps", "times.txt", "seconds.txt"} & set(files):  # see docs/your-own-data.md
+        if "fps" in files or "times.txt" in files:  # see docs/your-own-data.md
             below.clear()
             yield folder
             continue
-        yield from (os.path.join(folder, file) for file in files if re.search(names, file))
+        for file in files:
+            if file.lower().endswith(VIDEO_FILES):
+                yield os.path.join(folder, file)
 
 
 # ------------------------------------------------------------------------------------------------
 # The command line
 
 
-def parse_args():
-    parser = launch.parser(__doc__)
-    add = parser.add_argument_group("what to ask").add_argument
-    add("--ckpt", required=True, help="checkpoint folder")
-    add("--video", required=True, help="a video: a file, or a folder of frames")
-    add("--question", help="default: questions are read from the terminal")
+def add_arguments(parser):
+    """Flags that tools/serve.py has too."""
+    add = parser.add_argument_group("agent of the questions").add_argument
+    add("--ckpt", required=True, help="checkpoint folder, or OWNER/NAME on the Hub")
+    add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
+    add("--frames", type=launch.positive, default=64, help="overview frames K")
     add("--type", choices=["open", "list", "grounding"], default="open",
         help="of answers without options, as the model was trained; the toy: list")
-    add("--frames", type=int, default=64, help="overview frames K")
-    add("--out", help="rollout JSONL to write; default: none is written")
-    add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     rollout.add_agent_arguments(parser)
     # One answer, the same each time.
     parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9, subtitles="none")
+
+
+def parse_args(parser):
+    """-> the arguments, with the defaults of their preset."""
     if parser.parse_args().preset == "toy":  # read twice: any flag overrides the preset
         parser.set_defaults(**rollout.toy_defaults(), type="list")
-    args = parser.parse_args()
-    args.video = os.path.realpath(args.video)  # a link may lead out of its folder
-    first = next(videos_below(args.video), args.video)
-    if first != args.video:
-        raise launch.UserError(f"{args.video}: a folder of videos; give one of them: --video "
-                               f"{first}")
-    args.video_root = os.path.dirname(args.video)
-    return args
+    return parser.parse_args()
+
+
+def load_worker(args):
+    """The arguments -> RolloutWorker with the engine of --ckpt."""
+    from plumbing import checkpoint
+
+    ckpt = checkpoint.resolve(args.ckpt)
+    agent, source = rollout.agent_settings(args, None)
+    launch.print0(f"{args.ckpt}: loading")
+    codec = chat.load_codec(ckpt, args.chat_template_kwargs)
+    return rollout.RolloutWorker(rollout.make_engine(ckpt, codec, args), codec, source, agent)
 
 
 def main():
-    from plumbing import checkpoint
-
-    args = parse_args()
-    ckpt = checkpoint.resolve(args.ckpt)
-    agent, source = rollout.agent_settings(args, args.video)
-    launch.print0(f"{args.ckpt}: loading")
-    codec = chat.load_codec(ckpt, args.chat_template_kwargs)
-    engine = rollout.make_engine(ckpt, codec, args)
-    sampler = rollout.RolloutWorker(engine, codec, source, agent)
-    rows = ask(sampler, read_questions(args), args.frames)
+    parser = launch.parser(__doc__)
+    add = parser.add_argument_group("what to ask").add_argument
+    add("--video", required=True, help="a video: a file, or a folder of frames")
+    add("--question", help="default: questions are read from the terminal")
+    add("--out", help="rollout JSONL to write, for tools/view.py; default: none is written")
+    add_arguments(parser)
+    args = parse_args(parser)
+    if not os.path.exists(args.video):
+        raise launch.UserError(f"--video {args.video}: no such file or folder")
+    args.video = os.path.realpath(args.video)  # a link may lead out of its folder
+    args.video_root = os.path.dirname(args.video)
+    worker = load_worker(args)
+    rows = ask(worker, read_questions(args), args.frames)
     if args.out:
         launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{len(rows)} answers -> {args.out}")
-    engine.close()  # on a GPU this ends the process
+    worker.engine.close()  # on a GPU this ends the process
 
 
 if __name__ == "__main__":

@@ -96,10 +96,10 @@ def video_path(video):
         video = video.get("url") or video["video"]
     path = video.removeprefix("file://")
     if os.path.isabs(path) and not os.path.exists(path):
-        inside = ARCHIVES.search(path)
-        if not inside:
+        published = ARCHIVES.search(path)
+        if not published:
             raise ValueError("an absolute path that is neither here nor of the published folders")
-        path = inside[1]
+        path = published[1]
     return path
 
 
@@ -359,9 +359,9 @@ def response_content(text, call, overview, videos):
     """A tool response -> the content of a tool message. overview: path of the prompt's video.
     videos: iterator of the paths that the next <video> marks stand for."""
     # The first still stands for the whole window.
-    before, still, after = text.partition("<image>")
+    first, still, others = text.partition("<image>")
     content = []
-    for part in re.split("(<video>|<image>)", before + still + after.replace("<image>", "")):
+    for part in re.split("(<video>|<image>)", first + still + others.replace("<image>", "")):
         if part not in ("<video>", "<image>"):
             if part.strip():
                 content.append({"type": "text", "text": part})

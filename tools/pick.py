@@ -21,8 +21,8 @@ Writes: chats and tasks as JSONL. Videos stay relative to the folder that they w
 """
 import json
 import os
+import statistics
 import sys
-from dataclasses import fields, replace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
@@ -30,51 +30,54 @@ import rollout
 from agent_tools import TOOLS
 
 
-def agent_of(path):
-    """A JSONL of rollouts -> the AgentConfig of its run; the defaults if there is no args.json."""
-    path = os.path.abspath(path)
-    folder = os.path.dirname(path)
-    names = [field.name for field in fields(rollout.AgentConfig)]
-    own = path.removesuffix(".jsonl") + ".args.json"  # of rollout.py
-    for args_path in (own, f"{folder}/args.json", f"{folder}/../args.json"):
+def crop_response_of(path):
+    """A JSONL of rollouts -> --crop-response of its run, from the args.json beside it."""
+    stem = os.path.abspath(path).removesuffix(".jsonl")
+    folder = os.path.dirname(stem)
+    # Of rollout.py, of eval.py, of grpo.py.
+    for args_path in (f"{stem}.args.json", f"{folder}/args.json", f"{folder}/../args.json"):
         if os.path.exists(args_path):
             with open(args_path, encoding="utf-8") as file:
-                saved = json.load(file)
-            saved = saved.get("args", saved)
-            return rollout.AgentConfig(**{name: saved[name] for name in names if name in saved})
-    return rollout.AgentConfig()
+                return json.load(file)["crop_response"]
+    return "summary"
 
 
 def read_groups(paths):
-    """JSONL files -> {(task id, K): records}, each with the AgentConfig of its run as "agent"."""
+    """JSONL files -> {(task id, K): records}, each with the "crop_response" of its run."""
     groups = {}
     for path in paths:
-        agent = agent_of(path)
+        crop_response = crop_response_of(path)
         for row in launch.read_jsonl(path, ("task", "turns", "calls", "reward", "K", "sample")):
-            offered = row.get("tools", "on" if agent.tools else "off") == "on"
-            row["agent"] = replace(agent, tools=offered)
+            row["crop_response"] = crop_response
             groups.setdefault((str(row["task"]["id"]), row["K"]), []).append(row)
     return groups
 
 
-def is_good(row, least=0.5):
-    """Whether there is something to learn from a rollout."""
-    return (row["status"] == "ok" and "length" not in row["finish"]
-            and row["reward"].get("acc", 0.0) >= least)
-
-
-def best_of(group, least=0.5):
+def best_of(group):
     """Records of one prompt -> the one to learn from, or None."""
-    good = [row for row in group if is_good(row, least)]
-    return max(good, key=lambda row: (row["reward"]["total"], -len(row["calls"])), default=None)
+    best = None
+    for row in group:
+        ended_well = row["status"] == "ok" and "length" not in row["finish"]
+        if ended_well and accuracy_of(row) >= 0.5 and (best is None or rank(row) > rank(best)):
+            best = row
+    return best
+
+
+def accuracy_of(row):
+    return row["reward"].get("acc", 0.0)  # a rollout of ask.py has no reward
+
+
+def rank(row):
+    """The higher, the better: the reward, then fewer calls."""
+    return row["reward"]["total"], -len(row["calls"])
 
 
 def chats_of(row):
     """A record -> SFT chats: one of the main agent, one of each sub-agent that was run."""
-    task, agent, subs = row["task"], row["agent"], []
+    task, crop_response, subs = row["task"], row["crop_response"], []
+    tools = row.get("tools", "on") == "on"  # eval.py asks without them, too
     prefix = "<think>\n" if row["think_open"] else ""
-    messages = rollout.main_messages(
-        task, row["K"], agent.tools, row.get("subtitles", ""), agent.crop_response)
+    messages = rollout.main_messages(task, row["K"], tools, row.get("subtitles", ""), crop_response)
     for turn, text in enumerate(row["turns"]):
         messages.append({"role": "assistant", "content": prefix + text})
         for call in row["calls"]:
@@ -84,18 +87,21 @@ def chats_of(row):
             if call["status"] == "ok":
                 # The window of a record is clamped already.
                 window = TOOLS[call["name"]].spec(call, task, float("inf"))
-                window = {key: value for key, value in window.items() if value is not None}
-                if agent.crop_response == "frames":
+                if window["num_frames"] is None:
+                    del window["num_frames"]
+                if crop_response == "frames":
                     content = [{"type": "video", **window}]
                 else:
-                    asked = rollout.sub_messages(task, window)
-                    subs.append([*asked, {"role": "assistant", "content": content}])
+                    prompt = rollout.sub_messages(task, window)
+                    subs.append([*prompt, {"role": "assistant", "content": content}])
             messages.append({"role": "tool", "content": content})
     name = f"{row['group']}/{row['sample']}"
     chats = [{"id": name, "messages": messages}]
-    if agent.tools:
-        chats[0]["tools"] = rollout.tool_schema(agent.crop_response)
-    return chats + [{"id": f"{name}/{n}", "messages": sub} for n, sub in enumerate(subs)]
+    if tools:
+        chats[0]["tools"] = rollout.tool_schema(crop_response)
+    for number, sub in enumerate(subs):
+        chats.append({"id": f"{name}/{number}", "messages": sub})
+    return chats
 
 
 def write_rows(path, rows):
@@ -107,30 +113,31 @@ def main():
     add = parser.add_argument
     add("rollouts", nargs="+", metavar="JSONL", help="rollouts")
     add("--best", metavar="CHATS", help="SFT chats to write")
-    add("--least", type=float, default=0.5, help="R_acc that the best rollout needs, 0 to 1")
     add("--band", nargs=3, metavar=("LOW", "HIGH", "TASKS"),
         help="tasks to write, and the range of their mean R_acc")
     args = parser.parse_args()
-    if not (args.best or args.band):
-        raise launch.UserError("give --best, --band or both: nothing would be written")
     groups = read_groups(args.rollouts)
     if args.best:
-        best = [best_of(group, args.least) for group in groups.values()]
-        best = [row for row in best if row is not None]
-        chats = [chat for row in best for chat in chats_of(row)]
+        chats, num_good = [], 0
+        for group in groups.values():
+            best = best_of(group)
+            if best:
+                chats += chats_of(best)
+                num_good += 1
         write_rows(args.best, chats)
-        print(f"{args.best}: {len(best)} of {len(groups)} prompts have a good rollout: "
-              f"{len(chats)} chats, {len(best)} of main agents")
+        print(f"{args.best}: {num_good} of {len(groups)} prompts have a good rollout: "
+              f"{len(chats)} chats, {num_good} of main agents")
     if args.band:
+        rows_by_task = {}  # over all K
+        for (task_id, _), group in groups.items():
+            rows_by_task.setdefault(task_id, []).extend(group)
         low, high, path = float(args.band[0]), float(args.band[1]), args.band[2]
-        tasks, accs = {}, {}
-        for (name, _), group in groups.items():
-            tasks[name] = group[0]["task"]
-            accs.setdefault(name, []).extend(row["reward"].get("acc", 0.0) for row in group)
-        taken = [task for name, task in tasks.items()
-                 if low <= sum(accs[name]) / len(accs[name]) <= high]
-        write_rows(path, taken)
-        print(f"{path}: {len(taken)} of {len(tasks)} tasks")
+        tasks = []
+        for rows in rows_by_task.values():
+            if low <= statistics.fmean(map(accuracy_of, rows)) <= high:
+                tasks.append(rows[0]["task"])
+        write_rows(path, tasks)
+        print(f"{path}: {len(tasks)} of {len(rows_by_task)} tasks")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,7 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import secrets
-import string
 import sys
 import tempfile
 import time
@@ -53,15 +51,13 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-import chat
 import launch
 import rollout
 import video
 from engine import EngineLoop
 from tools import ask
 
-LABEL = re.compile(r"\s*\(?([A-Z])[.):]\s+(\S.*)")  # a line of an option
-LOCAL = ["127.0.0.1", "localhost", "[::1]"]
+LOCAL = ["127.0.0.1", "localhost"]
 # What the page may load: its own style and script, and videos of this server.
 PAGE_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                "media-src 'self' blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -97,7 +93,7 @@ class Question(BaseModel):
 class Agent:
     """The agent with the videos of one server."""
 
-    sampler: rollout.RolloutWorker
+    worker: rollout.RolloutWorker
     name: str  # of the model
     frames: int  # K of the overview, unless a question asks for fewer
     type: str  # of questions that say nothing of their answer
@@ -105,11 +101,11 @@ class Agent:
 
     async def events(self, task, root, num_frames, **settings):
         """Plays an episode -> asynchronous iterator of the events of ask.py."""
-        source = replace(self.sampler.source, root=root)
-        agent = replace(self.sampler.agent, **settings)
+        source = replace(self.worker.source, root=root)
+        agent = replace(self.worker.agent, **settings)
         # A name of its own for each question: names of requests come from it. Seeds do not.
         episode = rollout.Episode(task, f"0/{task['id']}", 0, num_frames, 0)
-        async for event in ask.run_events(episode, replace(self.sampler, agent=agent,
+        async for event in ask.run_events(episode, replace(self.worker, agent=agent,
                                                            source=source)):
             if event["event"] == "answer":
                 masks = [episode.context.mask]
@@ -117,14 +113,13 @@ class Agent:
                 sampled, tokens = sum(map(sum, masks)), sum(map(len, masks))
                 event["usage"] = {"prompt_tokens": tokens - sampled, "total_tokens": tokens,
                                   "completion_tokens": sampled}
-                event["tokens"] = tokens
                 if event["error"]:  # without the path of this machine
                     event["error"] = event["error"].replace(root, "")
             yield event
 
     def find_video(self, url):
         """URL of a request -> (folder, path in it)."""
-        root = self.sampler.source.root
+        root = self.worker.source.root
         if url.startswith("data:"):  # data:video/webm;codecs=vp8,opus;base64,..
             try:
                 content = base64.b64decode(url.partition(";base64,")[2], validate=True)
@@ -140,7 +135,7 @@ class Agent:
             path = os.path.relpath(path, root)
         try:
             # Raises if the path leads out of the folder, or to a file that is no video.
-            self.sampler.source.cache.table(video.resolve(path, root))
+            self.worker.source.cache.table(video.resolve(path, root))
         except (video.VideoError, OSError, ValueError):
             # One line for all, so that no client learns which files lie elsewhere.
             raise HTTPException(404, "no such video below --video-root") from None
@@ -182,21 +177,14 @@ def read_messages(messages):
     return url, "\n".join([*system, question])
 
 
-def question_task(text, options=None, kind="open"):
+def question_task(text, options, kind):
     """The text of a question -> fields of a task. `style`, the text after options in the text,
     replaces our line on how to answer. kind: of a question without options."""
     task = {"question": text, "options": options, "answer": None, "type": kind}
-    lines = text.split("\n")
-    labels = [LABEL.fullmatch(line) for line in lines]
-    names = "".join(label[1] if label else " " for label in labels)
-    first = names.find("AB")  # lines A, B, C, .. one after the other, below the question
-    if first > 0 and not options:
-        last = first + len(os.path.commonprefix([names[first:], string.ascii_uppercase]))
-        task["question"] = "\n".join(lines[:first]).strip()
-        task["options"] = [label[2].strip() for label in labels[first:last]]
-        after = "\n".join(lines[last:]).strip()
-        if after:
-            task["style"] = after
+    if not options:
+        task["question"], task["options"], style = ask.split_options(text)
+        if style:
+            task["style"] = style
     if task["options"]:
         task["type"] = "mcq"
     return task
@@ -204,16 +192,6 @@ def question_task(text, options=None, kind="open"):
 
 # ------------------------------------------------------------------------------------------------
 # What clients get
-
-
-def reasoning_line(event):
-    """An event -> its line in `reasoning_content`."""
-    if event["event"] == "turn":
-        return event["text"].strip() + "\n"
-    if event["event"] == "summary":
-        window = f"{event['start']} to {event['end']} s" if event["parseable"] else "no window"
-        return f"[{window}: {event['status']}] {event['text']}\n"
-    return ""
 
 
 def fault_of(event):
@@ -233,7 +211,7 @@ async def stream_lines(head, events):
 
     yield line({"role": "assistant", "content": ""})
     async for event in events:
-        yield line({"reasoning_content": reasoning_line(event)}, trace=[event])
+        yield line({"reasoning_content": ask.line_of(event) + "\n"}, trace=[event])
     fault = fault_of(event)
     if fault:
         yield f"data: {json.dumps({'error': {'message': fault, 'code': 400}})}\n\n"
@@ -249,7 +227,7 @@ async def whole_answer(head, events):
     if fault:
         raise HTTPException(400, fault)
     message = {"role": "assistant", "content": trace[-1]["text"] or "",
-               "reasoning_content": "".join(map(reasoning_line, trace))}
+               "reasoning_content": "\n".join(map(ask.line_of, trace))}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
     return {**head, "object": "chat.completion", "choices": [choice],
             "usage": trace[-1]["usage"], "trace": trace}
@@ -265,9 +243,9 @@ def make_app(agent, local=True, key=None):
     @contextlib.asynccontextmanager
     async def lifespan(app):
         # Steps of the engine and clients take turns in one loop.
-        sampler = agent.sampler
-        pump = EngineLoop(sampler.engine, video.decode_threads())
-        agent.sampler = replace(sampler, pump=pump)
+        worker = agent.worker
+        pump = EngineLoop(worker.engine, video.decode_threads())
+        agent.worker = replace(worker, pump=pump)
         steps = asyncio.create_task(pump.steps())
         steps.add_done_callback(end_if_failed)
         yield
@@ -319,10 +297,6 @@ def refuse_strangers(app, local, key):
         if key and request.url.path != "/":
             if not secrets.compare_digest(sent.encode(), key.encode()):
                 return error_response(401, "wrong key or none: send Authorization: Bearer KEY")
-        # A page of another site may send a form or plain text unasked, but no JSON.
-        if request.method == "POST":
-            if not request.headers.get("content-type", "").startswith("application/json"):
-                return error_response(415, "send JSON, with Content-Type: application/json")
         return await go_on(request)
 
     @app.exception_handler(HTTPException)
@@ -339,7 +313,7 @@ def add_videos(app, agent):
     """Adds what the page asks for: the names of videos, a video, and a place to send one to."""
     @app.get("/videos")
     def list_videos():
-        root = agent.sampler.source.root
+        root = agent.worker.source.root
         paths = itertools.islice(ask.videos_below(root), 1000)
         return sorted(os.path.relpath(path, root) for path in paths)
 
@@ -376,44 +350,32 @@ def end_if_failed(steps):
 def parse_args():
     parser = launch.parser(__doc__)
     add = parser.add_argument_group("server").add_argument
-    add("--ckpt", required=True, help="checkpoint folder")
-    add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
-    add("--frames", type=int, default=64, help="overview frames K; the most a request may ask for")
-    add("--type", choices=["open", "list", "grounding"], default="open",
-        help="of answers, if a question has neither options nor answer_type; the toy: list")
     add("--host", default="127.0.0.1", help="another address lets other machines in: with a key")
     add("--port", type=int, default=8000, help="of HTTP")
     add("--api-key-env", help="environment variable with the key that clients send")
-    rollout.add_agent_arguments(parser)
-    # The same answer each time. Videos outside the working folder need --video-root.
-    parser.set_defaults(temperature=0, video_root=".", gpu_memory_utilization=0.9, subtitles="none")
-    if parser.parse_args().preset == "toy":  # read twice: any flag overrides the preset
-        parser.set_defaults(**rollout.toy_defaults(), type="list")
-    args = parser.parse_args()
-    if args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key_env:
+    ask.add_arguments(parser)
+    # Videos outside the working folder need --video-root.
+    parser.set_defaults(video_root=".")
+    args = ask.parse_args(parser)
+    if args.host not in LOCAL and not args.api_key_env:
         raise launch.UserError(f"--host {args.host} lets other machines in: give --api-key-env")
     if args.api_key_env and not os.environ.get(args.api_key_env, "").strip():
         raise launch.UserError(f"--api-key-env: {args.api_key_env} is not set or empty")
+    args.video_root = os.path.realpath(args.video_root)
     return args
 
 
 def main():
-    from plumbing import checkpoint
-
     args = parse_args()
-    ckpt = checkpoint.resolve(args.ckpt)
-    agent, source = rollout.agent_settings(args, None)
-    source = replace(source, root=os.path.realpath(source.root))
+    worker = ask.load_worker(args)
     key = os.environ[args.api_key_env].strip() if args.api_key_env else None
-    launch.print0(f"{args.ckpt}: loading; then http://{args.host}:{args.port}")
-    codec = chat.load_codec(ckpt, args.chat_template_kwargs)
-    sampler = rollout.RolloutWorker(rollout.make_engine(ckpt, codec, args), codec, source, agent)
     with tempfile.TemporaryDirectory(prefix="videos-") as uploads:
         name = os.path.basename(os.path.realpath(args.ckpt))
-        app = make_app(Agent(sampler, name, args.frames, args.type, uploads),
-                       args.host in LOCAL, key)
+        app = make_app(Agent(worker, name, args.frames, args.type, uploads), args.host in LOCAL,
+                       key)
+        print(f"http://{args.host}:{args.port}")
         uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
-    sampler.engine.close()
+    worker.engine.close()
 
 
 if __name__ == "__main__":
