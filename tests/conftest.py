@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(config, items):
     """Long files first: with a file to each of two processes, a long one at the end would leave the
     other idle."""
     if config.getoption("--fast"):
-        made = {"engine", "vllm_engines", "training", "recorded", "saved", "world35", "published"}
+        made = {"vllm_engines", "training", "recorded", "saved", "world35", "published"}
         items[:] = [item for item in items if not item.get_closest_marker("process")
                     and not made & set(item.fixturenames)]
     seed = config.getoption("--shuffle")
@@ -158,28 +158,16 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def signals():
-    """Scripts take SIGTERM, SIGHUP and Ctrl-C, which are to end the tests."""
+def restored_process():
+    """Scripts take signals that are to end the tests, set a watchdog that would end the process
+    half an hour later, and by starting a process group flush denormal numbers, which hypothesis
+    draws."""
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
-def no_beat():
-    """launch.reset_watchdog ends the process `patience` seconds after the last phase of a
-    script's main(): half an hour later, in the midst of other tests."""
-    yield
     faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def denormals():
-    """Starting a process group flushes denormal numbers, for the whole process; hypothesis draws
-    them."""
-    yield
     sys.modules["torch"].set_flush_denormal(False)
 
 

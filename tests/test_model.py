@@ -7,18 +7,18 @@ tokens each, so that rows, columns and neighbours cannot be mixed up unseen. Run
 this file is the worker of the two-rank tests.
 """
 import dataclasses
+import itertools
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from album import logprobs, plain_tree, prompt, response, separate_and_packed, user
+from album import logprobs, plain_tree, prompt, response, separate_and_packed
 from conftest import run_script
-from handmade import make_group
+from handmade import make_group, plain_logps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward
@@ -50,22 +50,6 @@ def relative(a, b):
         assert a.keys() == b.keys() and len(a) > 10
         return max(relative(a[n], b[n]) for n in a)
     return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
-
-
-def processor_batch(codec, album, messages, items):
-    """The same prompt made by the checkpoint's processor alone."""
-    images = [album.load(i.spec) for i in items]
-    parts, queue = [], iter(images)
-    for p in messages[0]["content"]:
-        if p["type"] == "text":
-            parts.append(p)
-        else:
-            for s in next(queue).seconds:
-                parts += [{"type": "text", "text": f"<{s:.1f} seconds>"}, {"type": "image"}]
-    text = codec.processor.apply_chat_template([{"role": "user", "content": parts}],
-                                               add_generation_prompt=True, tokenize=False)
-    pictures = [torch.tensor(x).permute(2, 0, 1) for f in images for x in f.images]
-    return dict(codec.processor(text=[text], images=pictures, return_tensors="pt", do_resize=False))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -136,19 +120,16 @@ def test_packed_sequences_and_shared_prefix_trees_equal_separate_sequences(
         assert relative(gradients(lively, (together * weights).sum()), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("layout", [[(0, 7, [])], [(0, 5, [3, 1, 9])],
-                                    [(0, 1, [2]), (3, 4, []), (7, 6, [5, 5])]])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_attention_in_parts_is_attention_under_the_dense_mask(layout, groups):
+@pytest.mark.parametrize("layout", [[(0, 5, [3, 1, 9])], [(0, 1, [2]), (3, 4, []), (7, 6, [5, 5])]])
+def test_attention_in_parts_is_attention_under_the_dense_mask(layout):
     """Values and gradients of trees, against a softmax over the whole matrix."""
     torch.manual_seed(0)
-    length, d = sum(p + sum(branches) for _, p, branches in layout), 8
-    query, key, value = (torch.randn(1, heads, length, d, requires_grad=True)
-                         for heads in (4, 4 // groups, 4 // groups))
-    seen = torch.from_numpy(dense_mask(layout))
-    scores = (query @ key.repeat_interleave(groups, 1).mT * 0.3).masked_fill(~seen, -torch.inf)
-    wanted = (scores.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2)
-    weights = torch.randn(1, length, 4, d)
+    length = sum(p + sum(branches) for _, p, branches in layout)
+    query, key, value = (torch.randn(1, n, length, 8, requires_grad=True) for n in (4, 2, 2))
+    unseen = ~torch.from_numpy(dense_mask(layout))
+    scores = (query @ key.repeat_interleave(2, 1).mT * 0.3).masked_fill(unseen, -torch.inf)
+    wanted = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    weights = torch.randn(1, length, 4, 8)
     plan = model.AttentionPlan("parts", layout, model.attention_parts(layout))
     found, _ = model.packed_attention(None, query, key, value, scaling=0.3, plan=plan)
     assert (found - wanted).abs().max() < 1e-6
@@ -170,29 +151,22 @@ def test_value_heads_share_key_heads_as_in_transformers():
 
 
 def test_plain_transformers_gives_the_same_log_probs(lively, codec, album):
-    """The outside oracle: ids, pixels, positions and forward are all transformers' own, called as
-    its documentation says."""
-    items = [album.item(1), album.item(2, frames=4, width=64)]
-    messages = user("Look: ", items[0], " and ", items[1], " What is new?")
-    ids, _ = chat.encode_prompt(codec, messages, items)
-    answer, batch = response(3, 12), processor_batch(codec, album, messages, items)
-    assert batch["input_ids"][0].tolist() == ids
-    batch["input_ids"] = torch.cat([batch["input_ids"], torch.tensor([answer])], 1)
-    for name in ("attention_mask", "mm_token_type_ids"):
-        fill = 1 if name == "attention_mask" else 0
-        batch[name] = torch.cat([batch[name], torch.full((1, len(answer)), fill)], 1)
-    hf, ours = lively.hf, logprobs(lively, codec, album.features(lively, codec),
-                                   [plain_tree(ids, items, answer)], temperature=0.7)
-    hf.config.text_config._attn_implementation = "eager"
-    hf.config.vision_config._attn_implementation = "eager"
+    """The outside oracle: pixels, positions and forward are all transformers' own, called as its
+    documentation says."""
+    items = [album.item(1), album.item(2, frames=4, width=64), album.item(3, frames=1, height=128)]
+    ids, _, _ = prompt(codec, "Look: ", items[0], items[1], " and ", items[2], " What is new?")
+    answer = response(3, 12)
+    ours = logprobs(lively, codec, album.features(lively, codec), [plain_tree(ids, items, answer)],
+                    temperature=0.7)
+    lively.hf.config.text_config._attn_implementation = "eager"
+    lively.hf.config.vision_config._attn_implementation = "eager"
     with torch.no_grad():
-        logits = hf(**batch).logits[0, len(ids) - 1: -1]
-    logits[:, list(codec.suppress_tokens)] -= 100
-    wanted = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        wanted = plain_logps(lively.hf, codec, album, ids + answer, [i.spec for i in items], 0.7)
+    wanted = wanted[len(ids) - 1:]
     assert wanted.std() > 0.5 and (ours - wanted).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [7, 64])
 def test_chunked_log_probs_equal_plain_log_softmax(chunk):
     """The vocabulary projection in pieces must change no value, no entropy and no gradient."""
     torch.manual_seed(0)
@@ -224,9 +198,9 @@ def same_step(a, b):
         assert relative({n: a[n] for n in names}, {n: b[n] for n in names}) < bound
 
 
-def one_update(toy, pack_tokens, replicas=1, steps=1):
-    """SFT updates of the toy's base on this process group, all by the same chats -> loss, N, packs
-    of this rank, full gradients, all of the last one, and the way of the weights."""
+def one_update(toy, pack_tokens, replicas=1):
+    """One SFT update of the toy's base on this process group, by the same chats -> loss, N, packs
+    of this rank, full gradients, and the way of the weights."""
     (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
     args = SimpleNamespace(video_root=None, max_pixels=50176, max_len=2048, missing_videos=0,
                            pack_tokens=pack_tokens)
@@ -239,29 +213,25 @@ def one_update(toy, pack_tokens, replicas=1, steps=1):
     packs, _, _ = chats.packs(data.balance_over_ranks(rows, sft.cost, rank, world))
     policy.features = vision
     optimizers = sft.build_optimizers(policy, LEARNING, device)
-    for _ in range(steps):
-        policy.zero_grad()
-        loss, count = sft.forward_backward(policy, packs)
-        norm = model.reduce_and_clip(policy, 0)
-        grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
-                 if p.requires_grad}
-        with mock.patch.object(muon, "semi_orthogonal", wraps=muon.semi_orthogonal) as ns:
-            for optimizer in optimizers:
-                optimizer.step()
+    loss, count = sft.forward_backward(policy, packs)
+    norm = model.reduce_and_clip(policy, 0)
+    grads = {n: checkpoint.whole_tensor(p.grad).clone() for n, p in policy.named_parameters()
+             if p.requires_grad}
+    for optimizer in optimizers:
+        optimizer.step()
     assert norm == pytest.approx(sum(g.square().sum().item() for g in grads.values()) ** 0.5)
     moved = {n: checkpoint.whole_tensor(p.detach()) - before[n]
              for n, p in policy.named_parameters() if p.requires_grad}
-    return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved,
-            "orthogonalised": ns.call_count}
+    return {"loss": loss, "count": count, "packs": len(packs), "grads": grads, "moved": moved}
 
 
-def one_grpo_update(toy, replicas=1):
+def one_grpo_update(toy):
     """One update of GRPO with the default KL, by the same three groups on this process group ->
     its numbers for the log, and the way of the weights."""
     (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
     source = video.VideoSource(str(toy), video.FrameCache())
-    models = [checkpoint.load_policy(str(toy / "init"), codec, device, frozen=frozen,
-                                     replicas=replicas) for frozen in (False, True)]
+    models = [checkpoint.load_policy(str(toy / "init"), codec, device, frozen=frozen)
+              for frozen in (False, True)]
     policy, reference = models
     policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
     reference.features = policy.features
@@ -285,43 +255,27 @@ def one_grpo_update(toy, replicas=1):
     return {"stats": stats, "moved": moved, "sharded": hasattr(p, "full_tensor")}
 
 
-@pytest.fixture(scope="module")
-def one_pack(toy):
-    launch.start_process_group()
-    return one_update(toy, 10**6)
-
-
 @pytest.mark.process
-def test_grpo_with_its_kl_in_shards_of_two_ranks_is_the_update_of_one(toy, tmp_path):
-    """Policy and reference under FSDP2. The second rank has one group of the three, so it runs a
-    spare pack."""
+def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, tmp_path):
+    """GRPO with its KL, policy and reference under FSDP2; SFT by ranks with unequal numbers of
+    packs, in FSDP's shards or each with the whole model, AdamW and Muon: the same update."""
     launch.start_process_group()
-    alone = one_grpo_update(toy)
-    done = run_script("tests/test_model.py", toy, tmp_path, "grpo", ranks=2, timeout=120)
+    alone, one_pack = one_grpo_update(toy), one_update(toy, 10**6)
+    done = run_script("tests/test_model.py", toy, tmp_path, ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        part = torch.load(tmp_path / f"rank{rank}.pt")
-        assert part["sharded"] and part["stats"]["kl"] > 1e-3
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
+    for grpo_part, *sft_parts in ranks:
+        assert grpo_part["sharded"] and grpo_part["stats"]["kl"] > 1e-3
         for name in ("loss", "kl", "gap", "entropy", "grad_norm"):
-            assert part["stats"][name] == pytest.approx(alone["stats"][name], rel=1e-5), name
-        assert relative(part["moved"], alone["moved"]) < 1e-2
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_two_ranks_give_the_gradient_and_the_step_of_one(toy, one_pack, tmp_path, replicas):
-    """Ranks with unequal numbers of packs, in FSDP's shards or each with the whole model, gradient
-    averaging, AdamW and Muon: the same update."""
-    done = run_script("tests/test_model.py", toy, tmp_path, replicas, ranks=2, timeout=120)
-    assert done.returncode == 0, done.stderr
-    two = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
-    # the first rank runs a spare pack that counts nothing
-    assert [part["packs"] for part in two] == [3, 4]
-    for part in two:
-        assert part["count"] == one_pack["count"]
-        assert part["loss"] == pytest.approx(one_pack["loss"], rel=1e-6)
-        assert relative(part["grads"], one_pack["grads"]) < 1e-5
-        same_step(part["moved"], one_pack["moved"])
+            assert grpo_part["stats"][name] == pytest.approx(alone["stats"][name], rel=1e-5), name
+        assert relative(grpo_part["moved"], alone["moved"]) < 1e-2
+        for part in sft_parts:
+            assert part["count"] == one_pack["count"]
+            assert part["loss"] == pytest.approx(one_pack["loss"], rel=1e-6)
+            assert relative(part["grads"], one_pack["grads"]) < 1e-5
+            same_step(part["moved"], one_pack["moved"])
+    # The first rank runs a spare pack that counts nothing.
+    assert [[part["packs"] for part in parts[1:]] for parts in ranks] == [[3, 3], [4, 4]]
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
@@ -331,43 +285,23 @@ def test_our_newton_schulz_is_that_of_torch_in_fp64(shape):
     a, b, c = coefficients = (3.4445, -4.775, 2.0315)
     torch.manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
-    for spectrum in (torch.ones(8), torch.logspace(0, -6, 8)):
-        matrix = u @ torch.diag(spectrum.double()) @ v
-        wide = matrix.T if shape[0] > shape[1] else matrix
-        x = wide / wide.norm()
-        for _ in range(5):
-            gram = x @ x.T
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        wanted = x.T if shape[0] > shape[1] else x
-        ours = muon.semi_orthogonal(matrix, coefficients, 5, 1e-7)
-        assert torch.allclose(ours, wanted, atol=1e-11)
-        ours = muon.semi_orthogonal(matrix.float(), coefficients, 5, 1e-7)
-        assert torch.allclose(ours.double(), wanted, atol=2e-3)
+    matrix = u @ torch.diag(torch.logspace(0, -6, 8, dtype=torch.float64)) @ v
+    x = matrix.T if shape[0] > shape[1] else matrix
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    ours = muon.semi_orthogonal(matrix, coefficients, 5, 1e-7)
+    assert torch.allclose(ours, x.T if shape[0] > shape[1] else x, atol=1e-11)
 
 
 # ------------------------------------------------------------------------------------------------
-# Positions, pixels, placeholders
+# Pixels
 
 
-def test_positions_equal_transformers(policy, codec, album):
-    """Several videos of different sizes, odd frame counts, text before, between and after."""
-    items = [album.item(1, frames=3), album.item(2, frames=2, height=32, width=32),
-             album.item(3, frames=5, height=128, width=64)]
-    ids, _, _ = prompt(codec, "First ", items[0], items[1], " then ", items[2], " end.")
-    grids = torch.cat([model.patchify(codec, album.load(i.spec).images)[1] for i in items])
-    grids = grids.repeat_interleave(grids[:, 0], 0)  # each image is a grid there
-    grids[:, 0] = 1
-    kinds = torch.tensor([ids]).eq(codec.image_pad).int()
-    wanted, delta = policy.hf.model.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds,
-                                                   image_grid_thw=grids)
-    ours, following = model.rope_positions(codec, ids, items)
-    assert np.array_equal(ours, wanted[:, 0].numpy()) and following == len(ids) + delta.item()
-
-
-@pytest.mark.parametrize("frames", [1, 4, 5])
-def test_patches_equal_the_processors_pixel_values(codec, album, frames):
+def test_patches_equal_the_processors_pixel_values(codec, album):
     """Normalisation, patch order, repetition of an image."""
-    images = album.load(album.item(frames, frames=frames, height=96).spec).images
+    images = album.load(album.item(5, frames=5, height=96).spec).images
     ours, grid = model.patchify(codec, images)
     theirs = codec.processor.image_processor(
         images=[torch.from_numpy(x).permute(2, 0, 1) for x in images], return_tensors="pt")
@@ -380,25 +314,16 @@ def test_patches_equal_the_processors_pixel_values(codec, album, frames):
 # Packs
 
 
-def sized_trees(draw_sizes):
-    """[(prefix, [branches])] -> trees whose trained tokens carry numbers of their own."""
-    trees, number = [], 0
-    for p, branches in draw_sizes:
-        spans = []
-        for n in (p, *branches):
-            spans.append(TokenSpan(list(range(number, number + n)), [0] + [1] * (n - 1)))
-            number += n
-        trees.append(Tree(spans[0], [], spans[1:]))
-    return trees
-
-
 @settings(max_examples=150, deadline=None)
-@given(sizes=st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), max_size=5)),
-                      max_size=8), budget=st.integers(1, 40))
+@given(sizes=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=6), max_size=8),
+       budget=st.integers(1, 40))
 def test_filling_packs_keeps_the_budget_and_loses_nothing(sizes, budget):
     """Every trained token exactly once, also those of a prefix that is repeated because its tree
     had to be split."""
-    trees = sized_trees(sizes)
+    trees, ids = [], itertools.count()  # trained tokens carry numbers of their own
+    for lengths in sizes:
+        spans = [TokenSpan([next(ids) for _ in range(n)], [0] + [1] * (n - 1)) for n in lengths]
+        trees.append(Tree(spans[0], [], spans[1:]))
     packs = model.fill_packs(trees, budget)
     pieces = [t for members in packs for t in members]
     for members in packs:
@@ -409,12 +334,10 @@ def test_filling_packs_keeps_the_budget_and_loses_nothing(sizes, budget):
         return sorted(i for t in trees for s in (t.prefix, *t.branches)
                       for i, m in zip(s.ids, s.mask) if m)
 
-    assert trained(pieces) == trained(trees)
-    assert (sorted(b.ids for t in pieces for b in t.branches)
-            == sorted(b.ids for t in trees for b in t.branches))
-    owner = {tuple(b.ids): t.prefix.ids for t in trees for b in t.branches}
-    # each branch after its own context
-    assert all(owner[tuple(b.ids)] == t.prefix.ids for t in pieces for b in t.branches)
+    def branches(trees):  # each after its own context
+        return sorted((t.prefix.ids, b.ids) for t in trees for b in t.branches)
+
+    assert trained(pieces) == trained(trees) and branches(pieces) == branches(trees)
 
 
 def test_a_tree_over_the_budget_is_split_by_branches_without_changing_its_loss(
@@ -451,15 +374,8 @@ def test_features_are_computed_once_per_frame_set(policy, codec, album):
         vision([late])
 
 
-if __name__ == "__main__":  # the worker of the two-rank tests
-    if sys.argv[3] == "grpo":
-        found = one_grpo_update(Path(sys.argv[1]))
-    else:
-        found = one_update(Path(sys.argv[1]), 1, int(sys.argv[3]))
+if __name__ == "__main__":  # the worker of the two-rank test
+    world = Path(sys.argv[1])
+    found = [one_grpo_update(world), one_update(world, 1), one_update(world, 1, replicas=2)]
     torch.save(found, Path(sys.argv[2]) / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
-
-
-def test_a_gpu_computes_in_bf16_and_a_cpu_in_fp32():
-    assert model.compute_dtype(torch.device("cuda", 1)) == torch.bfloat16
-    assert model.compute_dtype(torch.device("cpu")) == torch.float32

@@ -59,6 +59,33 @@ from plumbing import checkpoint, qwen35
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
+# Sizes of public checkpoints, Qwen/Qwen3-VL-*-Instruct: hidden, layers, heads, intermediate,
+# whether the head is tied; of the tower depth, width, inner width, layers of its features.
+PUBLIC_SIZES = {
+    "2B": (2048, 28, 16, 6144, True, 24, 1024, 4096, [5, 11, 17]),
+    "4B": (2560, 36, 32, 9728, True, 24, 1024, 4096, [5, 11, 17]),
+    "8B": (4096, 36, 32, 12288, False, 27, 1152, 4304, [8, 16, 24]),
+    "32B": (5120, 64, 64, 25600, False, 27, 1152, 4304, [8, 16, 24]),
+}
+
+
+def hf_config(name):
+    """transformers' configuration of a public size."""
+    from transformers import Qwen3_5Config, Qwen3VLConfig
+
+    if name == "3.5-9B":  # transformers' defaults are this size
+        return Qwen3_5Config(vision_config={"out_hidden_size": 4096})
+    hidden, layers, heads, intermediate, tied, depth, width, inner, levels = PUBLIC_SIZES[name]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
+    text = {"vocab_size": 151936, "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+            "intermediate_size": intermediate, "rope_parameters": rope}
+    vision = {"depth": depth, "hidden_size": width, "intermediate_size": inner, "in_channels": 3,
+              "deepstack_visual_indexes": levels, "num_position_embeddings": 2304, "num_heads": 16,
+              "out_hidden_size": hidden, "patch_size": 16, "temporal_patch_size": 2,
+              "spatial_merge_size": 2}
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+
 STUB = r"""
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -385,8 +412,6 @@ def stored(size, layers=None):
     layers: as many instead of all, and three blocks of the tower, each a deepstack level.
     """
     import transformers
-    from fixtures import hf_config
-
     config = hf_config(size)
     config.architectures = [chat.bases()[config.model_type].model_class]  # as published
     text, vision = config.text_config, config.vision_config
