@@ -134,8 +134,8 @@ PRIOR ?= strong
 T2 = out/table2/$(PRIOR)/$(SEED)
 T2_PY = OMP_NUM_THREADS=1 $(BIN)/python
 T2_SFT = sft.py --preset toy --batch-size 12 --eval-every 0 --seed $(SEED)
-T2_RL = grpo.py --preset toy --ckpt $(T2)/sft/last --data $(T2)/toy/rl.jsonl --prompts 6 --steps 24 --lr 3e-4 --temperature 0.7 --max-turns 1 --seed $(SEED)
-T2_EVAL = eval.py --preset toy --data $(T2)/toy/eval.jsonl --frames 4 16 64 --tools on off --temperature 0.7
+T2_RL = grpo.py --preset toy --ckpt $(T2)/sft/last --data $(T2)/toy/rl.jsonl --prompts 6 --steps 20 --lr 3e-4 --temperature 0.7 --max-turns 1 --seed $(SEED)
+T2_EVAL = eval.py --preset toy --data $(T2)/toy/eval.jsonl --frames 4 64 --tools on off --temperature 0.7
 # as it was trained: plain GRPO forces no thought, nor does the cold start before it
 T2_PLAIN = $(if $(filter --vanilla,$($*))$(filter base sft,$*),--no-think-prefix)
 # the flags of each row in grpo.py; unpaid: no row of the paper, accuracy is the only reward
@@ -155,11 +155,11 @@ table2: $(patsubst %,$(T2)/eval/%/summary.json,base sft $(T2_ROWS))
 	$(BIN)/python bench/table2.py out/table2/$(PRIOR)/*
 
 $(T2)/toy/init: | venv
-	$(T2_PY) toy.py --out $(@D) --seed $(SEED) --fragile $(if $(filter weak,$(PRIOR)),--calling 0.05) --eval-videos 48
+	$(T2_PY) toy.py --out $(@D) --seed $(SEED) --fragile $(if $(filter weak,$(PRIOR)),--calling 0.05) --eval-videos 32
 $(T2)/base/last: | $(T2)/toy/init
 	$(TORCHRUN) $(T2_SFT) --ckpt $(T2)/toy/init --data $(T2)/toy/pretrain.jsonl --steps 500 --muon-lr 3e-3 --out $(@D)
 $(T2)/sft/last: | $(T2)/base/last
-	$(T2_PY) $(T2_SFT) --ckpt $(T2)/base/last --data $(T2)/toy/sft.jsonl --steps 14 --muon-lr 1e-3 --out $(@D)
+	$(T2_PY) $(T2_SFT) --ckpt $(T2)/base/last --data $(T2)/toy/sft.jsonl --steps 8 --muon-lr 3e-4 --lr 5e-4 --out $(@D)
 $(T2)/rl/%/last: | $(T2)/sft/last
 	$(T2_PY) $(T2_RL) $($*) --out $(@D)
 $(T2)/eval/base/summary.json $(T2)/eval/sft/summary.json: $(T2)/eval/%/summary.json: | $(T2)/%/last

@@ -26,7 +26,7 @@ without tools. All are in the protocol's style, so base and cold start are one t
 --fragile writes the world of the paper's Table 2, in which a cold start's format is fragile. The
 question names its windows ("while it is 14 to 32"), so 64 frames answer it without a call. The base
 (`pretrain.jsonl`) writes loosely: thoughts stay open, calls are code or unclosed JSON, answers have
-no tags, and after a response it mostly calls again. `sft.jsonl` is strict; train on it for a few
+no tags, and after a response it calls again half of the time. `sft.jsonl` is strict; train on it for a few
 steps alone. `make table2` runs all rows.
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
@@ -300,9 +300,9 @@ def main_turns(task, way, looks, visible, meant, rng, one_call, crop_response):
 
 
 def loosen(messages, rng):
-    """A chat's turns as the fragile world's base writes them: in a loose style, and mostly another
-    call in place of the answer after a response."""
-    if len(messages) > 1 and rng.random() < 0.65:
+    """A chat's turns as the fragile world's base writes them: in a loose style, and half of the
+    time with another call in place of the answer after a response."""
+    if len(messages) > 1 and rng.random() < 0.5:
         messages = [*messages[:-1], messages[0]]
     loose = []
     for message in messages:

@@ -157,8 +157,8 @@ def test_the_data_speaks_the_protocol(toy):
 
 
 def test_the_fragile_world_has_a_loose_base_and_a_strict_cold_start():
-    """Its questions name the windows, so that 64 frames tell the answer. Most calls of the base are
-    not followed by an answer, which is why calling does not pay at first."""
+    """Its questions name the windows, so that 64 frames tell the answer. Half of the base's calls
+    are not followed by an answer, which is why calling does not pay at first."""
     draw = random.Random(3)
     texts, unanswered = {"loose": [], "strict": []}, []
     for n in range(60):
@@ -176,7 +176,7 @@ def test_the_fragile_world_has_a_loose_base_and_a_strict_cold_start():
     closed = {style: np.mean(["</think>" in text for text in written])
               for style, written in texts.items()}
     assert closed["strict"] == 1.0 and 0.2 < closed["loose"] < 0.4
-    assert 0.55 < np.mean(unanswered) < 0.75
+    assert 0.4 < np.mean(unanswered) < 0.6
     errors = [call.error for text in texts["loose"]
               for call in rewards.parse_tool_calls(text, TOOLS, False)]
     assert len(errors) > 300 and not any(errors)  # loose calls run, too
