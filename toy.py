@@ -26,8 +26,8 @@ without tools. All are in the protocol's style, so base and cold start are one t
 --fragile writes the world of the paper's Table 2, in which a cold start's format is fragile. The
 question names its windows ("while it is 14 to 32"), so 64 frames answer it without a call. The base
 (`pretrain.jsonl`) writes loosely: thoughts stay open, calls are code or unclosed JSON, answers have
-no tags, and after a response it calls again half of the time. `sft.jsonl` is strict; train on it for a few
-steps alone. `make table2` runs all rows.
+no tags, and after a response it calls again half of the time. `sft.jsonl` is strict; train on it
+for a few steps alone. `make table2` runs all rows.
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
 `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
