@@ -42,7 +42,6 @@ import json
 import os
 import sys
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
@@ -52,8 +51,6 @@ import video
 from evaluation import benchmarks, endpoint, results, systems
 from plumbing import data
 from plumbing.judge import add_judge_arguments, open_judge
-
-PATIENCE = 1800.0  # seconds that an episode may take before the run ends and prints its stacks
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
@@ -206,12 +203,11 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         if mode != "none":
             names = [task["subtitles"] for task in tasks if task.get("subtitles")]
         texts = results.digest_of_files(video.resolve(name, root) for name in names)
-        flags = argparse.Namespace(video_root=root, missing_videos=0.01)
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         done = set(results.read_records(out, digest))
         tasks = tasks[: args.limit]
         # Refused now, or a wrong folder would cost hours of counted errors.
-        source.cache.check_present(flags, bench or args.data, tasks)
+        source.cache.check_present(bench or args.data, tasks, root)
         suites.append(Suite(bench, tasks, agent, source, out, digest, done))
     return suites
 
@@ -236,9 +232,7 @@ def agent_and_source(args, root, subtitles):
     """Arguments, folder of the videos, which subtitles -> (AgentConfig, VideoSource)."""
     names = {f.name for f in fields(rollout.AgentConfig)} - {"tools"}
     agent = rollout.AgentConfig(tools=True, **{name: getattr(args, name) for name in names})
-    spoken = None
-    if subtitles != "none":
-        spoken = partial(data.task_subtitles, which=subtitles)
+    spoken = data.task_subtitles if subtitles == "aligned" else None
     cache = video.FrameCache(workers=video.decode_threads())
     return agent, systems.source_of(args, root, cache, spoken)
 
@@ -275,7 +269,7 @@ def tasks_of_rank(tasks, rank, world):
 def evaluate(args):
     """Runs every task that has no record yet, on all ranks. Rank 0 writes the summary."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    launch.reset_watchdog(PATIENCE)
+    launch.reset_watchdog()
     if args.data:  # a bad row is named now, because torch takes seconds to load
         data.read_tasks(args.data)
     if args.judge_url:  # a judge that does not answer is found before hours of episodes
@@ -286,12 +280,10 @@ def evaluate(args):
     for suite in suites:
         launch.lock(suite.out)
     if world > 1:
-        # No deadline for collectives, as ranks end hours apart. A rank that hangs is ended
-        # by launch.reset_watchdog.
-        launch.start_process_group(0, bool(args.base_url))
+        launch.start_process_group(bool(args.base_url))
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
     # Reading benchmarks and hashing weights may have taken minutes.
-    launch.reset_watchdog(PATIENCE)
+    launch.reset_watchdog()
     jobs, engine = pending_tasks(suites, args), None
     if any(todo for *_, todo in jobs):  # on one rank or another: building vLLM is collective
         codec, engine = make_engine(args, ckpt, system)
@@ -348,7 +340,7 @@ def run_jobs(jobs, engine, codec, system, args, rank):
                     f.write(json.dumps(record) + "\n")
                     f.flush()  # a crash then loses only the episodes under way
                     bar.update()
-                    launch.reset_watchdog(PATIENCE)
+                    launch.reset_watchdog()
 
 
 def main():

@@ -112,8 +112,6 @@ def build_parser():
     # Looking and saving
     add("--save-every", type=launch.amount, default=20,
         help="steps between checkpoints, and uses of --val; 0: at the end")
-    add("--patience", type=launch.amount, default=1800.0,
-        help="seconds a phase may take before the run ends and prints its stacks")
     add("--track", choices=TRACKERS, help="send the numbers of log.jsonl there too")
     rollout.add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
@@ -431,9 +429,9 @@ def read_inputs(args):
     if args.rollouts:
         return launch.read_jsonl(args.rollouts, rollout.RECORD_FIELDS), val_tasks, agent, source
     tasks = data.read_tasks(args.data)
-    source.cache.check_present(args, args.data, tasks)
+    source.cache.check_present(args.data, tasks, source.root)
     if val_tasks:
-        source.cache.check_present(args, args.val, val_tasks)
+        source.cache.check_present(args.val, val_tasks, video.root_of(args, args.val))
     return tasks, val_tasks, agent, source
 
 
@@ -476,8 +474,8 @@ def main():
     records = os.path.join(args.out, "rollouts")
     launch.make_out(records)
     launch.lock(args.out)
-    rank, _, device = launch.start_process_group(args.patience, args.cpu)
-    launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
+    rank, _, device = launch.start_process_group()
+    launch.reset_watchdog()  # from here on a phase that hangs ends the run
     # folder: the newest checkpoint of --out, if this run goes on from one.
     folder, state = checkpoint.resume_point(args, {"data": tasks, "val": val_tasks})
     start = state["step"]
@@ -508,7 +506,7 @@ def main():
     for step in range(start, args.steps):
         # 1. Rollouts. The engine holds the weights of this step, so its samples are on policy, but
         # for rounding.
-        launch.reset_watchdog(args.patience)
+        launch.reset_watchdog()
         began = time.monotonic()
         if args.rollouts:
             episodes = recorded_batch(worker, tasks)
@@ -520,7 +518,7 @@ def main():
                 prefetch_overviews(decoders, source, tasks, step + 1, args)
 
         # 2. Update. A group lies on one rank, so advantages need no exchange between ranks.
-        launch.reset_watchdog(args.patience)
+        launch.reset_watchdog()
         sampled = time.monotonic()
         # The frames that the rollouts saw, so that an update reads no file.
         frames = {}
@@ -563,7 +561,7 @@ def main():
         # A signal on any rank saves and stops all of them: they must leave at the same step.
         stopping = launch.any_rank(stop_event.is_set())
         if due or stopping:
-            launch.reset_watchdog(args.patience)
+            launch.reset_watchdog()
             checkpoint.save_run(policy, optimizer, args.out, step + 1, state)
         if stopping:
             break

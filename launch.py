@@ -202,22 +202,28 @@ def cores():
 
 
 def use_gpu(cpu=False):
-    """Whether this process computes on a GPU; with `cpu` never. Raises UserError if the machine or
-    the build of torch shows that there should be one: an 8B would train in fp32 on the CPU."""
+    """Whether this process computes on a GPU. Never with `cpu`, nor if CUDA_VISIBLE_DEVICES is set
+    and empty. Raises UserError if the machine or the build of torch shows that there should be a
+    GPU: an 8B would train in fp32 on the CPU."""
     import torch
 
     if cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA starts, so that vLLM sees none either
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     if not torch.cuda.is_available() and (torch.version.cuda or shutil.which("nvidia-smi")):
-        raise UserError("no GPU can be used: see nvidia-smi, or `make venv GPU=1`, or give --cpu")
+        raise UserError("no GPU can be used: see nvidia-smi, or `make venv GPU=1`, or set "
+                        "CUDA_VISIBLE_DEVICES= to compute on the CPU")
     return torch.cuda.is_available()
 
 
-def start_process_group(patience=1800.0, cpu=False):
+PATIENCE = 3600.0  # seconds that a phase of a run may take
+
+
+def start_process_group(cpu=False):
     """Joins torchrun's process group, or makes one of a single process -> (rank, world, device).
-    patience: seconds, see reset_watchdog. A collective waits a minute longer, so that the watchdog
-    prints its stacks first. cpu: see use_gpu."""
+    cpu: see use_gpu. A collective has no deadline of its own, because ranks of an evaluation end
+    hours apart; the watchdog ends a rank that hangs."""
     from datetime import timedelta
 
     import torch
@@ -238,7 +244,7 @@ def start_process_group(patience=1800.0, cpu=False):
         torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
         warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     if not dist.is_initialized():
-        wait = timedelta(seconds=patience + 60)
+        wait = timedelta(days=30)
         alone = {}
         if "RANK" not in os.environ:
             alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -265,10 +271,10 @@ def end_process_group(engine=None, code=0):
         sys.exit(code)
 
 
-def reset_watchdog(patience):
-    """Marks the end of a phase: the next one may take `patience` seconds. A rank that takes longer
+def reset_watchdog():
+    """Marks the end of a phase: the next one may take PATIENCE seconds. A rank that takes longer
     prints the stacks of its threads and exits, and torchrun ends the others."""
-    faulthandler.dump_traceback_later(patience, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__)
 
 
 def stop_on_signal():

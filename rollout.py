@@ -41,7 +41,6 @@ import string
 import sys
 import time
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 import chat
@@ -51,7 +50,6 @@ import video
 from agent_tools import TOOLS, CropVideo
 from engine import EngineConfig, EngineLoop, Request, VllmEngine, in_flight
 from plumbing import data
-from plumbing.data import task_subtitles
 from plumbing.judge import add_judge_arguments, open_judge
 from video import VideoSource
 
@@ -611,23 +609,12 @@ def add_agent_arguments(parser):
     add("--think-prefix", action=argparse.BooleanOptionalAction, default=True,
         help="force <think>\\n in every main turn")
     add("--seed", type=int, default=0, help="of sampling, of the draws of K, of the order of tasks")
-    add("--subtitles", choices=["aligned", "full", "none"], default="aligned",
-        help="of tasks that name a file: lines spoken while a frame of the overview is shown, all, "
-        "or none; default of eval.py --bench: as it asks")
-    add = parser.add_argument_group("frames").add_argument
-    # A path in a data file must not reach other files of the machine.
-    add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
-    # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
-    add("--max-pixels", type=launch.positive, default=50176, help="of a frame after resizing")
-    add("--frame-cache-dir", help="50 GiB of decoded frames for later runs and other ranks")
-    add("--missing-videos", type=launch.amount, default=0.01,
-        help="share of the videos that may be missing at a start")
+    data.add_frame_arguments(parser)
     add = parser.add_argument_group("engine").add_argument
     add("--gpu-memory-utilization", type=float, default=0.5, help="vLLM's part while awake")
     add("--max-num-seqs", type=launch.positive, default=64, help="sequences in the engine's batch")
     add("--chat-template-kwargs", type=json.loads, default={},
         help='JSON, for the template of all agents: {"enable_thinking": false}')
-    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
 
 
 def agent_settings(args, data_path):
@@ -635,12 +622,10 @@ def agent_settings(args, data_path):
     the default of --video-root."""
     # The tools are offered where no flag says otherwise.
     agent = AgentConfig(**{f.name: getattr(args, f.name, f.default) for f in fields(AgentConfig)})
-    spoken = None
-    if args.subtitles != "none":
-        spoken = partial(task_subtitles, which=args.subtitles)
     root = video.root_of(args, data_path)
     cache = video.FrameCache(workers=video.decode_threads(), folder=args.frame_cache_dir)
-    source = VideoSource(root, cache, max_pixels=args.max_pixels, subtitles=spoken)
+    source = VideoSource(root, cache, max_pixels=args.max_pixels,
+                         subtitles=data.task_subtitles)
     return agent, source
 
 
@@ -649,7 +634,7 @@ def make_engine(ckpt, codec, args, sleeping=False):
     """
     from plumbing import checkpoint  # imports torch, so not at the top
 
-    launch.use_gpu(args.cpu)
+    launch.use_gpu()
     # The engine reserves memory for the largest context: all frames that one may hold.
     most = max_num_frames(args.frames)
     for tool in TOOLS.values():
@@ -738,7 +723,7 @@ def main():
     rows = rows_so_far(args, tasks, ckpt)
     if os.path.exists(args.out):
         return launch.print0(f"nothing to do: {args.out} is written")
-    source.cache.check_present(args, args.data, tasks)
+    source.cache.check_present(args.data, tasks, source.root)
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     judge = open_judge(args, os.path.join(folder, "judge.jsonl"))

@@ -65,12 +65,7 @@ def build_parser():
     add("--max-len", type=launch.positive, default=32768, help="tokens; a longer chat is an error")
     add("--chat-template-kwargs", type=json.loads, default={},
         help='JSON for the template: {"enable_thinking": false}')
-    # Frames: the same in SFT, RL and evaluation. 50176 = 224 x 224: a token is 32 x 32 pixels.
-    add("--max-pixels", type=launch.positive, default=50176, help="of a frame after resizing")
-    add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
-    add("--frame-cache-dir", help="decoded frames for later runs and other ranks")
-    add("--missing-videos", type=launch.amount, default=0.01,
-        help="share of the videos that may be missing at a start; their chats are skipped")
+    data.add_frame_arguments(parser)
     add = parser.add_argument_group("optimisation").add_argument
     add("--seed", type=int, default=0, help="order of the data")
     add("--epochs", type=launch.amount, default=1.0, help="passes over the data, also a fraction")
@@ -91,9 +86,6 @@ def build_parser():
     add("--eval-every", type=launch.amount, default=200, help="steps; 0: at the end")
     add("--save-every", type=launch.amount, default=200, help="steps; 0: at the end")
     add("--track", choices=TRACKERS, help="send the numbers of log.jsonl there too")
-    add("--cpu", action="store_true", help="compute without a GPU, although there should be one")
-    add("--patience", type=launch.positive, default=1800,
-        help="seconds a phase may take before the run ends with its stacks")
     # No flags: AdamW's second beta, and the final learning rate as a fraction of the peak.
     parser.set_defaults(beta2=0.999, min_lr=0.1)
     return parser
@@ -133,7 +125,8 @@ class Chats:
         items = []
         for row in self.rows:
             items += chat.videos_in(row["messages"])
-        cache.check_present(args, path, items)
+        if faults is None:  # --check names each missing video itself
+            cache.check_present(path, items, self.root)
 
     def load(self, spec):
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
@@ -313,8 +306,8 @@ def main():
         return check_chats(args, codec, cache)
     launch.make_out(args.out)
     launch.lock(args.out)
-    rank, world, device = launch.start_process_group(args.patience, args.cpu)
-    launch.reset_watchdog(args.patience)  # from here on a phase that hangs ends the run
+    rank, world, device = launch.start_process_group()
+    launch.reset_watchdog()  # from here on a phase that hangs ends the run
     launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
     # Chats checks the shape of every row now, and frames and tokens when a batch needs them.
     train = Chats(args.data, codec, args, cache)
@@ -379,7 +372,7 @@ def main():
                "tokens_per_s": num_tokens / seconds, "wait_s": waited, "step_s": seconds,
                "skipped_chats": len(set(launch.gather_rows(skipped)))}
         log.write(row, "loss lr grad_norm trained_tokens tokens tokens_per_s wait_s step_s")
-        launch.reset_watchdog(args.patience)
+        launch.reset_watchdog()
 
         # 3. The held-out loss, and a checkpoint. `best` links to the one with the lowest loss.
         if val and (last or (args.eval_every and step % args.eval_every == 0)):
@@ -387,14 +380,14 @@ def main():
             log.write({"step": step, "val_loss": value}, "val_loss")
             if value is not None and value < best:  # on every rank, so all of them save or none
                 best, best_step = value, step
-            launch.reset_watchdog(args.patience)
+            launch.reset_watchdog()
         # A signal on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(stop_event.is_set())
         due = args.save_every and step % args.save_every == 0
         if due or last or stopping or best_step == step:
             state["best"] = best, best_step
             checkpoint.save_run(policy, optimizers, args.out, step, state)
-            launch.reset_watchdog(args.patience)
+            launch.reset_watchdog()
         if stopping:
             break
 

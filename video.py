@@ -651,6 +651,9 @@ def read_image(folder, name):
         raise VideoError(folder, f"{name}: {error}") from None
 
 
+MISSING_SHARE = 0.01  # of the videos of a data file may be missing at a start
+
+
 class FrameCache:
     """Decoded frames and tables of times: from memory, else from a folder, else decoded. Threads
     that ask for the same at one time wait for the first of them.
@@ -675,20 +678,18 @@ class FrameCache:
         table = self.table(path)
         return table.starts, table.info
 
-    def check_present(self, args, path, rows):
-        """Raises UserError at a start if more than the share args.missing_videos of the videos of a
-        data file are missing. A video that goes later is no VideoError: it ends the run. rows: of
-        the file, with a "video" each."""
-        root = root_of(args, path)
+    def check_present(self, path, rows, root):
+        """Raises UserError at a start if more than MISSING_SHARE of the videos of a data file are
+        missing. A video that goes later is no VideoError: it ends the run. rows: of the file, with
+        a "video" each, below `root`."""
         paths = sorted({resolve(row["video"], root) for row in rows})
         # In threads, because a server of files takes a millisecond for each.
         is_present = self.pool.map(os.path.exists, paths)
         missing = [name for name, present in zip(paths, is_present) if not present]
-        if len(missing) > args.missing_videos * len(paths):
+        if len(missing) > MISSING_SHARE * len(paths):
             raise launch.UserError(
                 f"{path}: {len(missing)} of {len(paths)} videos are not below {root}: "
-                f"{missing[0]}; is each disk mounted? Drop the rows of lost ones, or give "
-                "--missing-videos SHARE")
+                f"{missing[0]}; is each disk mounted? Drop the rows of lost videos")
         self.missing = (self.missing or set()).union(missing)
 
     def load_or_compute(self, name, compute, *args):

@@ -42,10 +42,9 @@ from plumbing import qwen35
 
 # What two parts of one run may differ in: how far, how fast, where, and who is told. The rows of
 # --data and --val are compared, not their paths.
-FREE = ("steps", "epochs", "out", "resume", "check", "data", "val", "missing_videos", "eval_every",
-        "save_every", "show_every", "show", "track", "project", "cpu", "patience", "dp_replicate",
-        "frame_cache_dir", "frame_cache_dir_gb", "frame_cache_gb", "max_num_seqs",
-        "gpu_memory_utilization", "judge_url", "judge_tokens", "judge_key_env")
+FREE = ("steps", "epochs", "out", "resume", "check", "data", "val", "eval_every", "save_every",
+        "show", "track", "dp_replicate", "frame_cache_dir", "max_num_seqs",
+        "gpu_memory_utilization", "judge_url")
 
 # ------------------------------------------------------------------------------------------------
 # Folders

@@ -155,6 +155,16 @@ def check_tasks(tasks, source):
 # Rows of either kind
 
 
+def add_frame_arguments(parser):
+    """Flags of videos and their frames, the same in SFT, RL and evaluation."""
+    add = parser.add_argument_group("frames").add_argument
+    # A path in a data file must not reach other files of the machine.
+    add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
+    # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
+    add("--max-pixels", type=launch.positive, default=50176, help="of a frame after resizing")
+    add("--frame-cache-dir", help="50 GiB of decoded frames for later runs and other ranks")
+
+
 def balance_over_ranks(items, cost, rank, world):
     """This rank's part of a batch. Items are dealt out by falling cost, each to the rank with the
     least work so far."""
@@ -280,16 +290,16 @@ def unread_field(item, known):
 # file at which the video begins. Not read by ffmpeg, which takes "a < b and c > d" for a tag.
 
 
-def task_subtitles(task, seconds, root, which):
-    """Text of a task's subtitles, "" if there are none. seconds: times of the frames that are shown
-    [K]. which: "aligned" (lines spoken at those times) or "full". Raises UserError."""
+def task_subtitles(task, seconds, root):
+    """Lines of a task's subtitles that are spoken while a frame is shown, "" if there are none.
+    seconds: times of the frames [K]. Raises UserError."""
     if not task.get("subtitles"):
         return ""
     texts = []
     offset = task.get("subtitle_start") or 0.0
     for start, end, text in read_subtitles(video.resolve(task["subtitles"], root)):
         spoken = any(start <= second + offset <= end for second in seconds)
-        if (spoken or which == "full") and texts[-1:] != [text]:  # a repeat is shown once
+        if spoken and texts[-1:] != [text]:  # a repeat is shown once
             texts.append(text)
     return "\n".join(texts)
 

@@ -72,7 +72,7 @@ def test_faults_of_chats(check, toy, tmp_path):
     rows[2]["messages"][-1]["content"] = "word " * 5000
     del rows[3]["id"]
     file = write_rows(tmp_path / "chats.jsonl", rows)
-    code, out, err = check(sft, file, "--missing-videos", 1)
+    code, out, err = check(sft, file)
     assert code == 2 and "--check: 4 faults in" in err, err
     assert f"{file}:1: no assistant message" in out and f"{file}:4: missing 'id'" in out
     assert f"chat {rows[1]['id']} would be skipped" in out

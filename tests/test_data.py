@@ -101,14 +101,13 @@ def test_aligned_lines_are_those_spoken_at_a_frame(tmp_path):
     cues = [{"start": start, "end": end, "line": text} for start, end, text in rows]
     (tmp_path / "a.json").write_text(json.dumps(cues))
 
-    def text(seconds, which="aligned", **more):
-        return data.task_subtitles({"subtitles": "a.json", **more}, seconds, str(tmp_path), which)
+    def text(seconds, **more):
+        return data.task_subtitles({"subtitles": "a.json", **more}, seconds, str(tmp_path))
 
-    assert text([], "full") == "a\nb\nc\nb"  # a line repeated at once is shown once
-    assert text([1.0, 2.5, 5.5, 8.1]) == "a\nb\nc\nb"  # ends count
+    assert text([1.0, 2.5, 3.5, 5.5, 8.1]) == "a\nb\nc\nb"  # ends count; a repeat is shown once
     assert text([2.0, 3.6]) == "b" and text([1.5, 4.5]) == ""
     assert text([1.0, 1.5], subtitle_start=4.0) == "c"  # the video begins at the file's second 4
-    assert data.task_subtitles({"subtitles": None}, [1.0], str(tmp_path), "full") == ""
+    assert data.task_subtitles({"subtitles": None}, [1.0], str(tmp_path)) == ""
 
 
 @pytest.mark.parametrize("name, lines", [

@@ -207,7 +207,8 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
                    video=str((toy / row["video"]).relative_to(toy)))
     held, rows[2]["video"] = tmp_path / "held" / "val.jsonl", "gone.mp4"
     held.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
-    flags = ("--data", toy / "rl.jsonl", "--steps", 2, "--missing-videos", 0.34, *LIVE)
+    monkeypatch.setattr(video, "MISSING_SHARE", 0.34)
+    flags = ("--data", toy / "rl.jsonl", "--steps", 2, *LIVE)
     plain, _, folder = run_grpo(*flags, out="plain")
 
     seen, real_run = [], rollout.run

@@ -144,14 +144,14 @@ def test_one_process_needs_no_group_and_two_ranks_ask_each_other(monkeypatch):
 
 
 def test_a_run_that_has_ended_leaves_its_process_alone(monkeypatch):
-    """A caller of main(), as a notebook is, may go on for longer than `patience`."""
+    """A caller of main(), as a notebook is, may go on for longer than PATIENCE."""
     import faulthandler
 
     stopped = []
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: stopped.append(True))
     launch.start_process_group()
     assert torch.tensor([1e-39]).mul(0.5).item() == 0  # denormals are zeros from now on
-    launch.reset_watchdog(600.0)
+    launch.reset_watchdog()
     assert not stopped
     launch.end_process_group()
     assert stopped

@@ -202,7 +202,7 @@ def one_update(toy, pack_tokens, replicas=1):
     """One SFT update of the toy's base on this process group, by the same chats -> loss, N, packs
     of this rank, full gradients, and the way of the weights."""
     (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
-    args = SimpleNamespace(video_root=None, max_pixels=50176, max_len=2048, missing_videos=0,
+    args = SimpleNamespace(video_root=None, max_pixels=50176, max_len=2048,
                            pack_tokens=pack_tokens)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
     policy = checkpoint.load_policy(str(toy / "init"), codec, device, replicas=replicas)

@@ -41,7 +41,7 @@ def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
     assert row["sample"] == 1 and len(row["calls"]) == 3
     rows = pick.chats_of(row)
     path = write_rows(tmp_path / "chats.jsonl", rows)
-    args = SimpleNamespace(video_root=str(toy), max_pixels=50176, max_len=4096, missing_videos=0)
+    args = SimpleNamespace(video_root=str(toy), max_pixels=50176, max_len=4096)
     chats = sft.Chats(str(path), codec, args, video.FrameCache())
     contexts = [row, *(call["sub"] for call in row["calls"] if "sub" in call)]
     assert len(rows) == len(contexts) == 3

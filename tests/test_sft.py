@@ -27,9 +27,9 @@ import video
 from plumbing import data
 
 
-def chats_of(path, codec, video_root=None, missing_videos=0, pack_tokens=2048):
+def chats_of(path, codec, video_root=None, pack_tokens=2048):
     args = SimpleNamespace(video_root=video_root, max_pixels=50176, max_len=2048,
-                           missing_videos=missing_videos, pack_tokens=pack_tokens)
+                           pack_tokens=pack_tokens)
     return sft.Chats(str(path), codec, args, video.FrameCache())
 
 
@@ -141,25 +141,29 @@ def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):
 @pytest.mark.parametrize("spec", [{"video": "videos/none.mp4", "frames": 4},
                                   {"video": "videos/sft-0000.mp4", "start": 900, "end": 950},
                                   {"video": "init/config.json", "frames": 4}])
-def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec):
+def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec,
+                                               monkeypatch):
     """Missing, no video, or a window beyond the end: one bad file of thousands does not end a
     training."""
     rows = [{"id": "odd-one", "messages": user_and("a", **spec)}, *small_rows(toy, count=1)]
     path = write_rows(tmp_path / "d.jsonl", rows)
-    chats = chats_of(path, codec, str(toy), missing_videos=0.5)
+    monkeypatch.setattr(video, "MISSING_SHARE", 0.5)
+    chats = chats_of(path, codec, str(toy))
     packs, _, skipped = chats.packs([rows[0], rows[1], rows[0]])
     assert skipped == ["odd-one"] * 2 and len(packs) == 1 and len(packs[0].layout) == 1
     assert capsys.readouterr().out.count("skipped odd-one") == 2
 
 
-def test_missing_videos_are_refused_and_one_that_goes_later_ends_the_run(toy, codec, tmp_path):
+def test_missing_videos_are_refused_and_one_that_goes_later_ends_the_run(toy, codec, tmp_path,
+                                                                         monkeypatch):
     shutil.copy(toy / "videos" / "sft-0000.mp4", tmp_path / "a.mp4")
     names = ["a.mp4", "gone.mp4"]
     rows = [{"id": name, "messages": user_and("a", video=name, frames=4)} for name in names]
     path = write_rows(tmp_path / "d.jsonl", rows)
     with pytest.raises(launch.UserError, match="1 of 2 videos are not below .*gone.mp4"):
         chats_of(path, codec)
-    chats = chats_of(path, codec, missing_videos=0.5)
+    monkeypatch.setattr(video, "MISSING_SHARE", 0.5)
+    chats = chats_of(path, codec)
     (tmp_path / "a.mp4").unlink()
     with pytest.raises((launch.RunError, OSError), match="a.mp4"):
         chats.packs(rows)

@@ -12,7 +12,6 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -327,12 +326,13 @@ def test_threads_decode_many_videos_at_once(tmp_path):
 # ---- broken files
 
 
-def test_a_start_refuses_missing_videos_and_one_that_goes_later_ends_the_run(tmp_path):
-    args, cache = SimpleNamespace(video_root=tmp_path, missing_videos=0.25), FrameCache()
+def test_a_start_refuses_missing_videos_and_one_that_goes_later_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "MISSING_SHARE", 0.25)
+    cache = FrameCache()
     names = ["a.mp4", "b.mp4", "c.mp4"]
     paths = [write(tmp_path / name, 10) for name in names]
     rows = [{"video": name} for name in ["not.mp4", *names * 2]]
-    cache.check_present(args, "d.jsonl", rows)
+    cache.check_present("d.jsonl", rows, tmp_path)
     os.remove(paths[0])
     with pytest.raises(FileNotFoundError):
         cache.index(paths[0])
@@ -340,7 +340,7 @@ def test_a_start_refuses_missing_videos_and_one_that_goes_later_ends_the_run(tmp
         with pytest.raises(VideoError, match="no such file"):  # no start has seen it
             other.index(path)
     with pytest.raises(video.launch.UserError, match="d.jsonl: 2 of 4 .*a.mp4"):
-        cache.check_present(args, "d.jsonl", rows)
+        cache.check_present("d.jsonl", rows, tmp_path)
 
 
 @pytest.mark.parametrize("name, codec, pixels", [

@@ -190,7 +190,7 @@ def add_arguments(parser):
         help="of answers without options, as the model was trained; the toy: list")
     rollout.add_agent_arguments(parser)
     # One answer, the same each time.
-    parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9, subtitles="none")
+    parser.set_defaults(temperature=0.0, gpu_memory_utilization=0.9)
 
 
 def parse_args(parser):

@@ -142,8 +142,8 @@ def check_moved(worker, policy, episodes, tasks, args, tolerance):
 
 def check_rank(args):
     """What one rank checks -> (verdicts, the engine, which is to end). Collective."""
-    rank, _, device = launch.start_process_group(args.patience, args.cpu)
-    launch.reset_watchdog(args.patience)
+    rank, _, device = launch.start_process_group()
+    launch.reset_watchdog()
     launch.import_shim()
     ckpt = checkpoint.resolve(args.ckpt)
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)

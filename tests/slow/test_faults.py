@@ -125,11 +125,14 @@ def test_a_rank_that_hangs_ends_the_run_with_its_stack(run, tmp_path, hang):
     less_patience = """
         real_beat = launch.reset_watchdog
         # loading may take its time
-        launch.reset_watchdog = lambda patience: real_beat(4.5 + 0.5 * rank if calls else 60.0)
+        def beat():
+            launch.PATIENCE = 4.5 + 0.5 * rank if calls else 60.0
+            real_beat()
+        launch.reset_watchdog = beat
     """
     fault = textwrap.dedent(AT_STEP.format(step=2, rank=1, what=f"saved(1); {hang}"))
     fault += textwrap.dedent(less_patience)
-    done = run("sft", fault, "--steps", 4, "--patience", 60)
+    done = run("sft", fault, "--steps", 4)
     assert done.returncode != 0 and "step 0001/0004" in done.stdout
     assert "Timeout" in done.stderr  # faulthandler's
     assert re.search(r'sft_faulty.py", line \d+ in backward', done.stderr)  # where rank 1 hung

@@ -45,7 +45,7 @@ def names_that_fail(check, *arguments):
 
 def test_the_command_on_a_cpu(toy, saved, tmp_path):
     """Two ranks, vLLM on each. The random policy earns too little for steps with a signal."""
-    done = run_script("tools/gpu_check.py", "--ckpt", saved[1], "--data", toy / "rl.jsonl", "--cpu",
+    done = run_script("tools/gpu_check.py", "--ckpt", saved[1], "--data", toy / "rl.jsonl",
                       "--preset", "toy", "--beta", 0.01, "--prompts", 4, "--num-generations", 4,
                       "--out", tmp_path / "out", timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.endswith((": ok", ": FAIL"))]

@@ -1,7 +1,6 @@
 """
 More of launch.py: ranks, GPUs, the allocator: python -m pytest tests/slow/test_launch.py -q
 """
-import faulthandler
 import os
 import signal
 import subprocess
@@ -9,7 +8,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT
 
 import launch
@@ -20,9 +18,10 @@ import launch
 
 @pytest.mark.parametrize("sign", ["nvidia-smi", "cuda build"])
 def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch, capsys, sign):
-    """Nothing is trained on the CPU of a GPU machine by mistake; --cpu asks for that."""
+    """Nothing is trained on the CPU of a GPU machine by mistake."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert launch.use_gpu() is False  # no sign of a GPU: the CPU is meant
     if sign == "nvidia-smi":
         (tmp_path / sign).write_text("#!/bin/sh")
@@ -81,13 +80,3 @@ def test_the_first_rank_of_a_machine_speaks_at_once(monkeypatch, capsys, local, 
     assert capsys.readouterr().err == f"a.py: rank {rank}: chat x\n"
 
 
-def test_a_collective_waits_a_minute_longer_than_a_phase(monkeypatch):
-    phases, collectives = [], []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **_: phases.append(s))
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group",
-                        lambda backend, timeout: collectives.append(timeout.total_seconds()))
-    monkeypatch.setenv("RANK", "0")
-    launch.start_process_group(7)
-    launch.reset_watchdog(7)
-    assert phases == [7] and collectives == [67]
