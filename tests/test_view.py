@@ -24,14 +24,19 @@ TURNS = ("I look.\n</think>\n<tool_call>\n{}\n</tool_call>", "So.\n</think>\n<an
 
 
 def episode(sample=0, turns=TURNS, **more):
-    """A record as rollout.py writes it, without ids."""
+    """A record as rollout.py writes it. Each turn is two tokens, its text and its end."""
     task = {"id": "t0", "video": "film.mp4", "question": "Which?", "options": None, "answer": "red",
             "type": "open", "evidence": [[3, 9]]}
     call = {"turn": 0, "start": 4.01, "end": 19.77, "status": "ok", "summary": "a red square"}
+    spans = [[2 * n, 2 * n + 2] for n in range(len(turns))]
+    item = {"spec": {}, "key": "k", "frames": 4, "height": 32, "width": 32,
+            "seconds": [2.5, 7.5, 12.5, 17.5]}
     return {
         "task": task, "group": "0/t0", "sample": sample, "K": 4, "policy_step": 0, "status": "ok",
-        "error": None, "vision": [{"seconds": [2.5, 7.5, 12.5, 17.5]}], "think_open": True,
-        "turns": list(turns), "pieces": [[*text, ""] for text in turns],
+        "error": None, "vision": [item], "think_open": True,
+        "turns": list(turns), "pieces": [[text, ""] for text in turns], "spans": spans,
+        "struct": [end - 1 for _, end in spans], "subtitles": "",
+        **{name: [1 for _ in range(2 * len(turns))] for name in ("ids", "mask", "logps")},
         "finish": ["stop"] * len(turns), "calls": [call],
         "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8},
         "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 20.0}, **more}
@@ -70,14 +75,13 @@ def test_a_window_shows_the_frames_that_its_sub_agent_saw(page_of, tmp_path):
         assert abs(grey - frame.mean()) < 3  # neighbours differ by 37
 
 
-def test_who_wrote_what_and_its_credit():
+def test_the_credit_of_a_token_is_the_one_that_grpo_gave_it():
     row = episode()
-    assert view.credits_of(row, 0, "struct")[:2] == [["I look.\n", 0.5], ["</think>", 0.75]]
-    assert view.credits_of(row, 0, "none") == [[TURNS[0], 0.5]]
-    assert view.credits_of(row, 0, "sequence") == [[TURNS[0], 0.75]]
-    row["pieces"] = []  # of an endpoint, in an evaluation
-    del row["advantage"]
-    assert view.credits_of(row, 0, "struct") == [[TURNS[0], 0.0]]
+    assert view.credits_of(row, 0, "struct") == [(TURNS[0], 0.5), ("", 0.75)]
+    assert view.credits_of(row, 1, "none") == [(TURNS[1], 0.5)]
+    assert view.credits_of(row, 0, "sequence") == [(TURNS[0], 0.75)]
+    del row["advantage"]  # of an evaluation
+    assert view.credits_of(row, 0, "struct") == [(TURNS[0], 0.0)]
 
 
 def test_texts_are_never_markup_and_a_half_written_line_is_counted(page_of):
@@ -105,7 +109,7 @@ def test_a_run_and_an_evaluation(tmp_path):
     (evaluation / "summary.json").write_text(json.dumps(
         {"results": [{"bench": "lvb", "K": 4, "headline": 0.25, "interval": [0.125, 0.5]}]}))
     done = run_script("tools/view.py", run, evaluation, "--out", tmp_path / "p.html",
-                      "--episodes", 80, "--wrong")
+                      "--prompts", 10, "--wrong")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "p.html").read_text()
     # Two plots have lines of two points: the reward, and accuracy by K.
@@ -113,6 +117,6 @@ def test_a_run_and_an_evaluation(tmp_path):
     assert "[0.125, 0.5]" in page and "0 of 4 right" in page
     assert not re.search(r"[1-9] of \d right", page)
     num_episodes = int(re.search(r"<h2>(\d+) episodes", page)[1])
-    assert 40 <= num_episodes <= 120
+    assert 40 <= num_episodes <= 80
     done = run_script("tools/view.py", tmp_path / "none", "--out", tmp_path / "q.html")
     assert done.returncode == 2 and not (tmp_path / "q.html").exists()

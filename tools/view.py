@@ -12,21 +12,23 @@ Reads:  folders of sft.py, grpo.py and eval.py (also of --compare), folders that
 Writes: --out, whole or not at all.
 
   python tools/view.py grpo_out --out page.html
-  python tools/view.py grpo_a grpo_b eval_out --episodes 400 --out page.html
+  python tools/view.py grpo_a grpo_b eval_out --prompts 100 --out page.html
 """
-import base64
 import fnmatch
 import glob
 import io
+import itertools
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
-import rewards
+import rollout
 import video
+from evaluation.endpoint import jpeg_url
 from plumbing.log import flat_numbers
 
 # Title of a plot: patterns of its lines; a number deep in a row has a name like by_K.4.acc.
@@ -100,62 +102,30 @@ def read_run(folder, files, video_root, faults):
     if os.path.exists(path) and os.path.getsize(path):
         log = launch.read_jsonl(path, ("step",), faults=faults)
     root = video_root or args.get("video_root")
-    if root is None:  # as the scripts themselves do
-        root = os.path.dirname(args.get("data") or files[0] if files else folder)
-    return Run(os.path.relpath(folder), args, root, log, files,
-               read_json(folder + "/summary.json"))
+    root = root or os.path.dirname(args.get("data") or f"{folder}/")  # as the scripts themselves do
+    return Run(os.path.relpath(folder), args, root, log, files, read_json(folder + "/summary.json"))
 
 
 def is_right(row):
     """Whether the answer of an episode earned half of its points or more."""
-    score = row["score"] if "score" in row else row["reward"].get("acc")
-    return (score or 0.0) >= 0.5
+    return (row.get("score") or row["reward"].get("acc") or 0.0) >= 0.5
 
 
-def read_groups(run, limit, wrong, faults):
-    """-> groups of episodes of one prompt, about `limit` episodes in all, evenly taken. wrong: only
-    those with a wrong answer."""
-    groups = []
-    # A run may have thousands of files. One holds a group of eight or more.
-    files = run.files[:: max(1, 8 * len(run.files) // limit)]
+def read_groups(run, limit, only_wrong, faults):
+    """-> groups of episodes of one prompt, at most 2 * limit, evenly taken. only_wrong: of those
+    with a wrong answer."""
+    groups = {}
+    # A run may have thousands of files.
+    files = run.files[:: max(1, len(run.files) // limit)]
     for path in filter(os.path.getsize, files):
-        by_prompt, num_rows = {}, 0
         for row in launch.read_jsonl(path, ("task", "group", "sample", "turns"), faults=faults):
-            key = (row["group"], row["K"], row.get("tools"))
-            if not (wrong and is_right(row)):
-                by_prompt.setdefault(key, []).append(row)
-                num_rows += 1
-        groups += list(by_prompt.values())[:: max(1, num_rows * len(files) // limit)]
-    return groups
+            if not (only_wrong and is_right(row)):
+                groups.setdefault((row["group"], row["K"], row.get("tools")), []).append(row)
+    return list(groups.values())[:: max(1, len(groups) // limit)]
 
 
 # ------------------------------------------------------------------------------------------------
-# Tables and curves
-
-
-def text_of(value):
-    """A value of a table -> text."""
-    if isinstance(value, list):  # an interval
-        return "[" + ", ".join(map(text_of, value)) + "]"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return "-" if value is None else str(value)
-
-
-def tables_of(runs):
-    """-> [(title, rows)]: the last numbers of every log, then the tables of every evaluation."""
-    last_rows = []
-    for run in runs:
-        row = {"name": run.name}
-        for logged in run.log:  # not all steps have all numbers
-            row.update((name, value) for name, value in logged.items() if value is not None)
-        if run.log:
-            last_rows.append(row)
-    tables = [("Last numbers of the logs", last_rows)]
-    for run in runs:
-        tables += [(f"{run.name}: {title}", rows) for title, rows in run.summary.items()
-                   if isinstance(rows, list)]
-    return tables
+# Curves
 
 
 def lines_of(log, patterns):
@@ -170,14 +140,6 @@ def lines_of(log, patterns):
 
 def plot_svg(title, runs, patterns):
     """One plot of the lines of all runs -> SVG; "" if no line has two points."""
-    drawn = []
-    for run in runs:
-        for name, points in lines_of(run.log, patterns).items():
-            label = name if len(runs) == 1 else f"{run.name} {name}"
-            if len(points) > 1:
-                drawn.append((label, points))
-    if not drawn:
-        return ""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -185,8 +147,12 @@ def plot_svg(title, runs, patterns):
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9})
     figure = Figure(figsize=(4.4, 2.6), layout="constrained")
     axes = figure.subplots()
-    for label, points in drawn:
-        axes.plot(*zip(*points), label=label, linewidth=1.2)
+    for run in runs:
+        for name, points in lines_of(run.log, patterns).items():
+            if len(points) > 1:
+                axes.plot(*zip(*points), label=f"{run.name} {name}", linewidth=1.2)
+    if not axes.lines:
+        return ""
     axes.set(title=title, xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, framealpha=0.5)
@@ -207,50 +173,28 @@ def overview_seconds(row):
 
 
 def frames_of(run, name, times, limit, cache):
-    """Times in a video -> at most `limit` of the frames that were seen then: [(second, JPEG in
-    base64)]. Raises VideoError, or ValueError if no time lies in the video."""
-    from PIL import Image
-
-    count = min(limit, len(times))
-    if count == 0:
+    """Times in a video -> at most `limit` of the frames that were seen then: [(second, URL that
+    holds the JPEG)]. Raises VideoError, or ValueError if no time lies in the video."""
+    if not times:
         return []
-    wanted = [times[int((n + 0.5) * len(times) / count)] for n in range(count)]
-    frames, pictures = video.load({"video": name, "times": wanted}, run.root, cache, 1024, 6144), []
-    for image, second in zip(frames.images, frames.seconds):
-        jpeg = io.BytesIO()
-        Image.fromarray(image).save(jpeg, "JPEG", quality=70)
-        pictures.append((second, base64.b64encode(jpeg.getvalue()).decode()))
-    return pictures
-
-
-def timeline_of(row):
-    """An episode -> what lies on the bar of its video, in percent of the video: [(kind, left,
-    width)]. Kind "frame" is a frame of the overview, "evidence" where the answer can be seen, and
-    else the status of a call."""
-    spans = [("frame", second, second) for second in overview_seconds(row)]
-    for call in row["calls"]:
-        if call["start"] is not None:
-            spans.append((call["status"], call["start"], call["end"]))
-    spans += [("evidence", start, end) for start, end in row["task"].get("evidence") or []]
-    duration = row["timing"].get("video_s") or max([end for _, _, end in spans], default=1.0)
-    return [(kind, 100 * start / duration, 100 * (end - start) / duration)
-            for kind, start, end in spans]
+    step = math.ceil(len(times) / limit)
+    spec = {"video": name, "times": times[step // 2 :: step]}
+    frames = video.load(spec, run.root, cache, 1024, 6144)
+    return [(second, jpeg_url(image, 70)) for image, second in zip(frames.images, frames.seconds)]
 
 
 def credits_of(row, turn, format_credit):
-    """The text of a turn -> [[text, credit of its tokens]], neighbours of equal credit joined."""
-    # An endpoint returns no tokens: then a character is one.
-    pieces = row["pieces"][turn] if row["pieces"] else row["turns"][turn]
-    structural = rewards.structural_mask([piece.encode("utf-8", "replace") for piece in pieces])
-    advantage, parts = row.get("advantage", {}), []  # an evaluation has none
-    for piece, in_struct in zip(pieces, structural):
-        credit = advantage.get("task", 0.0)
-        if format_credit == "sequence" or (in_struct and format_credit != "none"):
-            credit += advantage.get("fmt", 0.0)
-        if parts and parts[-1][1] == credit:
-            parts[-1][0] += piece
-        else:
-            parts.append([piece, credit])
+    """The text of a turn -> [(text, credit of its tokens)], neighbours of equal credit joined."""
+    if not row.get("advantage"):  # of an evaluation
+        return [(row["turns"][turn], 0.0)]
+    import grpo  # torch takes seconds
+
+    start, end = row["spans"][turn]
+    credit = grpo.token_advantages(rollout.from_dict(row), format_credit)[start:end]
+    parts = []
+    tokens = zip(credit, row["pieces"][turn])
+    for credit, run_of_tokens in itertools.groupby(tokens, key=lambda token: token[0]):
+        parts.append(("".join(piece for _, piece in run_of_tokens), credit))
     return parts
 
 
@@ -258,8 +202,9 @@ def credits_of(row, turn, format_credit):
 # The page
 
 
-def build_page(paths, limit=200, wrong=False, video_root=None):
-    """-> (the page, number of its episodes, lines that could not be read)."""
+def build_page(paths, limit=20, only_wrong=False, video_root=None):
+    """-> (the page, number of its episodes, lines that could not be read). limit: prompts of one
+    run."""
     import jinja2
 
     faults, cache = [], video.FrameCache()
@@ -270,51 +215,43 @@ def build_page(paths, limit=200, wrong=False, video_root=None):
         except (video.VideoError, ValueError) as error:
             return [(str(error), None)]
 
-    runs = [read_run(folder, files, video_root, faults)
-            for folder, files in find_folders(paths).items()]
-    logged = [run for run in runs if run.log]
-    plots = [plot_svg(title, logged, patterns) for title, patterns in PLOTS.items()]
-    num_with_episodes = sum(bool(run.files) for run in runs)
-    groups = []
-    for run in runs:
-        found = read_groups(run, max(1, limit // max(1, num_with_episodes)), wrong, faults)
-        groups += [(run, group) for group in found]
+    runs, last_rows, groups = [], [], []
+    for folder, files in find_folders(paths).items():
+        run = read_run(folder, files, video_root, faults)
+        runs.append(run)
+        if run.log:
+            last_rows.append({"name": run.name, **run.log[-1]})
+        for group in read_groups(run, limit, only_wrong, faults):
+            groups.append((run, group))
+    plots = [plot_svg(title, runs, patterns) for title, patterns in PLOTS.items()]
     num_episodes = sum(len(group) for _, group in groups)
     # autoescape: texts of models and of data are never read as markup.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
                                      undefined=jinja2.StrictUndefined)
     environment.tests["right"] = is_right
-    environment.globals.update(
-        pictures=pictures, timeline_of=timeline_of, credits_of=credits_of,
-        overview_seconds=overview_seconds, text_of=text_of)
     with open(os.path.splitext(os.path.abspath(__file__))[0] + ".html", encoding="utf-8") as file:
         template = environment.from_string(file.read())
-    page = template.render(runs=runs, plots=plots, tables=tables_of(runs), columns=COLUMNS,
-                           groups=groups, num_episodes=num_episodes)
+    page = template.render(
+        runs=runs, last_rows=last_rows, columns=COLUMNS, plots=plots, groups=groups,
+        num_episodes=num_episodes, pictures=pictures, credits_of=credits_of,
+        overview_seconds=overview_seconds)
     return page, num_episodes, faults
 
 
-def parse_args():
+def main():
     parser = launch.parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="+", metavar="RUN_OR_JSONL", help="folders of runs or evaluations, or JSONL")
     add("--out", default="page.html", help="HTML file to write")
-    add("--episodes", type=int, default=200, help="show about so many, evenly taken")
+    add("--prompts", type=launch.positive, default=20, help="of each run, about, evenly taken")
     add("--wrong", action="store_true", help="show episodes with a wrong answer alone")
     add("--video-root", help="folder of the videos; default: what the run was given")
-    return parser.parse_args()
-
-
-def main():
-    args = parse_args()
-    if not args.out.endswith(".html"):
-        raise launch.UserError(f"--out {args.out}: the name of a page ends with .html")
-    page, num_episodes, faults = build_page(args.paths, args.episodes, args.wrong, args.video_root)
+    args = parser.parse_args()
+    page, num_episodes, faults = build_page(args.paths, args.prompts, args.wrong, args.video_root)
     launch.write_atomic(args.out, page)
-    for fault in faults[:5]:
+    print(f"{args.out}: {num_episodes} episodes; open it in a browser")
+    for fault in faults:
         print(f"left out: {fault}")
-    print(f"{args.out}: {len(page) / 2**20:.1f} MiB, {num_episodes} episodes, {len(faults)} lines "
-          "left out; open it in a browser")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from scripted import Scripted, calls, turn_of
 from slow.test_page import EVIL, browser  # noqa: F401  (a fixture)
-from test_serve import FILM, QUESTION, agent_of
+from test_serve import VIDEO, QUESTION, agent_of
 
 from tools import serve
 
@@ -65,11 +65,11 @@ def visit(browser):  # noqa: F811
                 if entry["level"] == "SEVERE" and entry["source"] != "network"]
 
 
-def ask(page, question=QUESTION, film=FILM):
+def ask(page, question=QUESTION, path=VIDEO):
     page.execute_script("document.getElementById('video').value = arguments[0];"
                         "document.getElementById('video').onchange();"
                         "document.getElementById('question').value = arguments[1];"
-                        "document.getElementById('form').requestSubmit();", film, question)
+                        "document.getElementById('form').requestSubmit();", path, question)
 
 
 def text_of(page, name):
