@@ -1,0 +1,32 @@
+"""
+Tests of bench/table2.py: python -m pytest tests/test_table2.py -q
+"""
+import json
+import sys
+
+from bench import table2
+
+
+def write_seed(folder, f_tau):
+    """A seed with two rows: a cold start, and GRPO in eight steps whose calls die out."""
+    for name in ("sft", "grpo"):
+        cell = {"tools": "on", "K": 4, "acc": 0.5, "f_tau": 0.2, "kappa": 1.5}
+        cells = [cell, {**cell, "K": 64, "acc": 0.7}, {**cell, "tools": "off", "acc": 0.1}]
+        (folder / "eval" / name).mkdir(parents=True)
+        (folder / "eval" / name / "summary.json").write_text(json.dumps({"results": cells}))
+    log = folder / "rl" / "grpo" / "log.jsonl"
+    log.parent.mkdir(parents=True)
+    rows = [{"step": n, "f_tau": f_tau, "kappa": 8.0 - n} for n in range(1, 9)]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_rows_are_means_of_training_and_differences_of_seeds(tmp_path, monkeypatch, capsys):
+    folders = [write_seed(tmp_path / "0", 0.3), write_seed(tmp_path / "1", 0.5)]
+    monkeypatch.setattr(sys, "argv", ["table2.py", *folders, "--to", "sft"])
+    table2.main()
+    grpo, sft = capsys.readouterr().out.splitlines()[-2:]
+    # f_tau 0.3 and 0.5, less 0.2: 0.1 and 0.3. Student's t of one degree of freedom: 12.7 * 0.1
+    assert grpo.startswith("| grpo | 0.40 (+0.20 ± 1.27) | 3.50 (+2.00 ± 0.00) |")
+    assert "| 0.50 (-1.00 ± 0.00) | 0.60 (+0.00 ± 0.00) | 0.10" in grpo  # the last two steps
+    assert sft.startswith("| sft | 0.20 (+0.00") and sft.endswith("| 0.13, 2.50 |")
