@@ -21,7 +21,6 @@ import numpy as np
 
 import launch
 
-COLUMNS = ("f_tau", "kappa", "last f_tau", "last kappa", "acc", "acc off")
 PAPER = {  # the paper's own f_tau and kappa of a row
     "base": "0.03, 0.45", "sft": "0.13, 2.50", "grpo": "0.13, 0.02", "para": "0.41, 0.21",
     "anchoring": "0.35, 0.19", "gating": "0.10, 1.36", "no-tool-reward": "0.33, 0.04",
@@ -29,22 +28,23 @@ PAPER = {  # the paper's own f_tau and kappa of a row
 }
 
 
+def mean(rows, column):
+    return np.mean([row[column] for row in rows])
+
+
 def read_row(folder, name):
-    """The row of one seed's folder -> the numbers of COLUMNS."""
-    with open(os.path.join(folder, "eval", name, "summary.json")) as f:
+    """The row of one seed's folder -> f_tau, kappa, both at the end, acc, acc off."""
+    with open(f"{folder}/eval/{name}/summary.json") as f:
         cells = json.load(f)["results"]
     with_tools = [cell for cell in cells if cell["tools"] == "on"]
+    without = [cell for cell in cells if cell["tools"] == "off"]
     steps = with_tools
-    log = os.path.join(folder, "rl", name, "log.jsonl")
+    log = f"{folder}/rl/{name}/log.jsonl"
     if os.path.exists(log):
-        steps = launch.read_jsonl(log, ["f_tau", "kappa"])
-    f_tau = [step["f_tau"] for step in steps]
-    kappa = [step["kappa"] for step in steps]
-    last = -(len(steps) // 4 or 1)
-    acc = [cell["acc"] for cell in with_tools]
-    acc_off = [cell["acc"] for cell in cells if cell["tools"] == "off"]
-    parts = [f_tau, kappa, f_tau[last:], kappa[last:], acc, acc_off or [np.nan]]
-    return [np.mean(part) for part in parts]
+        steps = launch.read_jsonl(log)
+    last = steps[-(len(steps) // 4 or 1):]
+    return [mean(steps, "f_tau"), mean(steps, "kappa"), mean(last, "f_tau"), mean(last, "kappa"),
+            mean(with_tools, "acc"), mean(without, "acc")]
 
 
 def main():
@@ -54,23 +54,22 @@ def main():
     parser.add_argument("folders", nargs="+", help="of `make table2`, one a seed")
     parser.add_argument("--to", default="grpo", help="row from which the differences are taken")
     args = parser.parse_args()
-    names = sorted(os.listdir(os.path.join(args.folders[0], "eval")))
+    names = sorted(os.listdir(f"{args.folders[0]}/eval"))
     rows = {}
     for name in names:
         rows[name] = np.array([read_row(folder, name) for folder in args.folders])  # [seeds, 6]
     num_seeds = len(args.folders)
     print(f"{num_seeds} seeds. Mean (difference to {args.to} ± half of the 95% interval)\n")
-    print("| row | " + " | ".join(COLUMNS) + " | the paper's f_tau, kappa |")
+    print("| row | f_tau | kappa | last f_tau | last kappa | acc | acc off | the paper's |")
     print("|---|---|---|---|---|---|---|---|")
     for name in names:
         difference = rows[name] - rows[args.to]
-        error = difference.std(0, ddof=1) / num_seeds ** 0.5
-        half = stats.t.ppf(0.975, num_seeds - 1) * error  # NaN for one seed
-        texts = [name]
-        for i in range(len(COLUMNS)):
-            texts.append(f"{rows[name][:, i].mean():.2f} "
-                         f"({difference[:, i].mean():+.2f} ± {half[i]:.2f})")
-        print("| " + " | ".join([*texts, PAPER.get(name, "")]) + " |")
+        # of Student's t; NaN for one seed
+        half = stats.t.ppf(0.975, num_seeds - 1) * stats.sem(difference)  # [6]
+        cells = [name]
+        for number, change, error in zip(rows[name].mean(0), difference.mean(0), half):
+            cells.append(f"{number:.2f} ({change:+.2f} ± {error:.2f})")
+        print("| " + " | ".join([*cells, PAPER.get(name, "")]) + " |")
 
 
 if __name__ == "__main__":
