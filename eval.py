@@ -244,7 +244,7 @@ def whole_checkpoint(args):
     from plumbing import checkpoint  # imports torch, which an endpoint does not need
 
     ckpt = checkpoint.resolve(args.ckpt)
-    return ckpt, checkpoint.content_digest(ckpt)
+    return ckpt, results.digest_of_files(checkpoint.all_files(ckpt))
 
 
 def pending_tasks(suites: list[Suite], args) -> list[tuple]:

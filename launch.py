@@ -45,7 +45,6 @@ class RunError(Exception):
 
 
 
-
 def run_main(main):
     """Runs a script's main(). What a user can mend becomes one line and an exit code, all else a
     traceback and exit code 1. Crash-only: nothing is tried twice, the same command goes on."""
@@ -54,12 +53,8 @@ def run_main(main):
         main()
     except UserError as error:
         code, text = 2, one_line(error)
-    except RunError as error:
+    except (RunError, OSError) as error:  # of a disk or a network: the text names the file
         code, text = 1, one_line(error)
-    except OSError as error:  # a disk, a network: the file and the reason say it all
-        code, text = 1, one_line(error)
-        if error.filename:  # a full disk has none
-            text = f"{error.filename}: {text}"
     except KeyboardInterrupt:
         code, text = 130, "interrupted"
     except Exception as error:
@@ -85,15 +80,9 @@ def run_main(main):
     os._exit(code)
 
 
-def why(error):
-    """Error -> its reason in words."""
-    return getattr(error, "strerror", None) or str(error)
-
-
 def one_line(error):
-    """Error -> its reason and the sample in which it was met, see `naming`."""
-    notes = getattr(error, "__notes__", [])
-    return printable(", ".join([why(error), *notes]))
+    """Error -> its text and the sample in which it was met, see `naming`."""
+    return printable(", ".join([str(error), *getattr(error, "__notes__", [])]))
 
 
 def printable(text):
@@ -353,18 +342,18 @@ def read_jsonl(path, required=(), fault=None, faults=None):
     rows = []
     try:
         with open(path, encoding="utf-8-sig") as file:  # editors put a byte order mark
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                row, problem = read_row(line, required, fault)
-                if problem is None:
-                    rows.append(row)
-                elif faults is None:
-                    raise UserError(f"{path}:{number}: {problem}")
-                else:
-                    faults.append(f"{path}:{number}: {problem}")
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {why(error)}; tools/convert.py reads parquet") from None
+        raise UserError(f"{path}: {error}; tools/convert.py reads parquet") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            row, problem = read_row(line, required, fault)
+            if problem is None:
+                rows.append(row)
+            elif faults is None:
+                raise UserError(f"{path}:{number}: {problem}")
+            else:
+                faults.append(f"{path}:{number}: {problem}")
     if not rows and not faults:
         raise UserError(f"{path}: no rows")
     return rows
@@ -419,44 +408,39 @@ def make_out(path):
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {path}: {why(error)}") from None
+        raise UserError(f"--out: {error}") from None
 
 
+@functools.cache  # keeps the lock, which ends with its object; the same process may ask twice
 def lock(out, name=".lock"):
     """Keeps the folder `out` for this process until its end. Raises UserError if another process
     writes there. Rank 0 holds it for all ranks."""
     import filelock
 
-    if os.environ.get("RANK", "0") != "0":
-        return
-    # A singleton: the same folder may be asked for twice in one process.
-    held = filelock.FileLock(os.path.join(os.path.realpath(out), name), is_singleton=True)
-    try:
-        held.acquire(timeout=0)
-    except filelock.Timeout:
-        raise UserError(f"--out {out}: another run writes there; wait for its end, or choose "
-                        "another --out") from None
-    locks.append(held)
-
-
-locks = []  # a lock ends with its object
+    folder_lock = filelock.FileLock(f"{out}/{name}")
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            folder_lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise UserError(f"--out {out}: another run writes there; wait for its end, or choose "
+                            "another --out") from None
+    return folder_lock
 
 
 def fsync(path):
     """Returns once a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def publish_folder(temp, path):
     """Gives a finished folder its name, once all of it is on the disk. An older folder of that name
     goes."""
     for folder, _, names in os.walk(temp):
-        for name in [*names, "."]:
-            fsync(os.path.join(folder, name))
+        for name in names:
+            fsync(f"{folder}/{name}")
+        fsync(folder)
     shutil.rmtree(path, ignore_errors=True)
     os.rename(temp, path)
     fsync(os.path.dirname(os.path.abspath(path)))
@@ -469,8 +453,7 @@ def write_atomic(path, content):
     temp = f"{path}.tmp"  # of a kill; the same command writes it anew
     with open(temp, "wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    fsync(temp)
     os.replace(temp, path)
     fsync(os.path.dirname(os.path.abspath(path)))  # else a power loss may take the new name
 

@@ -697,10 +697,10 @@ def rows_so_far(args, tasks, ckpt):
         launch.write_atomic(args_path, json.dumps(now, indent=1))
     with open(args_path, encoding="utf-8") as file:
         then = json.load(file)
-    differ = [name for name in now if name not in checkpoint.FREE and now[name] != then.get(name)]
-    if differ:
-        raise launch.UserError(f"{args_path} is of rollouts with other {', '.join(differ)}: choose "
-                               "another --out")
+    changes = checkpoint.changed_settings(now, then)
+    if changes:
+        raise launch.UserError(f"{args_path} is of rollouts with another {changes}: choose another "
+                               "--out")
     if not os.path.exists(f"{args.out}.part"):
         return []
     return launch.read_jsonl(

@@ -51,7 +51,8 @@ def digest_of_files(paths):
     """-> digest of the bytes of files, wherever they lie."""
     digest = hashlib.sha256()
     for path in sorted(set(paths)):
-        digest.update(hashlib.sha256(launch.read_file(path)).digest())
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
 
 

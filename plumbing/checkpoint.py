@@ -21,7 +21,6 @@ dialect: the small files of a checkpoint are copied byte for byte.
 Reads and writes checkpoint folders; reads the Hub, or its cache alone with HF_HUB_OFFLINE=1.
 """
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -42,9 +41,8 @@ from plumbing import qwen35
 
 # What two parts of one run may differ in: how far, how fast, where, and who is told. The rows of
 # --data and --val are compared, not their paths.
-FREE = ("steps", "epochs", "out", "resume", "check", "data", "val", "eval_every", "save_every",
-        "show", "track", "dp_replicate", "frame_cache_dir", "max_num_seqs",
-        "gpu_memory_utilization", "judge_url")
+FREE = ("steps epochs out resume check data val eval_every save_every show track dp_replicate "
+        "frame_cache_dir max_num_seqs gpu_memory_utilization judge_url").split()
 
 # ------------------------------------------------------------------------------------------------
 # Folders
@@ -53,25 +51,21 @@ FREE = ("steps", "epochs", "out", "resume", "check", "data", "val", "eval_every"
 def resolve(path):
     """A checkpoint folder, a run folder (its newest checkpoint) or OWNER/NAME on the Hub -> the
     folder that from_pretrained opens. Raises UserError."""
-    if not os.path.isdir(path):
-        return download(path)
-    if os.path.isdir(os.path.join(path, "last")):  # sft.py and grpo.py link it
-        path = os.path.join(path, "last")
-    return os.path.realpath(path)
-
-
-def download(name):
-    """OWNER/NAME on the Hub -> folder in the Hub's cache, whose path names the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    if os.path.isdir(f"{path}/last"):  # sft.py and grpo.py link it
+        path = f"{path}/last"
+    if os.path.isdir(path):
+        return os.path.realpath(path)
     try:
-        # Weights and small files. Folders inside hold formats that are not read here.
-        return snapshot_download(name, ignore_patterns=["*/*"],
+        # Weights and small files. Folders inside hold formats that are not read here. The folder
+        # in the Hub's cache has the commit in its path.
+        return snapshot_download(path, ignore_patterns=["*/*"],
                                  allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt"])
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise launch.UserError(f"--ckpt {name}: no such folder, and nothing from the Hub "
+        reason = str(error).splitlines()[0]
+        raise launch.UserError(f"--ckpt {path}: no such folder, and nothing from the Hub "
                                f"({reason})") from None
 
 
@@ -86,11 +80,10 @@ def base_of(ckpt):
 def adapter_config(ckpt):
     """The settings of a folder of adapters, None for whole weights. Raises UserError for adapters
     that another tool has scaled in another way."""
-    path = os.path.join(ckpt, "adapter_config.json")
+    path = f"{ckpt}/adapter_config.json"
     if not os.path.exists(path):
         return None
-    with open(path, encoding="utf-8") as file:
-        config = json.load(file)
+    config = json.loads(launch.read_file(path))
     if config["lora_alpha"] != 2 * config["r"] or config.get("use_rslora"):
         raise launch.UserError(f"checkpoint {ckpt}: lora_alpha of its adapters is not 2 r; merge "
                                "them with the tool that made them")
@@ -118,23 +111,22 @@ def small_files(folder):
         # These describe the weights beside them.
         own = name.endswith(".index.json") or name in ("adapter_config.json", "state.json")
         if name.endswith((".json", ".jinja", ".txt")) and not own:
-            with open(os.path.join(folder, name), "rb") as file:
-                files[name] = file.read()
+            files[name] = launch.read_file(f"{folder}/{name}")
     return files
 
 
-def content_digest(ckpt):
-    """Digest of a checkpoint folder, wherever it lies. Small files count whole, weights with 4 KiB
-    of every MiB, because 16 GB would take minutes to read."""
-    digest = hashlib.sha256(str(small_files(ckpt)).encode())
-    for name in sorted(name for name in os.listdir(ckpt) if name.endswith(".safetensors")):
-        with open(os.path.join(ckpt, name), "rb") as file:
-            for start in range(0, os.path.getsize(file.name), 2**20):
-                file.seek(start)
-                digest.update(file.read(2**12))
-    if base_of(ckpt) != ckpt:
-        digest.update(content_digest(base_of(ckpt)).encode())
-    return digest.hexdigest()[:16]
+def weight_files(folder):
+    """-> paths of the safetensors files of a checkpoint."""
+    names = sorted(os.listdir(folder))
+    return [f"{folder}/{name}" for name in names if name.endswith(".safetensors")]
+
+
+def all_files(ckpt):
+    """-> paths of all files of a checkpoint folder, and of the base of its adapters."""
+    paths = []
+    for folder in {ckpt, base_of(ckpt)}:
+        paths += [entry.path for entry in os.scandir(folder) if entry.is_file()]
+    return sorted(paths)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -148,49 +140,39 @@ class LoraLinear(torch.nn.Linear):
 
 
 def add_adapters(hf, rank):
-    """Adds adapters in fp32 to a frozen model on the meta device."""
-    for module in hf.model.language_model.layers.modules():
+    """Adds adapters in fp32 to a frozen model on the meta device -> names of their matrices."""
+    names = set()
+    for path, module in hf.model.language_model.layers.named_modules():
         if isinstance(module, torch.nn.Linear):
             module.__class__ = LoraLinear
-            a = torch.empty(rank, module.in_features, dtype=torch.float32, device="meta")
-            b = torch.empty(module.out_features, rank, dtype=torch.float32, device="meta")
+            a = torch.empty(rank, module.in_features, device="meta")
+            b = torch.empty(module.out_features, rank, device="meta")
             module.lora_A = torch.nn.Parameter(a)
             module.lora_B = torch.nn.Parameter(b)
+            names.add(path.split(".")[-1])
+    return sorted(names)
 
 
-def start_adapters(hf, saved):
-    """Gives the adapters their first values. saved: see read_adapters; if {}, A is small and random
-    and B is zero, so that the adapted model equals the base."""
+def start_adapters(hf):
+    """Gives new adapters their first values: A is small and random, B is zero, so that the adapted
+    model equals the base."""
     from torch.distributed.tensor import distribute_tensor
 
     draw = torch.Generator().manual_seed(0)  # every rank draws the same
     for name, p in hf.named_parameters():
-        if ".lora_" not in name:
-            continue
-        if saved:
-            value = saved[name]
-        elif name.endswith("lora_A"):
+        if name.endswith("lora_B"):
+            p.detach().zero_()
+        if name.endswith("lora_A"):
             bound = p.shape[1] ** -0.5
-            value = torch.empty(p.shape).uniform_(-bound, bound, generator=draw)
-        else:
-            value = torch.zeros(p.shape)
-        value = value.to(p.device)
-        if hasattr(p, "device_mesh"):  # this rank's part
-            value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
-        p.detach().copy_(value)
+            value = torch.empty(p.shape).uniform_(-bound, bound, generator=draw).to(p.device)
+            if hasattr(p, "device_mesh"):  # this rank's part
+                value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+            p.detach().copy_(value)
 
 
-def read_adapters(ckpt):
-    """Folder of adapters -> {parameter's name: A or B} in host memory; {} for whole weights."""
-    from safetensors.torch import load_file
-
-    if adapter_config(ckpt) is None:
-        return {}
-    saved = load_file(os.path.join(ckpt, "adapter_model.safetensors"))
-    adapters = {}
-    for name, tensor in saved.items():  # under the names of peft
-        adapters[name.removeprefix("base_model.model.").removesuffix(".weight")] = tensor
-    return adapters
+def peft_name(name):
+    """A parameter of the adapters -> its name in the files of peft."""
+    return f"base_model.model.{name.removeprefix('hf.')}.weight"
 
 
 class AdapterReference:
@@ -200,22 +182,22 @@ class AdapterReference:
 
     def __init__(self, policy):
         self.policy = policy
-        self.start = self.copies()
+        self.start = self.swap(None)
 
     def __call__(self, *args):
-        current = self.copies()
-        self.put(self.start)
+        current = self.swap(self.start)
         output = self.policy(*args)
-        self.put(current)
+        self.swap(current)
         return output
 
-    def copies(self):
-        return [p.detach().clone() for p in model.trained_parameters(self.policy)]
-
     @torch.no_grad()
-    def put(self, values):
-        for p, value in zip(model.trained_parameters(self.policy), values):
+    def swap(self, values):
+        """Copies of the adapters; then sets them to `values`, if there are any."""
+        adapters = model.trained_parameters(self.policy)
+        copies = [p.clone() for p in adapters]
+        for p, value in zip(adapters, values or []):
             p.copy_(value)
+        return copies
 
 
 def with_adapters(weight, a, b):
@@ -250,68 +232,79 @@ def load_policy(ckpt, codec, device, recompute=False, lora_rank=0, frozen=False,
         for name, p in hf.named_parameters():
             if name.endswith(codec.base.keep_fp32):
                 p.data = p.data.float()
+    files = small_files(ckpt)  # read now: the folder may change while the run goes on
     if lora_rank:
-        add_adapters(hf, lora_rank)
+        config = {"peft_type": "LORA", "r": lora_rank, "lora_alpha": 2 * lora_rank,
+                  "target_modules": add_adapters(hf, lora_rank), "base_model_name_or_path": base}
+        files["adapter_config.json"] = json.dumps(config, indent=1).encode()
     policy = model.wrap_policy(hf, codec, device, recompute)
     shard_inside = None
     if codec.base.recurrent:
         qwen35.use_packed_layers(hf)
         shard_inside = qwen35.shard_mixer
     policy = model.shard(policy, device, replicas, shard_inside)
-    if frozen:
-        hf.model.visual = None
-        if hasattr(policy, "set_reshard_after_forward"):
-            # FSDP keeps the root whole after a forward, for a backward that never comes here.
-            policy.set_reshard_after_forward(True, recurse=False)
     policy.to_empty(device=device)
     hf.tie_weights()  # to_empty unties weights that are not in shards
     # Rotary tables are computed, not stored, so they are made anew on the device.
-    text = hf.model.language_model
+    text, tower = hf.model.language_model, hf.model.visual
     text.rotary_emb = type(text.rotary_emb)(text.config).to(device)
-    if hf.model.visual is not None:
-        rotary = hf.model.visual.rotary_pos_emb
-        hf.model.visual.rotary_pos_emb = type(rotary)(rotary.config).to(device)
-    weights = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" not in name}
-    with in_one_line(launch.UserError, f"checkpoint {base}: its weights cannot be loaded"):
-        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(base))
-    if lora_rank:
-        start_adapters(hf, read_adapters(ckpt))
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config).to(device)
     if frozen:
-        hf.requires_grad_(False)  # adapters too
-    # Kept from the start: the folder may change while the run goes on.
-    policy.base = base
-    policy.files = small_files(ckpt)
+        hf.model.visual = None  # a reference is given features
+        if hasattr(policy, "set_reshard_after_forward"):
+            # FSDP keeps the root whole after a forward, for a backward that never comes here.
+            policy.set_reshard_after_forward(True, recurse=False)
+    read_weights(hf, base, ckpt)
+    policy.files = files
     return policy
 
 
 @contextlib.contextmanager
 def in_one_line(error_class, text):
-    """An error of safetensors, or of torch's checkpoints, whose text has the tracebacks of ranks,
-    becomes one line."""
+    """An error of safetensors, or of torch's checkpoints, whose text ends with the error of a rank
+    after its traceback, becomes one line."""
     from safetensors import SafetensorError
 
     try:
         yield
-    except SafetensorError as error:
-        raise error_class(f"{text} ({error})") from None
-    except dcp.CheckpointException as error:
-        reasons = [launch.why(failure[0]) for failure in error.failures.values()]
-        raise error_class(f"{text} ({' '.join(reasons[0].split())[:300]})") from None
+    except (SafetensorError, dcp.CheckpointException) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise error_class(f"{text} ({reason})") from None
+
+
+def read_weights(hf, base, ckpt):
+    """Every rank reads its own rows: the weights of the folder `base`, and the adapters of `ckpt`,
+    or new ones. Raises UserError for weights of another model."""
+    weights, adapters = {}, {}
+    for name, p in hf.named_parameters():
+        if ".lora_" in name:
+            adapters[peft_name(name)] = p.detach()
+        else:
+            weights[name] = p.detach()
+    with in_one_line(launch.UserError, f"checkpoint {ckpt}: its weights cannot be loaded"):
+        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(base))
+        if base != ckpt:
+            dcp.load(adapters, storage_reader=dcp.HuggingFaceStorageReader(ckpt))
+        elif adapters:
+            start_adapters(hf)
 
 
 def merged_weights(ckpt):
     """Iterator of (name, tensor) of a checkpoint in host memory, with its adapters added."""
     from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    base, adapters = base_of(ckpt), read_adapters(ckpt)
-    for file_name in sorted(name for name in os.listdir(base) if name.endswith(".safetensors")):
-        with safe_open(os.path.join(base, file_name), "pt") as file:
+    adapters = {}
+    if base_of(ckpt) != ckpt:
+        adapters = load_file(f"{ckpt}/adapter_model.safetensors")
+    for path in weight_files(base_of(ckpt)):
+        with safe_open(path, "pt") as file:
             for name in file.keys():
                 tensor = file.get_tensor(name)
                 stem = name.removesuffix("weight")
-                if f"{stem}lora_A" in adapters:
-                    a, b = adapters[f"{stem}lora_A"], adapters[f"{stem}lora_B"]
-                    tensor = with_adapters(tensor, a, b)
+                a = adapters.get(peft_name(f"{stem}lora_A"))
+                if a is not None:
+                    tensor = with_adapters(tensor, a, adapters[peft_name(f"{stem}lora_B")])
                 yield name, tensor
 
 
@@ -324,20 +317,19 @@ def whole_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def full_weights(policy, dtype=None):
-    """Iterator of (checkpoint name, full tensor) in `dtype` (None: its own), with adapters added:
-    for vLLM and for files. Collective: every rank has to run it to its end. A tied lm_head is left
-    out, as in the checkpoint file."""
+def full_weights(policy, dtype):
+    """Iterator of (checkpoint name, full tensor) in `dtype`, with adapters added: for vLLM and for
+    files. Collective: every rank has to run it to its end. A tied lm_head is left out, as in the
+    checkpoint file."""
     state = policy.hf.state_dict()
     for name, tensor in state.items():
         tied = name == "lm_head.weight" and policy.hf.config.tie_word_embeddings
         if tied or ".lora_" in name:
             continue
-        target = dtype or tensor.dtype
-        if name.endswith(policy.codec.base.keep_fp32):
-            target = tensor.dtype
-        # Cast before the gather: bf16 is half the traffic.
-        full = whole_tensor(tensor.detach().to(target))
+        tensor = tensor.detach()
+        if not name.endswith(policy.codec.base.keep_fp32):
+            tensor = tensor.to(dtype)  # before the gather: bf16 is half the traffic
+        full = whole_tensor(tensor)
         stem = name.removesuffix("weight")
         if f"{stem}lora_A" in state:
             a = whole_tensor(state[f"{stem}lora_A"].detach())
@@ -361,13 +353,12 @@ def trained_state(policy):
 def save_run(policy, optimizer, out, step, state):
     """Saves a run as out/step_NNNNNN. Collective; training waits, because a save takes seconds
     every some hundred steps. optimizer: one or a list. state: of resume_point; "best": (value,
-    step). Raises OSError if the disk is full; then the newest checkpoint is the one before."""
-    temp = os.path.join(out, ".step.tmp")
+    step). Raises RunError if the disk is full; then the newest checkpoint is the one before."""
+    temp = f"{out}/.step.tmp"
     trained = trained_state(policy)
-    adapters = {name.removeprefix("hf."): p for name, p in trained.items() if ".lora_" in name}
     files = dict(policy.files)
-    if adapters:
-        gathered = ((name, whole_tensor(p)) for name, p in adapters.items())
+    if "adapter_config.json" in files:  # all that is trained are adapters
+        gathered = ((peft_name(name), whole_tensor(p)) for name, p in trained.items())
     else:
         dtype = model.compute_dtype(next(policy.parameters()).device)
         gathered = full_weights(policy, dtype)
@@ -379,49 +370,36 @@ def save_run(policy, optimizer, out, step, state):
     rank, world = launch.rank_and_world()
     # A copy, because a gathered tensor is a part of a larger one, which safetensors refuses.
     weights = {name: p.to("cpu", copy=True) for name, p in gathered if rank == 0}
-    state = {**state, "step": step, "code": launch.our_commit()}
     moments = get_optimizer_state_dict(policy, optimizer)
     with in_one_line(launch.RunError, f"{temp} could not be written"):
         if rank == 0:
             shutil.rmtree(temp, ignore_errors=True)
             os.makedirs(temp)
             save_files(temp, files, weights)
-            if adapters:
-                save_adapter_config(temp, policy.base, adapters)
         launch.any_rank(False)  # a barrier: the folder is there
         # With one rank, save without collectives: gloo would start its own thread pool, the cores
         # would be oversubscribed, and every later step would take half longer.
         dcp.save({"model": trained, "optimizer": moments}, no_dist=world == 1,
-                 checkpoint_id=os.path.join(temp, "train_state"))
+                 checkpoint_id=f"{temp}/train_state")
     if rank == 0:
-        launch.write_atomic(os.path.join(temp, "state.json"), json.dumps(state, indent=1))
-        launch.publish_folder(temp, os.path.join(out, f"step_{step:06d}"))
+        state = {**state, "step": step, "code": launch.our_commit()}
+        launch.write_atomic(f"{temp}/state.json", json.dumps(state, indent=1))
+        launch.publish_folder(temp, f"{out}/step_{step:06d}")
         tidy(out, state)
     launch.any_rank(False)  # a barrier: no rank goes on before the folder has its name
 
 
 def save_files(folder, files, weights):
-    """Writes small files and weights: safetensors, above 4 GB several files and an index; adapters
-    under the names of peft."""
+    """Writes small files and weights: safetensors, above 4 GB several files and an index."""
     from huggingface_hub import save_torch_state_dict
 
     for name, content in files.items():
-        launch.write_atomic(os.path.join(folder, name), content)
+        launch.write_atomic(f"{folder}/{name}", content)
     pattern = "model{suffix}.safetensors"
-    if any(".lora_" in name for name in weights):
+    if "adapter_config.json" in files:
         pattern = "adapter_model{suffix}.safetensors"
-        weights = {f"base_model.model.{name}.weight": tensor for name, tensor in weights.items()}
     # A network disk reports a lost write at fsync, which publish_folder calls for each file.
     save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size="4GB")
-
-
-def save_adapter_config(folder, base, adapters):
-    """Writes adapter_config.json, as peft reads it."""
-    rank = min(next(iter(adapters.values())).shape)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank,
-              "target_modules": sorted({name.split(".")[-2] for name in adapters}),
-              "base_model_name_or_path": base}
-    launch.write_atomic(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -433,33 +411,35 @@ def step_folders(out):
     # Not step_000010_keep, a copy that a user made.
     names = [name for name in os.listdir(out) if re.fullmatch(r"step_\d{6,}", name)]
     names.sort(key=lambda name: int(name[5:]), reverse=True)
-    return [os.path.join(out, name) for name in names]
+    return [f"{out}/{name}" for name in names]
 
 
 def tidy(out, state):
     """Sets the links `last` and `best`, and keeps the two newest checkpoints and the best one.
     After each save and at each start, since a kill may come before it."""
-    last, *older = step_folders(out)
-    link(out, "last", last)
-    best = None
-    if "best" in state:
-        _, best_step = state["best"]
-        best = os.path.join(out, f"step_{best_step:06d}")  # of step 0 there is none
-    if best in (last, *older):
-        link(out, "best", best)
+    folders = step_folders(out)
+    _, best_step = state.get("best", (0, 0))  # of step 0 there is no folder
+    best = f"{out}/step_{best_step:06d}"
+    for name, folder in (("last", folders[0]), ("best", best)):
+        if folder in folders:
+            temp = f"{out}/.{name}.tmp"
+            if os.path.lexists(temp):  # of a kill
+                os.remove(temp)
+            os.symlink(os.path.basename(folder), temp)
+            os.replace(temp, f"{out}/{name}")
     launch.fsync(out)  # before older checkpoints go
-    for folder in older[1:]:
+    for folder in folders[2:]:
         if folder != best:
             shutil.rmtree(folder)
 
 
-def link(out, name, folder):
-    """Makes out/name a link to a folder in `out`."""
-    temp = os.path.join(out, f".{name}.tmp")
-    if os.path.lexists(temp):  # of a kill
-        os.remove(temp)
-    os.symlink(os.path.basename(folder), temp)
-    os.replace(temp, os.path.join(out, name))
+def changed_settings(now, then):
+    """Settings of two starts -> a text of those that may not differ, and do; "" if none does."""
+    changes = []
+    for name in now:
+        if name not in FREE and now[name] != then.get(name):
+            changes.append(f"{name} {then.get(name)} (now {now[name]})")
+    return ", ".join(changes)
 
 
 def resume_point(args, inputs):
@@ -476,20 +456,17 @@ def resume_point(args, inputs):
     folder, state = None, {"step": 0, "settings": now}
     if launch.rank_and_world()[0] == 0 and step_folders(args.out):
         folder = step_folders(args.out)[0]
-        with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
-            state = json.load(file)
+        state = json.loads(launch.read_file(f"{folder}/state.json"))
         tidy(args.out, state)
     # Every rank compares its own flags and rows with those of rank 0.
     folder, state = launch.broadcast((folder, state))
-    then = state["settings"]
-    differ = [name for name in now if name not in FREE and now[name] != then.get(name)]
-    for name in differ:
-        text = f"{name} {then.get(name)} (now {now[name]})"
-        if not args.resume:
-            raise launch.UserError(f"--out {args.out} holds a run with another {text}; choose "
-                                   "another --out, or --resume to go on with the new settings")
-        launch.print0(f"{folder}: {text}")
-    if "rows of --val" in differ:  # values on other rows cannot be compared
+    changes = changed_settings(now, state["settings"])
+    if changes and not args.resume:
+        raise launch.UserError(f"--out {args.out} holds a run with another {changes}; choose "
+                               "another --out, or --resume to go on with the new settings")
+    if changes:
+        launch.print0(f"{folder}: {changes}")
+    if "rows of --val" in changes:  # values on other rows cannot be compared
         state.pop("best", None)
     if folder:
         launch.print0(f"going on after step {state['step']} of {folder}")
@@ -500,6 +477,6 @@ def load_train_state(policy, optimizer, folder):
     """Restores weights and moments, which any number of ranks saved, in place. Collective."""
     state = {"model": trained_state(policy),
              "optimizer": get_optimizer_state_dict(policy, optimizer)}
-    dcp.load(state, checkpoint_id=os.path.join(folder, "train_state"),
+    dcp.load(state, checkpoint_id=f"{folder}/train_state",
              no_dist=launch.rank_and_world()[1] == 1)  # as in save_run
     set_optimizer_state_dict(policy, optimizer, state["optimizer"])

@@ -49,6 +49,9 @@ def bare_options(options):
     return bare
 
 
+TASK_FIELDS = ("id", "video", "question", "answer", "type")
+
+
 def read_tasks(path, faults=None, unlabelled=False):
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
     a list `faults` the line goes there, and the row is left out. unlabelled: an answer may be null.
@@ -56,23 +59,18 @@ def read_tasks(path, faults=None, unlabelled=False):
     ids = set()  # ids name groups, seeds and records: two tasks of one id would be mixed up
 
     def fault(row):
+        if str(row["id"]) in ids:
+            return f"task ids are not unique: {row['id']} is there twice"
         problem = task_fault(row, unlabelled)
-        if problem is None and str(row["id"]) in ids:
-            problem = f"task ids are not unique: {row['id']} is there twice"
         if problem is None:
             ids.add(str(row["id"]))
         return problem
 
-    return launch.read_jsonl(path, ("id",), fault, faults)
+    return launch.read_jsonl(path, TASK_FIELDS, fault, faults)
 
 
 def task_fault(row, unlabelled=False):
     """-> None, or why a task cannot be used. unlabelled: its answer may be null."""
-    if "messages" in row:
-        return "a chat, which sft.py trains on"
-    for name in ("video", "question", "answer", "type"):
-        if name not in row:
-            return f"missing {name!r}"
     if not (isinstance(row["video"], str) and isinstance(row["question"], str)):
         return "video and question must be texts"
     evidence = row.get("evidence") or []
@@ -81,8 +79,6 @@ def task_fault(row, unlabelled=False):
     options = row.get("options") or []
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
         return "options must be a list of strings, or null"
-    if len(options) > 26:  # the rest would have no letter
-        return f"{len(options)} options; there are letters for 26"
     # The type chooses the reward, so a misspelt one must not pass.
     if row["type"] not in LABELS:
         return f"type is {row['type']!r}; expected {', '.join(LABELS)}"
@@ -122,12 +118,12 @@ def label_earns_all(row, options):
 def late_window(task, end):
     """-> None, or why the video, which ends at `end` seconds, cannot show the answer or the
     evidence."""
-    for window in task.get("evidence") or []:
+    windows = list(task.get("evidence") or [])
+    if task["type"] == "grounding" and task["answer"]:
+        windows.append(task["answer"])
+    for window in windows:  # one may end beyond the video: annotators round
         if window[0] >= end:
-            return f"evidence {window} begins at no second of the video, which has {end:g} s"
-    # Half of an answer may lie beyond: annotators round, and end it a little late.
-    if task["type"] == "grounding" and task["answer"] and sum(task["answer"]) / 2 > end:
-        return f"the answer, {task['answer']} s, lies beyond the video, which has {end:g} s"
+            return f"{window} s lies beyond the video, which has {end:g} s"
     return None
 
 
@@ -224,15 +220,17 @@ def chat_fault(row):
     for name in UNREAD:
         if row.get(name):
             return f"a column {name!r}, which is not read; tools/convert.py reads such rows"
-    if not isinstance(row.get("tools") or [], list):
-        return "'tools' must be a list of tools, or null"
-    if not isinstance(row["messages"], list) or not row["messages"]:
+    if not row["messages"]:
         return "missing 'messages': a task is for grpo.py and eval.py"
     roles = []
     for message in row["messages"]:
         if message.get("role") not in ROLES:
             return f"a role {message.get('role')!r}, not {', '.join(ROLES)}"
-        fault = unread_field(message, MESSAGE) or content_fault(message, "assistant" in roles)
+        # A video may stand in a tool message, and in those of the user before the first turn.
+        with_video = message["role"] == "tool"
+        if message["role"] == "user" and "assistant" not in roles:
+            with_video = True
+        fault = unread_field(message, MESSAGE) or content_fault(message.get("content"), with_video)
         if fault:
             return fault
         roles.append(message["role"])
@@ -246,40 +244,38 @@ def chat_fault(row):
     return None
 
 
-def content_fault(message, answered):
-    """-> None, or why the content of a message cannot be used. answered: an assistant message
-    stands before it."""
-    content = message.get("content")
+def content_fault(content, with_video):
+    """-> None, or why the content of a message cannot be used. with_video: it may hold videos."""
     if isinstance(content, str):
         return None
     if not isinstance(content, list):
         return "content must be a text, or a list of texts and videos"
     for piece in content:
         if piece.get("type") == "text":
-            known = TEXT
+            fields = TEXT
         elif piece.get("type") != "video":
             return "content must be of {'type': 'text', 'text'} and {'type': 'video', 'video', ..}"
-        elif message["role"] != "tool" and (message["role"] != "user" or answered):
+        elif not with_video:
             return ("a video after the first assistant message, outside a tool message, or in a "
                     "system message")
         # K frames of the whole video, or a window in seconds. video.load checks the numbers.
         elif "frames" in piece:
-            known = OVERVIEW
+            fields = OVERVIEW
         elif "start" in piece and "end" in piece:
-            known = WINDOW
+            fields = WINDOW
         else:
             return "a video needs 'frames', or 'start' and 'end'"
-        fault = unread_field(piece, known)
+        fault = unread_field(piece, fields)
         if fault:
             return fault
     return None
 
 
-def unread_field(item, known):
-    """-> None, or what to say of a field that holds something and is none of `known`: calls,
+def unread_field(item, fields):
+    """-> None, or what to say of a field that holds something and is none of `fields`: calls,
     thoughts, a mask of the loss (0, false) of another trainer's format."""
     for name, value in item.items():
-        if name not in known and value not in (None, "", [], {}):
+        if name not in fields and value not in (None, "", [], {}):
             return f"a field {name!r}, which is not read here"
     return None
 
@@ -309,37 +305,30 @@ def read_subtitles(path):
     """SRT, WebVTT or JSON file -> [(start, end, text)] in seconds of the file, in time order.
     Raises UserError naming the file."""
     try:
-        with open(path, "rb") as file:  # editors of Windows write UTF-16, with a mark in front
-            utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        with open(path, encoding="utf-16" if utf16 else "utf-8-sig") as file:
-            text = file.read()
+        content = launch.read_file(path)
+        encoding = "utf-8-sig"
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # editors of Windows
+            encoding = "utf-16"
+        text = content.decode(encoding)
         # By the first sign, not by the name: in a Hub cache that is a blob's, without an ending.
         if text.lstrip().startswith(("[", "{")):
             cues = json_cues(text)
         else:
-            cues = srt_cues(text)
+            cues = srt_cues(text.replace("\r\n", "\n"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         # Another encoding is not guessed: a wrong guess shows the model wrong words.
         raise launch.UserError(
-            f"{path}: unreadable subtitles ({launch.why(error)}); if they are not UTF-8 or UTF-16, "
-            "convert them, as with iconv -f GB18030 -t UTF-8, or -f CP1252; or set subtitles to "
-            "null in the tasks") from None
-    lines, above = [], []  # above: rows of the cue before
-    cues.sort(key=lambda cue: cue[0])
-    for (start, end, said), following in zip(cues, [*cues[1:], *cues[-1:]]):
-        if end is None:  # open: until the next one begins
-            end = following[0]
-        rows = plain_rows(said)
-        # Rolling captions begin a cue with rows of the one before, which stay shown.
-        fresh = rows
-        if lines and start <= lines[-1][1]:
-            fresh = [row for row in rows if row not in above]
-        if fresh != rows:
-            before = lines.pop()
-            lines.append((before[0], max(before[1], end), before[2]))
+            f"{path}: unreadable subtitles ({error}); if they are not UTF-8 or UTF-16, convert "
+            "them, as with iconv -f GB18030 -t UTF-8, or -f CP1252; or set subtitles to null in "
+            "the tasks") from None
+    lines, above, shown_until = [], [], 0.0  # above: rows of the cue before
+    for start, end, text in sorted(cues):
+        rows = plain_rows(text)
+        # Rolling captions begin a cue with rows of the one before, which are lines already.
+        fresh = [row for row in rows if start > shown_until or row not in above]
         if fresh:
             lines.append((start, end, " ".join(fresh)))
-        above = rows
+        above, shown_until = rows, end
     return lines
 
 
@@ -362,31 +351,36 @@ def srt_cues(text):
     for start, end, body in zip(parts[1::3], parts[2::3], parts[3::3]):
         body = re.sub(r"\n\d+\n\Z", "\n", body)  # the number of the next cue
         # The text ends at an empty line. In rolling captions the first row may be blank.
-        said = re.split(r"\n[ \t]*\n", body.strip())[0]
-        cues.append((to_seconds(start), to_seconds(end), said))
+        text = re.split(r"\n[ \t]*\n", body.strip())[0]
+        cues.append((to_seconds(start), to_seconds(end), text))
     return cues
 
 
 def to_seconds(stamp):
-    """A time of a subtitle, None for none -> seconds."""
-    if stamp is None:
-        return None
+    """A time of a subtitle -> seconds."""
     return rewards.to_seconds(str(stamp).replace(",", "."))
 
 
 def json_cues(text):
     """As LongVideoBench ships them, {"timestamp": [start, end or null], "text"} or {"start", "end",
-    "line"}, or Video-MME-v2, words with "start_time" and "end_time", one a line -> [(start, end or
-    None, text)] in seconds of the file."""
+    "line"}, or Video-MME-v2, words with "start_time" and "end_time", one a line -> [(start, end,
+    text)] in seconds of the file."""
     if text.lstrip().startswith("["):
         rows = json.loads(text)
     else:
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    cues = []
-    for row in rows:
-        start, end = row.get("timestamp") or (row.get("start", row.get("start_time")),
-                                              row.get("end", row.get("end_time")))
-        said = row["text"] if "text" in row else row["line"]
+    cues, later = [], None  # later: where the cue after this one begins
+    for row in reversed(rows):
+        if "timestamp" in row:
+            start, end = row["timestamp"]
+        elif "start" in row:
+            start, end = row["start"], row["end"]
+        else:
+            start, end = row["start_time"], row["end_time"]
+        if end is None:  # open: until the next one begins
+            end = later or start
+        text = row["text"] if "text" in row else row["line"]
         if start is not None:
-            cues.append((to_seconds(start), to_seconds(end), said))
+            cues.append((to_seconds(start), to_seconds(end), text))
+            later = start
     return cues

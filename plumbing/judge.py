@@ -204,7 +204,7 @@ def append_row(path, row):
                 f.truncate(f.tell() - size)
                 raise OSError(errno.ENOSPC, "the disk is full")
     except OSError as error:
-        raise launch.RunError(f"{path}: {launch.why(error)}; the same command goes on") from None
+        raise launch.RunError(f"{path}: {error}; the same command goes on") from None
 
 
 class Judge(ChatClient):

@@ -50,7 +50,7 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
     where = [line for line in out.splitlines() if line.startswith((str(file), "task "))]
     marks = [f"{file}:1: ", f"{file}:3: ", f"{file}:5: ", f"{file}:6: ", f"{file}:10: evidence",
              f"{file}:12: ", *(f"task {row['id']}: " for row in (third, fourth, fifth)),
-             "task e2: evidence [64, 65] begins at no "]
+             "task e2: [64, 65] s lies beyond the video"]
     assert [line[:len(mark)] for line, mark in zip(where, marks, strict=True)] == marks
     assert "beyond the video" in where[-2] and where[-1].endswith("video, which has 64 s")
 

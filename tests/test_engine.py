@@ -187,13 +187,13 @@ def test_the_engine_agrees_with_the_trainer_before_and_after_a_sync(
             p.mul_(scale if p.ndim > 1 else 1).add_(0.05 * torch.randn_like(p))
     # The engine still has the old ones: the probe can tell.
     assert engine_gap(engine, new, codec, tasks, frames_of, 1) > 0.1
-    engine.sync(checkpoint.full_weights(new))
+    engine.sync(checkpoint.full_weights(new, torch.float32))
     assert engine_gap(engine, new, codec, tasks, frames_of, 2) < 1e-3
     with torch.no_grad():  # only the embeddings, which are the head
         new.hf.model.language_model.embed_tokens.weight.mul_(1.3)
-    engine.sync(checkpoint.full_weights(new))
+    engine.sync(checkpoint.full_weights(new, torch.float32))
     assert engine_gap(engine, new, codec, tasks, frames_of, 3) < 1e-3
-    engine.sync(checkpoint.full_weights(load_policy(base, codec)))  # as other tests expect it
+    engine.sync(checkpoint.full_weights(load_policy(base, codec), torch.float32))  # as other tests expect it
     from vllm.engine.arg_utils import EngineArgs  # it knows all options of a GPU
     assert gpu_options(EngineConfig(32)).keys() <= EngineArgs.__dataclass_fields__.keys()
 

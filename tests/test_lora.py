@@ -51,7 +51,7 @@ def merged_dense(policy, ckpt, codec):
     dense = load_policy(ckpt, codec)
     own = dense.hf.state_dict()
     with torch.no_grad():
-        for name, tensor in checkpoint.full_weights(policy):
+        for name, tensor in checkpoint.full_weights(policy, torch.float32):
             own[name].copy_(tensor)
     return dense
 
@@ -125,7 +125,7 @@ def test_peft_reads_it_as_the_same_model(saved, toy, codec, adapted):
 
     hf = Qwen3VLForConditionalGeneration.from_pretrained(str(toy / "init"), dtype=torch.float32)
     whole = peft.PeftModel.from_pretrained(hf, str(saved)).merge_and_unload().state_dict()
-    for name, tensor in checkpoint.full_weights(adapted):
+    for name, tensor in checkpoint.full_weights(adapted, torch.float32):
         assert (whole[name] - tensor).abs().max() < 1e-6, name
 
 

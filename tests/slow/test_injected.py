@@ -168,5 +168,5 @@ def test_what_a_fault_looks_like(toy, cold, name, monkeypatch, tmp_path, capsys)
         print(error)
         step, number = re.match(r"step (\d): (\w+),", str(error)).groups()
         seen = f"{number} ends step {step}"
-    launch.locks.clear()
+    launch.lock.cache_clear()
     assert seen == table()[name].strip()
