@@ -193,7 +193,8 @@ def test_the_engine_agrees_with_the_trainer_before_and_after_a_sync(
         new.hf.model.language_model.embed_tokens.weight.mul_(1.3)
     engine.sync(checkpoint.full_weights(new, torch.float32))
     assert engine_gap(engine, new, codec, tasks, frames_of, 3) < 1e-3
-    engine.sync(checkpoint.full_weights(load_policy(base, codec), torch.float32))  # as other tests expect it
+    old = load_policy(base, codec)
+    engine.sync(checkpoint.full_weights(old, torch.float32))  # as other tests expect it
     from vllm.engine.arg_utils import EngineArgs  # it knows all options of a GPU
     assert gpu_options(EngineConfig(32)).keys() <= EngineArgs.__dataclass_fields__.keys()
 
