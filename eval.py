@@ -66,7 +66,8 @@ def build_parser():
         help="benchmarks as their publishers ship them; several give one table; all: the paper's")
     add("--root", nargs="+", default=[], metavar="DIR",
         help="folder of each benchmark, or one of all; of the videos of --data (default: its own)")
-    add("--out", default="eval_out", help="folder to write; a run of the same settings goes on")
+    add("--out", help="folder to write; a run of the same settings goes on there; default: "
+        "eval_out, with --compare none")
     add("--preset", choices=["paper", "toy"], default="paper", help="toy: lengths for toy.py")
     # Every K with every mode of --tools is an evaluation of its own. All share one table.
     add("--frames", type=frames_argument, nargs="+", default=[64],
@@ -78,17 +79,16 @@ def build_parser():
     add("--limit", type=launch.positive, metavar="N", help="the first N tasks; default: all")
     systems.add_arguments(parser)
 
-    # The other rules of an episode are those of the protocol, see evaluation/systems.py.
+    # Defaults are those of the checkpoint's training, see `trained_settings`, or of the protocol.
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 = greedy")
-    add("--max-new-tokens", type=launch.positive, default=2048, help="tokens per main turn")
-    add("--max-model-len", type=launch.positive, default=32768,
-        help="tokens of one context with its answer")
+    add("--temperature", type=launch.amount, default=0.0, help="of sampling; 0 = greedy")
+    add("--max-new-tokens", type=launch.positive, help="tokens per main turn")
+    add("--max-model-len", type=launch.positive, help="tokens of one context with its answer")
     add("--max-turns", type=int, help="tool turns before the answer turn")
     add("--max-parallel", type=int, help="calls run per turn")
     add("--think-prefix", action=argparse.BooleanOptionalAction,
         help="force <think>\\n in every main turn")
-    add("--crop-response", choices=["summary", "frames"], default="summary",
+    add("--crop-response", choices=["summary", "frames"],
         help="to a call of paravt: a sub-agent's summary, or the window's frames")
     add("--seed", type=int, default=0, help="of sampling and of the draws of K")
     add("--max-num-seqs", type=launch.positive, default=64,
@@ -99,9 +99,8 @@ def build_parser():
                         "the judge's name; without --judge-url earlier verdicts count")
 
     add = parser.add_argument_group("finished folders, no model").add_argument
-    add("--rescore", nargs="+", metavar="DIR", help="grade the records again")
-    add("--compare", nargs="+", metavar="DIR", help="one table, differences to the first")
-    add("--table", nargs="+", metavar="DIR", help="beside the paper's rows, in Markdown")
+    add("--compare", nargs="+", metavar="DIR",
+        help="one table, with differences to the first folder and the rows of the paper")
     return parser
 
 
@@ -113,19 +112,17 @@ def frames_argument(text: str) -> int | str:
 def parse_args():
     """The flags, checked. Raises UserError."""
     parser = build_parser()
-    # A protocol and a preset change defaults, which yield to flags. So both must be known first.
-    early = launch.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--protocol", default="paravt")
-    early.add_argument("--preset")
-    early, _ = early.parse_known_args()
-    set_defaults(parser, early.protocol, early.preset)
+    # Read twice: some flags change defaults, which any flag still overrides.
+    set_defaults(parser, parser.parse_args())
     args = parser.parse_args()
     if "all" in args.bench:
-        args.bench = list(benchmarks.paper_table()["ParaVT-8B"][1])
-    if args.compare and os.path.realpath(args.out) in map(os.path.realpath, args.compare):
-        raise launch.UserError("--out would be replaced, but it is an input; choose another")
-    if not (args.compare or args.table or args.rescore):
-        check_flags(args)
+        args.bench = list(benchmarks.paper_table()["ParaVT-8B"])
+    if args.compare:
+        if args.out and os.path.realpath(args.out) in map(os.path.realpath, args.compare):
+            raise launch.UserError("--out would be replaced, but it is an input; choose another")
+        return args
+    args.out = args.out or "eval_out"
+    check_flags(args)
     if args.bench and len(args.bench) > len(args.root):
         # One folder of folders. Benchmarks of one data set share a folder.
         names = [benchmarks.splits()[name].folder or name for name in args.bench]
@@ -133,36 +130,45 @@ def parse_args():
     return args
 
 
-def set_defaults(parser, protocol, preset):
-    """Defaults of a protocol and a preset, for flags and for the settings that have none."""
-    given = {f.name: f.default for f in fields(rollout.AgentConfig)}
-    for name in ("tools", "temperature"):  # flags of another meaning, or another default
-        given.pop(name)
-    parser.set_defaults(**given, **systems.READER_SETTINGS)
-    if protocol in systems.all_systems():
-        parser.set_defaults(**systems.all_systems()[protocol].settings)
-    if preset == "toy":
+def set_defaults(parser, args):
+    """Defaults of settings, with a flag or without one. args: the flags that change them."""
+    defaults = {**systems.READER_SETTINGS, "chat_template_kwargs": {}}
+    for setting in fields(rollout.AgentConfig):
+        if setting.name not in ("tools", "temperature", "seed"):  # flags with their own defaults
+            defaults[setting.name] = setting.default
+    parser.set_defaults(**defaults)
+    parser.set_defaults(**systems.all_systems()[args.protocol].settings)
+    if args.preset == "toy":
         parser.set_defaults(**rollout.toy_defaults())
+    if args.ckpt:
+        trained = trained_settings(args.ckpt)
+        parser.set_defaults(**{name: trained[name] for name in defaults if name in trained})
+
+
+def trained_settings(ckpt):
+    """-> args.json of the run that a checkpoint is of, as sft.py and grpo.py write it; {} if there
+    is none. A model that is asked in another way than it was trained loses accuracy."""
+    folder = os.path.realpath(ckpt)  # of the run, or of a checkpoint in it
+    for path in (folder, os.path.dirname(folder)):
+        if os.path.exists(os.path.join(path, "args.json")):
+            return results.read_json(path, "args.json")
+    return {}
 
 
 def check_flags(args):
     """Raises UserError if the flags of a run contradict each other, before any file is read."""
     benches, roots = len(args.bench), len(args.root)
-    tasks = os.path.realpath(os.path.join(args.out, "tasks.jsonl"))
     for invalid, reason in (
         (bool(args.data) == bool(benches), "give --data, or --bench with --root, or --compare with "
          "finished evaluations; --bench takes no --data (tools/ask.py asks about one video)"),
-        (args.data and os.path.realpath(args.data) == tasks,
-         f"--data {args.data} would be replaced; choose another --out"),
         (os.path.exists(os.path.join(args.out, "log.jsonl")),
          f"--out {args.out} holds a training run; choose another folder"),
-        (roots not in (1, max(1, benches)) and (benches or roots),
-         "--root: one folder for each --bench, or one for all"),
+        (benches and roots not in (1, benches), "--root: one folder for each --bench, or one "
+         "for all"),
         (bool(args.ckpt) == bool(args.base_url), "give --ckpt, or --base-url with --model"),
-        (bool(args.base_url) != bool(args.model), "--base-url and --model belong together"),
+        (args.base_url and not args.model, "--base-url needs --model"),
         (args.protocol != "paravt" and not args.base_url,
          f"--protocol {args.protocol} asks an endpoint: `vllm serve MODEL`, then --base-url"),
-        (not 0 <= args.temperature <= 2, "--temperature must lie between 0 and 2"),
         (0 in args.frames and "off" not in args.tools,
          "--frames 0 shows no video, but --tools on lets the agent look: give --tools off"),
         (args.samples > 1 and args.temperature == 0,
@@ -198,11 +204,12 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         agent, source = agent_and_source(args, root, mode)
         out = results.bench_dir_of(args.out, bench)
         launch.make_out(out)
+        launch.lock(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
-        names = []
+        texts = None
         if mode != "none":
             names = [task["subtitles"] for task in tasks if task.get("subtitles")]
-        texts = results.digest_of_files(video.resolve(name, root) for name in names)
+            texts = results.digest_of_files(root, names)
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         done = set(results.read_records(out, digest))
         tasks = tasks[: args.limit]
@@ -222,19 +229,16 @@ def read_tasks(args, bench, root):
             raise launch.UserError(f"{bench}: none of its subtitles lies below {root}; unpack them "
                                    "there")
         return tasks, mode
-    tasks, mode = data.read_tasks(args.data), "none"
-    if any(task.get("subtitles") for task in tasks):
-        mode = "aligned"  # as in training
-    return tasks, mode
+    return data.read_tasks(args.data), "aligned"  # as in training
 
 
 def agent_and_source(args, root, subtitles):
     """Arguments, folder of the videos, which subtitles -> (AgentConfig, VideoSource)."""
     names = {f.name for f in fields(rollout.AgentConfig)} - {"tools"}
     agent = rollout.AgentConfig(tools=True, **{name: getattr(args, name) for name in names})
-    spoken = data.task_subtitles if subtitles == "aligned" else None
+    read_subtitles = data.task_subtitles if subtitles == "aligned" else None
     cache = video.FrameCache(workers=video.decode_threads())
-    return agent, systems.source_of(args, root, cache, spoken)
+    return agent, systems.source_of(args, root, cache, read_subtitles)
 
 
 def whole_checkpoint(args):
@@ -253,8 +257,11 @@ def pending_tasks(suites: list[Suite], args) -> list[tuple]:
     jobs = []
     for suite in suites:
         for k, mode in results.grid_cells(vars(args)):
-            todo = [task for task in suite.tasks if not suite.done >= {
-                (task["id"], str(k), mode, sample) for sample in range(args.samples)}]
+            todo = []
+            for task in suite.tasks:
+                items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
+                if not items <= suite.done:
+                    todo.append(task)
             jobs.append((suite, k, mode, todo))
     return jobs
 
@@ -277,8 +284,6 @@ def evaluate(args):
     ckpt, weights = whole_checkpoint(args)
     system, prompts = systems.make_system(args)
     suites = load_suites(args, weights, prompts)
-    for suite in suites:
-        launch.lock(suite.out)
     if world > 1:
         launch.start_process_group(bool(args.base_url))
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
@@ -288,7 +293,12 @@ def evaluate(args):
     if any(todo for *_, todo in jobs):  # on one rank or another: building vLLM is collective
         codec, engine = make_engine(args, ckpt, system)
     if rank == 0:
-        write_inputs(suites, {**vars(args), "prompt_hash": prompts, "code": launch.our_commit()})
+        # What --compare reads. Only now, so that a refused run leaves no files.
+        flags = {**vars(args), "prompt_hash": prompts, "code": launch.our_commit()}
+        for suite in suites:
+            rows = "".join(json.dumps(task) + "\n" for task in suite.tasks)
+            launch.write_atomic(os.path.join(suite.out, "tasks.jsonl"), rows)
+            results.write_json(flags, suite.out, "args.json")
     if engine:
         jobs = [(*job, tasks_of_rank(todo, rank, world)) for *job, todo in jobs]
         run_jobs(jobs, engine, codec, system, args, rank)
@@ -298,18 +308,10 @@ def evaluate(args):
     failed = ""
     if rank == 0:
         folders = [(suite.bench, suite.out) for suite in suites]
-        failed = results.finish(args.out, folders, args, args.ckpt or args.model)
+        failed = results.finish(args, folders, prompts)
     if failed:  # after the table and the summary
         print(launch.printable(failed), file=sys.stderr, flush=True)
     launch.end_process_group(engine, int(bool(failed)))
-
-
-def write_inputs(suites, meta):
-    """Writes what --rescore and --compare read. Only when the engine has taken the checkpoint, so
-    that a refused run leaves no files."""
-    for suite in suites:
-        results.write_tasks(suite.tasks, os.path.join(suite.out, "tasks.jsonl"))
-        results.write_json(meta, suite.out, "args.json")
 
 
 def make_engine(args, ckpt, system):
@@ -317,7 +319,7 @@ def make_engine(args, ckpt, system):
     if args.base_url:
         # No ids there: prompts stay messages, and answers stay text.
         return None, endpoint.make_engine(args, system.prefill, system.jpeg)
-    codec = chat.load_codec(ckpt)
+    codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     largest = max(1, *map(rollout.max_num_frames, args.frames))
     # rollout's --frames is one K, ours is a list of them. Here no trainer shares the card.
     flags = {**vars(args), "frames": largest, "gpu_memory_utilization": 0.9, "cpu": False}
@@ -345,11 +347,7 @@ def run_jobs(jobs, engine, codec, system, args, rank):
 
 def main():
     args = parse_args()
-    if args.table:
-        results.table(args.table)
-    elif args.rescore:
-        results.rescore(args.rescore, args)
-    elif args.compare:
+    if args.compare:
         results.compare(args.compare, args.out)
     else:
         evaluate(args)

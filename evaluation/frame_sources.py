@@ -2,19 +2,21 @@
 evaluation/frame_sources.py (tests/test_protocols.py): which frames a system is shown.
 
   grid  "centres"  ours: the centres of equal segments, see video.py
-        "qwen"     the reader of most publishers, windows too, see qwen_vl_sampling.py
+        "qwen"     qwen_vl_utils 0.0.14, which most publishers use: an even number of frames, from
+                   the first to the last one of the video or of a window
 
 Reads videos and subtitles. Writes no file.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
 import numpy as np
 
+import launch
 import rollout
 import video
-from evaluation import qwen_vl_sampling
 
 
 def written_lines(path):
@@ -33,7 +35,8 @@ def written_lines(path):
 
 @dataclass
 class ServerVideo(video.Frames):
-    """Frames of a video that the endpoint reads itself, from this path."""
+    """A video that the endpoint reads itself, from this path. Which frames it takes is not known
+    here."""
 
     path: str = ""
 
@@ -66,45 +69,76 @@ class PublisherSource(rollout.VideoSource):
     def load(self, spec):
         if spec.get("frames") == 0:  # text alone
             return no_frames()
+        if spec.get("as_video"):
+            path = video.resolve(spec["video"], self.root)
+            return ServerVideo(**vars(no_frames()), path=path)
         if self.grid == "qwen":
             return self.load_qwen(spec)
         if "frames" in spec and self.fps:  # half a frame counts as one
-            paced = int(self.duration(spec) * self.fps + 0.5)
-            spec = {**spec, "frames": max(1, min(paced, spec["frames"]))}
+            num_frames = int(self.duration(spec) * self.fps + 0.5)
+            spec = {**spec, "frames": max(1, min(num_frames, spec["frames"]))}
         return super().load(spec)
 
     def load_qwen(self, spec):
-        """Frames as qwen_vl_utils reads them, or a ServerVideo. Raises ValueError for a window
-        without two frames, and VideoError for a video without the frames of an overview."""
+        """Frames as qwen_vl_utils reads them. Raises ValueError for a window without two frames,
+        and VideoError for a video without the frames of an overview."""
+        launch.import_shim()
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
         path = video.resolve(spec["video"], self.root)
         starts, info = self.cache.index(path)
-        if spec.get("as_video"):
-            indices, size = qwen_vl_sampling.vllm_video(
-                len(starts), info.height, info.width, self.max_pixels)
-            frames = self.cache.frames(path, indices, 0, 0, size)
-            return ServerVideo(**vars(frames), path=path)
-        wanted = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        factor = 2 * self.patch
+        min_pixels, max_pixels = self.min_pixels, self.max_pixels
         if "start" in spec:
-            wanted.update(fps=spec["fps"], min_frames=1, max_frames=spec["max_frames"],
-                          video_start=spec["start"], video_end=spec["end"])
-            wanted["min_pixels"] = self.crop_min_pixels or self.min_pixels
-            wanted["max_pixels"] = self.crop_pixels or self.max_pixels
-        elif self.fps:
-            wanted.update(fps=self.fps, max_frames=spec["frames"])
-        else:
-            wanted.update(nframes=spec["frames"])
-        if self.total_pixels and "frames" in spec:
-            wanted.update(total_pixels=self.total_pixels)
+            min_pixels = self.crop_min_pixels or min_pixels
+            max_pixels = self.crop_pixels or max_pixels
         try:
-            indices, size = qwen_vl_sampling.qwen(
-                wanted, len(starts), info.fps, info.height, info.width, self.patch)
+            indices = qwen_indices(spec, len(starts), info.fps, self.fps)
+            # Two frames make one grid of patches, which this reader counts once.
+            total_pixels = self.total_pixels or 128_000 * factor**2 * 0.9
+            bound = min(768 * factor**2, total_pixels / len(indices) * 2)
+            max_pixels = min(max(bound, int(min_pixels * 1.05)), max_pixels)
+            size = smart_resize(info.height, info.width, factor, min_pixels, max_pixels)
         except ValueError as error:
             if "start" in spec:
                 raise
             if self.short_is_blind:
                 return no_frames()
-            raise video.VideoError(path, f"too short for this system: {error}") from None
+            raise video.VideoError(path, f"not readable for this system: {error}") from None
         return self.cache.frames(path, indices, 0, 0, size)
+
+
+def qwen_indices(spec, total, rate, fps):
+    """
+    -> indices of the frames that qwen_vl_utils takes of a video with `total` frames, `rate` a
+    second. spec: see VideoSource.load. fps: frames per second of an overview; 0 = always
+    spec["frames"]. Raises ValueError if there are too few.
+
+    >>> qwen_indices({"start": 8, "end": 12, "fps": 1, "max_frames": 16}, 6000, 25.0, 0)
+    [200, 233, 267, 300]
+    """
+    import torch  # takes seconds, and --help need not wait
+
+    first, last, min_frames = 0, total - 1, 4
+    count = spec.get("frames") or spec["max_frames"]
+    if "start" in spec:
+        fps, min_frames = spec["fps"], 2
+        first = math.ceil(max(0.0, min(spec["start"], total / rate)) * rate)
+        last = min(math.floor(max(0.0, min(spec["end"], total / rate)) * rate), last)
+        if first >= last:
+            raise ValueError(f"the window {spec['start']:g}-{spec['end']:g} s holds less than two "
+                             "frames")
+    available = last - first + 1
+    if fps:
+        max_frames = count // 2 * 2
+        count = min(max(available / rate * fps, min_frames), max_frames, available)
+        count = 2 * math.floor(count / 2)
+    else:
+        count = 2 * round(count / 2)
+    if not 2 <= count <= available:
+        raise ValueError(f"{count} frames of a video or window of {available}")
+    # Not numpy's: in a long video another rounding of the sums takes other frames.
+    return torch.linspace(first, last, count).round().long().tolist()
 
 
 def no_frames():

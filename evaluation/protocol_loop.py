@@ -69,10 +69,10 @@ async def play(episode, worker, system):
             for record in records:
                 record.update(status="not_run", summary="")
             break
-        replies, shown = await system.answer(records, episode, worker, turn)
-        said = {"role": "assistant", "content": chat.prefill + completion.text}
-        chat.messages += [said, *replies]
-        chat.frames += shown
+        replies, new_frames = await system.answer(records, episode, worker, turn)
+        chat.messages.append({"role": "assistant", "content": chat.prefill + completion.text})
+        chat.messages += replies
+        chat.frames += new_frames
     episode.timing["total_s"] = time.monotonic() - began
     return episode
 
@@ -125,8 +125,8 @@ async def load_windows(records, episode, worker, fps=1.0, max_frames=16):
     call, or None. The records say what was shown, or why nothing. fps, max_frames: of a window, if
     the call names no number of frames."""
     limit = worker.agent.max_parallel
-    good = [record for record in records if record["status"] == "pending"]
-    for record in good[limit:]:
+    runnable = [record for record in records if record["status"] == "pending"]
+    for record in runnable[limit:]:
         record.update(status="not_run", summary=f"not run: at most {limit} calls per turn")
 
     async def load_window(record):
@@ -165,42 +165,44 @@ def frames_item(task, stamp):
 async def answer_with_frames(records, episode, worker, turn, text="", stamp=None, max_frames=16):
     """A tool message for each call: the frames of its window and a text, or why there are none."""
     windows = await load_windows(records, episode, worker, max_frames=max_frames)
-    messages, shown = [], []
+    messages, new_frames = [], []
     for record, frames in zip(records, windows):
         content = record["summary"]
         if frames is not None:
             record["summary"] = text
             content = [frames_item(episode.task, stamp), text_item(text)]
-            shown.append(frames)
+            new_frames.append(frames)
         messages.append({"role": "tool", "content": content})
-    return messages, shown
+    return messages, new_frames
 
 
 async def answer_with_summaries(records, episode, worker, turn):
     """A tool message for each call: what the same model says of the window in a fresh context."""
     windows = await load_windows(records, episode, worker)
-    jobs = []
-    for number, (record, frames) in enumerate(zip(records, windows)):
-        if frames is not None:
-            jobs.append(ask_sub_agent(record, frames, episode, worker, turn, number))
-    await asyncio.gather(*jobs)
+    await asyncio.gather(*[
+        ask_sub_agent(record, frames, episode, worker, (turn, number))
+        for number, (record, frames) in enumerate(zip(records, windows))])
     return [{"role": "tool", "content": record["summary"]} for record in records], []
 
 
-async def ask_sub_agent(record, frames, episode, worker, turn, number):
-    """The record of a call gets its summary."""
+async def ask_sub_agent(record, frames, episode, worker, turn):
+    """The record of a call gets its summary. turn: number of the turn and of the call."""
+    if frames is None:
+        return  # the record says why
     agent = worker.agent
     window = {"start": record["start"], "end": record["end"]}
     chat = Chat(messages=rollout.sub_messages(episode.task, window), frames=[frames])
+    name = "/".join(map(str, (episode.group, episode.sample, *turn)))
     completion = await worker.pump.sample(chat.request(
-        f"{episode.group}/{episode.sample}/{turn}/{number}", max_tokens=agent.sub_max_new_tokens,
-        temperature=agent.temperature, seed=rollout.turn_seed(episode, agent, turn, number)))
+        name, max_tokens=agent.sub_max_new_tokens,
+        temperature=agent.temperature, seed=rollout.turn_seed(episode, agent, *turn)))
     episode.notes["tokens"] += completion.tokens
-    # Only the text after the thought; one that never closes holds no summary.
-    record["summary"] = completion.text.rpartition("</think>")[2].strip() or rollout.EMPTY_SUMMARY
+    record["summary"] = rollout.EMPTY_SUMMARY
     if completion.error:
         record.update(status="engine_error", error=completion.error,
                       summary="error: the window could not be looked at")
         episode.fail("engine_error", f"a call: {completion.error}")
-    elif answers.never_closed(completion.text, False):
-        record["summary"] = rollout.EMPTY_SUMMARY
+    elif not answers.never_closed(completion.text, False):
+        # Only the text after the thought.
+        summary = completion.text.rpartition("</think>")[2].strip()
+        record["summary"] = summary or rollout.EMPTY_SUMMARY

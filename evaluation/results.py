@@ -9,20 +9,20 @@ of --data, or a folder in the --out of --bench.
 Numbers come from records, graded anew by the present code, never from a summary.json.
 
 Reads and writes: records.*.jsonl, tasks.jsonl, args.json, judge.jsonl, summary.json.
-Used by eval.py: --rescore, --compare, --table.
+Used by eval.py.
 """
 
 import argparse
 import collections
 import glob
 import hashlib
-import itertools
 import json
 import os
 import pathlib
 import time
 
 import launch
+import video
 from evaluation import answers, benchmarks, endpoint, scores, systems
 
 # ------------------------------------------------------------------------------------------------
@@ -31,28 +31,40 @@ from evaluation import answers, benchmarks, endpoint, scores, systems
 
 # Flags that change no answer, or that the digest holds by the content of their files.
 NO_SETTINGS = ("ckpt data bench root out prompts limit frames tools samples preset base_url "
-               "api_key_env max_num_seqs judge_url judge_model judge_tokens judge_key_env rescore "
-               "compare table").split()
+               "api_key_env max_num_seqs judge_url judge_model judge_tokens judge_key_env compare"
+               ).split()
 
 
 def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     """-> digest of all that must be equal for records to belong together: tasks, prompts, weights
     (a digest), texts (a digest of the subtitles; None: none are shown), and the flags that change
     an answer. A record names its own K, mode and sample."""
-    covered = {k: v for k, v in sorted(vars(args).items()) if k not in NO_SETTINGS}
-    # Where a benchmark's files lie, and whether all are there yet, is no setting.
-    tasks = [{**task, "video": pathlib.Path(task["video"]).stem, "subtitles": None}
-             if task.get("split") else task for task in tasks]
-    settings = json.dumps([covered, prompts, subtitles, weights, tasks, texts])
+    flags = {name: value for name, value in sorted(vars(args).items()) if name not in NO_SETTINGS}
+    rows = []
+    for task in tasks:
+        if task.get("split"):
+            # Where a benchmark's files lie, and whether all are there yet, is no setting.
+            task = {**task, "video": pathlib.Path(task["video"]).stem, "subtitles": None}
+        rows.append(task)
+    settings = json.dumps([flags, prompts, subtitles, weights, rows, texts])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
-def digest_of_files(paths):
-    """-> digest of the bytes of files, wherever they lie."""
+def digest_of_files(root, names):
+    """-> digest of the bytes of files below a folder. Raises UserError."""
     digest = hashlib.sha256()
+<<<<<<< HEAD
     for path in sorted(set(paths)):
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
+=======
+    for name in sorted(set(names)):
+        path = video.resolve(name, root)
+        try:
+            digest.update(hashlib.sha256(launch.read_file(path)).digest())
+        except OSError as error:
+            raise launch.UserError(f"{path}: unreadable ({error.strerror})") from None
+>>>>>>> 8007e90 (Evaluation says less: settings come from the run that trained a checkpoint, --compare does what three flags did, transformers sizes the frames of qwen_vl_utils)
     return digest.hexdigest()[:16]
 
 
@@ -82,8 +94,12 @@ def read_records(out, digest=None):
 
 def grid_cells(flags):
     """Flags of a run, as a dict -> its (K, mode). Without frames there is nothing to look at."""
-    grid = itertools.product(flags["frames"], flags["tools"])
-    return [(k, mode) for k, mode in grid if k != 0 or mode == "off"]
+    cells = []
+    for k in flags["frames"]:
+        for mode in flags["tools"]:
+            if k != 0 or mode == "off":
+                cells.append((k, mode))
+    return cells
 
 
 def open_append(path):
@@ -115,8 +131,10 @@ def record_of(episode, digest, k, mode, system) -> dict:
     # Only training needs these fields, and they are most of an episode's bytes.
     dropped = {"ids", "mask", "logps", "vision", "spans", "advantage", "policy_step"}
     record = {name: value for name, value in episode.to_dict().items() if name not in dropped}
-    # "sub" holds the ids of a sub-agent, left out too.
-    calls = [{name: value for name, value in c.items() if name != "sub"} for c in episode.calls]
+    calls = []
+    for call in episode.calls:
+        calls.append({**call})
+        calls[-1].pop("sub", None)  # the ids of a sub-agent
     times = [round(float(second), 3) for second in episode.notes.get("seconds", [])]
     # A hash of the opening messages shows which wording a record was asked with.
     prompt = json.dumps(episode.notes.get("opening")).encode()  # None for a broken video
@@ -144,22 +162,22 @@ def grade_folder(folder, judge):
     UserError if an item has no record."""
     flags, done = read_json(folder, "args.json"), read_records(folder)
     system = systems.all_systems()[flags.get("protocol", "paravt")]
-    tasks = launch.read_jsonl(os.path.join(folder, "tasks.jsonl"))
-    items = [(task["id"], sample) for task in tasks for sample in range(flags["samples"])]
-    cells, missing = {}, 0
+    cells, records, missing = {}, [], 0
     for k, mode in grid_cells(flags):
         cell = cells[k, mode] = {}
-        for task, sample in items:
-            record = done.get((task, str(k), mode, sample))
-            missing += record is None
-            cell[task, sample] = record
+        for task in launch.read_jsonl(os.path.join(folder, "tasks.jsonl")):
+            for sample in range(flags["samples"]):
+                record = done.get((task["id"], str(k), mode, sample))
+                if record is None:
+                    missing += 1
+                    continue
+                # An older grader may have written the score, so all records are graded again.
+                record.update(grade_record(record, system))
+                cell[task["id"], sample] = record
+                records.append(record)
     if missing:
-        raise launch.UserError(f"{folder}: {missing} items have no record yet; run the same "
-                               f"command first, then --rescore {folder}")
-    records = [record for cell in cells.values() for record in cell.values()]
-    # An older version of the grader may have written the scores, so all records are graded again.
-    for record in records:
-        record.update(grade_record(record, system))
+        raise launch.UserError(f"{folder}: {missing} items have no record yet; run the command "
+                               "that made it again")
     if judge.judge_model:
         endpoint.judge(records, os.path.join(folder, "judge.jsonl"), judge)
     return cells
@@ -175,12 +193,14 @@ def bench_dir_of(out, bench):
 
 def list_bench_dirs(folder):
     """-> [(benchmark or None, bench_dir)] of an --out. Raises UserError if there is none."""
-    pairs = [(bench, bench_dir_of(folder, bench)) for bench in [*benchmarks.splits(), None]]
-    pairs = [pair for pair in pairs if os.path.isfile(os.path.join(pair[1], "tasks.jsonl"))]
+    pairs = []
+    for bench in [*benchmarks.splits(), None]:
+        bench_dir = bench_dir_of(folder, bench)
+        if os.path.isfile(os.path.join(bench_dir, "tasks.jsonl")):
+            pairs.append((bench, bench_dir))
     if not pairs:
         raise launch.UserError(f"{folder}: no tasks.jsonl and records here")
-    # If --out was used for both, only the benchmarks, because one table cannot hold both.
-    return [pair for pair in pairs if pair[0]] or pairs
+    return pairs
 
 
 def read_json(*path):
@@ -194,10 +214,6 @@ def read_json(*path):
 
 def write_json(value, *path):
     launch.write_atomic(os.path.join(*path), json.dumps(value, indent=1))
-
-
-def write_tasks(tasks, path):
-    launch.write_atomic(path, "".join(json.dumps(task) + "\n" for task in tasks))
 
 
 def grade_all(bench_dirs, judge):
@@ -220,61 +236,47 @@ def load_finished(folder):
     return os.path.basename(os.path.normpath(folder)), *grade_all(list_bench_dirs(folder), judge)
 
 
-def finish(out, bench_dirs, args, policy):
+def finish(args, bench_dirs, prompt_hash):
     """
-    Grades all records, writes summary.json of every folder of `bench_dirs` and of the whole, and
-    prints the table: the end of an evaluation and of --rescore -> why the table is not to be
-    trusted: more than 1% of the items failed; else "". Raises UserError if a record is missing.
-
-    policy: the checkpoint, or the model of an endpoint.
+    The end of an evaluation: grades all records, writes summary.json of every folder of
+    `bench_dirs` and of the whole, and prints the table -> why the table is not to be trusted: more
+    than 1% of the items failed; else "". Raises UserError if a record is missing.
     """
     results, cells = grade_all(bench_dirs, args)
-    flags = read_json(bench_dirs[0][1], "args.json")  # of the run, which --rescore does not have
-    summary = {"checkpoint": policy, "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-               "judge_model": args.judge_model}
-    for name in ("protocol", "prompts", "prompt_hash"):
-        summary[name] = flags.get(name)
+    summary = {"checkpoint": args.ckpt or args.model, "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+               "judge_model": args.judge_model, "protocol": args.protocol, "prompts": args.prompts,
+               "prompt_hash": prompt_hash}
     for bench, bench_dir in bench_dirs:
         rows = [row for row in results if row["bench"] == bench]
         write_json({**summary, "results": rows}, bench_dir, "summary.json")
-    write_json({**summary, "results": results}, out, "summary.json")
+    write_json({**summary, "results": results}, args.out, "summary.json")
     print(launch.printable(scores.table(results)))
     acc = {}  # printed last, for scripts: "[bench/]K/mode" -> accuracy
     for row in results:
         cell = [row["bench"], str(row["K"]), row["tools"]]
         acc["/".join(filter(None, cell))] = round(row["acc"], 4)
-    print(json.dumps({"summary": os.path.join(out, "summary.json"), "acc": acc}))
+    print(json.dumps({"summary": os.path.join(args.out, "summary.json"), "acc": acc}))
     failed = scores.failed_lines(results)
     if failed:
-        records = [record for cell in cells.values() for record in cell.values()]
-        errors = collections.Counter(filter(None, [record.get("error") for record in records]))
+        errors = collections.Counter()
+        for cell in cells.values():
+            errors.update(record["error"] for record in cell.values() if record.get("error"))
         for message, count in errors.most_common(1):
             failed.append(f"the most frequent error, {count} times: {message[:300]}")
     return "; ".join(failed)
 
 
-def rescore(folders, args):
-    """--rescore: grades the records of finished folders again."""
-    failed = []
-    for folder in folders:
-        bench_dirs = list_bench_dirs(folder)
-        flags = read_json(bench_dirs[0][1], "args.json")
-        failed.append(finish(folder, bench_dirs, args, flags["ckpt"] or flags["model"]))
-    if any(failed):
-        raise launch.RunError("; ".join(filter(None, failed)))
-
-
 def compare(folders, out):
-    """--compare: one table from finished folders, and summary.json in `out`."""
-    compared = scores.compare([load_finished(folder) for folder in folders])
-    launch.make_out(out)
-    write_json(compared, out, "summary.json")
+    """--compare: tables of finished folders; of benchmarks beside the paper's rows, in Markdown.
+    out: folder for their numbers, or None."""
+    evaluations = [load_finished(folder) for folder in folders]
+    compared = scores.compare(evaluations)
+    if out:
+        launch.make_out(out)
+        write_json(compared, out, "summary.json")
     print(launch.printable(scores.comparison_table(compared)))
-
-
-def table(folders):
-    """--table: benchmark folders beside the paper's numbers."""
-    print(launch.printable(scores.paper_layout([load_finished(folder) for folder in folders])))
+    if any(row["bench"] for row in compared["rows"]):
+        print("\n" + launch.printable(scores.paper_layout(evaluations)))
 
 
 def print_counts(name, notes):

@@ -10,7 +10,6 @@ A record is a line of records.*.jsonl, read and graded by evaluation/results.py.
 file.
 """
 
-import time
 from collections import Counter
 
 import numpy as np
@@ -25,10 +24,12 @@ from evaluation import benchmarks
 def mean(values):
     """-> mean; None of no values."""
     values = list(values)
-    return sum(values) / len(values) if values else None
+    if not values:
+        return None
+    return sum(values) / len(values)
 
 
-def headline_stats(records, bench, draws=2000):
+def headline_stats(records, bench):
     """
     Records of one (benchmark, K, mode) -> {"n", "headline", "interval", "acc"}. The interval of
     items of one video is None.
@@ -36,57 +37,64 @@ def headline_stats(records, bench, draws=2000):
     Videos are drawn, not items, because answers about one video err together. The draws depend on
     the set of videos alone, so the draws of a difference of two systems are paired.
     """
-    records = list(records)
     _, part_of = benchmarks.headline_metric(bench)
     parts = [part_of(record) for record in records]  # None: an item that is not in the headline
     names = sorted({part for part in parts if part is not None})
-    videos, places = np.unique([r["task"]["video"] for r in records], return_inverse=True)
-    sums = np.zeros((len(videos), len(names)))
-    counts = np.zeros((len(videos), len(names)))
-    for record, place, part in zip(records, places, parts):
-        if part is not None:
-            sums[place, names.index(part)] += record["score"]
-            counts[place, names.index(part)] += 1
     stats = {"n": len(records), "headline": None, "interval": None,
              "acc": mean(record["score"] for record in records)}
-    if names:
-        stats["headline"] = float((sums.sum(0) / counts.sum(0)).mean())
-    if names and len(videos) > 1:
+    if not names:
+        return stats
+    videos, rows = np.unique([r["task"]["video"] for r in records], return_inverse=True)
+    sums = np.zeros((len(videos), len(names)))  # [videos, parts]
+    counts = np.zeros((len(videos), len(names)))
+    for record, row, part in zip(records, rows, parts):
+        if part is not None:
+            sums[row, names.index(part)] += record["score"]
+            counts[row, names.index(part)] += 1
+    stats["headline"] = float((sums.sum(0) / counts.sum(0)).mean())
+    if len(videos) > 1:
         chances = np.full(len(videos), 1 / len(videos))
-        times = np.random.default_rng(0).multinomial(len(videos), chances, size=draws)
+        times = np.random.default_rng(0).multinomial(len(videos), chances, size=2000)
         times = times[(times @ counts).any(1)]  # a draw may miss all items
         with np.errstate(invalid="ignore"):  # or a part
-            drawn = np.nanmean((times @ sums) / (times @ counts), 1)
-        stats["interval"] = np.nanpercentile(drawn, (2.5, 97.5)).tolist()
+            headlines = np.nanmean((times @ sums) / (times @ counts), 1)
+        stats["interval"] = np.nanpercentile(headlines, (2.5, 97.5)).tolist()
     return stats
 
 
 def breakdowns(records):
     """-> {tag: {label: n and accuracy}}. An item with several labels counts under each label."""
-    found = {}
+    by_tag = {}
     for record in records:
         task = record["task"]
         tags = task.get("tags") or {"category": task.get("category") or task["type"]}
-        for name, labels in {"type": task["type"], **tags}.items():
-            for label in labels if isinstance(labels, list) else [labels]:
-                found.setdefault(name, {}).setdefault(str(label), []).append(record["score"])
-    for cells in found.values():
+        for tag, labels in {"type": task["type"], **tags}.items():
+            if not isinstance(labels, list):
+                labels = [labels]
+            for label in labels:
+                by_tag.setdefault(tag, {}).setdefault(str(label), []).append(record["score"])
+    for cells in by_tag.values():
         for label, values in cells.items():
             cells[label] = {"n": len(values), "acc": mean(values)}
-    return found
+    return by_tag
 
 
 def window_stats(records):
     """Did the agent look at the right place? -> means of rewards.window_scores over the episodes
     that looked and whose task has `evidence`; {} if there is none."""
-    found = []
+    num_episodes, values = 0, {}
     for record in records:
         spans = [(call["start"], call["end"]) for call in record["calls"] if call["status"] == "ok"]
         if spans and record["task"].get("evidence") and record["status"] == "ok":
-            found.append(rewards.window_scores(spans, record["task"]["evidence"]))
-    stats = {"n": len(found)} if found else {}
-    for name in found[0] if found else ():
-        stats[name] = mean(scores[name] for scores in found if scores[name] is not None)
+            num_episodes += 1
+            for name, value in rewards.window_scores(spans, record["task"]["evidence"]).items():
+                if value is not None:
+                    values.setdefault(name, []).append(value)
+    if not num_episodes:
+        return {}
+    stats = {"n": num_episodes}
+    for name, column in values.items():
+        stats[name] = mean(column)
     return stats
 
 
@@ -94,12 +102,14 @@ def summarise(records, bench=None, judged=False):
     """Records of one (benchmark, K, mode) -> dict of numbers. Errors are in every denominator."""
     ended = [record for record in records if record["status"] == "ok"]
     errors = Counter(record["status"] for record in records if record["status"] != "ok")
-    calls = [sum(call["status"] == "ok" for call in record["calls"]) for record in records]
+    num_calls = 0  # that were executed
+    for record in records:
+        num_calls += sum(call["status"] == "ok" for call in record["calls"])
     out = {
         "metric": benchmarks.headline_metric(bench)[0],
         **headline_stats(records, bench),
         "f_tau": mean(record["reward"]["fmt"] for record in records),
-        "kappa": mean(calls),
+        "kappa": num_calls / len(records),
         "errors": errors,
         "no_answer": sum(record["extracted"] is None for record in ended),
         "truncated": sum(record["finish"][-1:] == ["length"] for record in ended),  # the last turn
@@ -107,22 +117,20 @@ def summarise(records, bench=None, judged=False):
         "tokens": mean(r["tokens"] for r in records if r.get("tokens") is not None),
         "by": breakdowns(records)}
     if judged:
-        out["judge"] = judge_counts(records)
-        if out["judge"]["failed"]:
-            errors["judge_error"] = out["judge"]["failed"]
+        # None: the request was refused, or the reply was neither yes nor no.
+        verdicts = [record["judge"] for record in records if "judge" in record]
+        failed = verdicts.count(None)
+        out["judge"] = {"judged": len(verdicts), "yes": verdicts.count(True), "failed": failed}
+        if failed:
+            errors["judge_error"] = failed
     return out | rarer_numbers(records)
-
-
-def judge_counts(records):
-    verdicts = [record["judge"] for record in records if "judge" in record]
-    # None: the request was refused, or the reply was neither yes nor no
-    return {"judged": len(verdicts), "yes": verdicts.count(True), "failed": verdicts.count(None)}
 
 
 def rarer_numbers(records):
     """-> numbers that only some records have."""
     out = {}
-    if windows := window_stats(records):
+    windows = window_stats(records)
+    if windows:
         out["windows"] = windows
     best = {}  # task id -> score of its best sample
     for record in records:
@@ -151,11 +159,13 @@ def failed_lines(results):
 # Tables in the terminal
 
 
-def text_of(value, digits=3):
+def text_of(value):
     """A cell of a table."""
     if value is None:
         return "-"
-    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return str(value)
 
 
 def title_of(row):
@@ -166,8 +176,15 @@ def interval_text(row, name="headline", digits=3, scale=1):
     """0.500 [0.400, 0.600]."""
     if row[name] is None:
         return "-"
-    ends = [text_of(scale * end, digits) for end in row["interval"] or ()]
-    return f"{text_of(scale * row[name], digits)} [{', '.join(ends) or '-'}]"
+    text = f"{scale * row[name]:.{digits}f}"
+    if row["interval"] is None:  # all items are of one video
+        return f"{text} [-]"
+    low, high = row["interval"]
+    return f"{text} [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
+
+
+def cells_of(row, *names):
+    return [row[name] for name in names]
 
 
 def aligned(rows):
@@ -177,29 +194,29 @@ def aligned(rows):
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
-def table(results, labels=12):
+def table(results):
     """Results -> aligned text: a row per benchmark, K and mode, then what only some results have.
-    Breakdowns with a single label, or with more than `labels`, are in summary.json alone."""
+    Breakdowns with a single label, or with more than 12, are in summary.json alone."""
     rows = [["bench", "K", "tools", "n", "headline [95%]", "acc", "f_tau", "kappa", "errors",
              "no answer", "cut off"]]
     for row in results:
-        rows.append([row["bench"], row["K"], row["tools"], row["n"], interval_text(row),
-                     row["acc"], row["f_tau"], row["kappa"], sum(row["errors"].values()),
-                     row["no_answer"], row["truncated"]])
+        numbers = cells_of(row, "acc", "f_tau", "kappa")
+        rows.append([*cells_of(row, "bench", "K", "tools", "n"), interval_text(row), *numbers,
+                     sum(row["errors"].values()), *cells_of(row, "no_answer", "truncated")])
     lines = aligned(rows)
     for row in results:
-        found = []
+        details = []
         for name in ("pass@n", "R@0.3", "R@0.5", "R@0.7"):
             if name in row:
-                found.append([name, "", row["n"], row[name]])
+                details.append([name, "", row["n"], row[name]])
         for name, value in row.get("windows", {}).items():
-            found.append(["windows of episodes that called", name, "", value])
+            details.append(["windows of episodes that called", name, "", value])
         for name, groups in row["by"].items():
-            if 1 < len(groups) <= labels:
+            if 1 < len(groups) <= 12:
                 for label, cell in sorted(groups.items()):
-                    found.append([name, label, cell["n"], cell["acc"]])
-        if found:
-            lines += ["", f"{title_of(row)}: {row['metric']} is the headline", *aligned(found)]
+                    details.append([name, label, cell["n"], cell["acc"]])
+        if details:
+            lines += ["", f"{title_of(row)}: {row['metric']} is the headline", *aligned(details)]
     return "\n".join(lines)
 
 
@@ -209,32 +226,35 @@ def table(results, labels=12):
 
 def differences(baseline, candidate, bench):
     """{item: record} of two systems -> headline_stats of candidate - baseline over the items that
-    both have, or None. A headline is a mean of means, so this is the difference of the headlines.
+    both have. A headline is a mean of means, so this is the difference of the headlines.
     """
-    same = sorted(baseline.keys() & candidate.keys(), key=str)
-    records = [{**baseline[item], "score": candidate[item]["score"] - baseline[item]["score"]}
-               for item in same]
-    return headline_stats(records, bench) if records else None
+    records = []
+    for item in sorted(baseline.keys() & candidate.keys(), key=str):
+        score = candidate[item]["score"] - baseline[item]["score"]
+        records.append({**baseline[item], "score": score})
+    return headline_stats(records, bench)
 
 
 def compare(evaluations):
-    """Finished evaluations -> {"time", "rows": every result with the name of its folder,
-    "differences": of every folder to the first}.
+    """Finished evaluations -> {"rows": every result with the name of its folder, "differences": of
+    every folder to the first}.
 
     evaluations: [(name, rows, {(benchmark, K, mode): {(task id, sample): graded record}})].
     """
     rows, pairs = [], []
     first, _, baseline = evaluations[0]
+    columns = ("bench", "K", "tools", "n", "headline", "interval", "f_tau", "kappa", "tokens")
     for name, results, cells in evaluations:
-        kept = ("bench", "K", "tools", "n", "headline", "interval", "f_tau", "kappa", "tokens")
-        rows += [{"name": name, **{key: row[key] for key in kept}} for row in results]
-        for cell in cells.keys() & baseline.keys() if name != first else ():
-            stats = differences(baseline[cell], cells[cell], cell[0])
-            if stats:
-                pairs.append({"name": name, "minus": first, "bench": cell[0], "K": cell[1],
-                              "tools": cell[2], "n": stats["n"], "interval": stats["interval"],
-                              "difference": stats["headline"]})
-    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "rows": rows, "differences": pairs}
+        for row in results:
+            rows.append({"name": name, **{column: row[column] for column in columns}})
+        if name == first:
+            continue
+        for bench, k, mode in cells.keys() & baseline.keys():
+            stats = differences(baseline[bench, k, mode], cells[bench, k, mode], bench)
+            pairs.append({"name": name, "minus": first, "bench": bench, "K": k, "tools": mode,
+                          "n": stats["n"], "difference": stats["headline"],
+                          "interval": stats["interval"]})
+    return {"rows": rows, "differences": pairs}
 
 
 def comparison_table(compared):
@@ -242,33 +262,39 @@ def comparison_table(compared):
     rows = [["checkpoint", "bench", "K", "tools", "n", "headline [95%]", "f_tau", "kappa",
              "tokens"]]
     for row in compared["rows"]:
-        rows.append([row["name"], row["bench"], row["K"], row["tools"], row["n"],
-                     interval_text(row), row["f_tau"], row["kappa"], text_of(row["tokens"], 0)])
-    lines = aligned(rows)
+        rows.append([*cells_of(row, "name", "bench", "K", "tools", "n"), interval_text(row),
+                     *cells_of(row, "f_tau", "kappa", "tokens")])
     pairs = [["difference of the same items", "bench", "K", "tools", "n", "[95%]"]]
     for row in compared["differences"]:
-        pairs.append([f"{row['name']} - {row['minus']}", row["bench"], row["K"], row["tools"],
-                      row["n"], interval_text(row, "difference")])
-    return "\n".join([*lines, "", *aligned(pairs)])
+        pairs.append([f"{row['name']} - {row['minus']}", *cells_of(row, "bench", "K", "tools", "n"),
+                      interval_text(row, "difference")])
+    return "\n".join([*aligned(rows), "", *aligned(pairs)])
 
 
 def paper_layout(evaluations):
     """Finished evaluations -> the paper's Table 1 with our rows at its end, in Markdown."""
     paper = benchmarks.paper_table()
-    names = list(paper["ParaVT-8B"][1])
-    rows = [["system", *names], ["---"] * (1 + len(names))]
-    for system, (_, percents) in paper.items():
-        cells = [text_of(percents.get(name), 1) for name in names]
-        rows.append([f"{system} (the paper's)", *cells])
+    names = list(paper["ParaVT-8B"])
+    rows = [["system", *names], ["---", *("---" for _ in names)]]
+    for system, percents in paper.items():
+        row = [f"{system} (the paper's)"]
+        for name in names:
+            row.append(str(percents.get(name, "-")))
+        rows.append(row)
     for name, results, _ in evaluations:
-        found = {}  # (K, mode) -> {benchmark: cell}
+        by_grid = {}  # (K, mode) -> {benchmark: cell}
         for row in results:
             if row["bench"]:
-                found.setdefault((row["K"], row["tools"]), {})[row["bench"]] = our_cell(row)
-        for (k, mode), cells in found.items():
-            rows.append([f"{name}, K {k}, tools {mode} (measured)",
-                         *[cells.get(bench, "-") for bench in names]])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+                by_grid.setdefault((row["K"], row["tools"]), {})[row["bench"]] = our_cell(row)
+        for (k, mode), cells in by_grid.items():
+            row = [f"{name}, K {k}, tools {mode} (measured)"]
+            for bench in names:
+                row.append(cells.get(bench, "-"))
+            rows.append(row)
+    lines = []
+    for row in rows:
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def our_cell(row):

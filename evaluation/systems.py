@@ -81,7 +81,9 @@ class System:
             template = re.sub(r"\{options\}\n?", "", template)
         text = {"type": "text", "text": fill(template, filled)}
         frames = frames_item(task, self.stamp)
-        content = [text, frames] if self.text_first else [frames, text]
+        content = [frames, text]
+        if self.text_first:
+            content = [text, frames]
         messages = [{"role": "user", "content": content}]
         system = self.texts.get("system")
         if task["type"] == "grounding":
@@ -113,7 +115,6 @@ def places(task, duration=0.0, subtitles="", label="{}.", between="\n"):
         "question": task["question"],
         "event": task.get("event") or task["question"],
         "options": between.join(lines),
-        "option_list": str(lines),  # as Python prints a list
         "style": rollout.ANSWER_STYLES[task["type"]],
         "duration": clock,
         "length": clock if duration >= 3600 else clock[3:],
@@ -204,9 +205,9 @@ def paper_agent(general=False):
             "Write each call, and several to see several windows, as\n"
             f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
     letter = "Reply with the letter of one option."
-    texts = {name: turn if name == "charades" else turn + letter
-             for name, turn in PAPER_TURNS.items()}
-    texts |= {"system": text, "path": " The video path for this video is: {video}",
+    texts = {name: turn + letter for name, turn in PAPER_TURNS.items()}
+    texts |= {"charades": PAPER_TURNS["charades"], "system": text,
+              "path": " The video path for this video is: {video}",
               "reply": "{frames} frames from {start}s to {end}s.",
               "failed": "[no frames from {start}s to {end}s]",
               "letter": "Answer now, with the letter of one option alone.",
@@ -241,56 +242,58 @@ def paper_force(texts, task):
 
 def paper_calls(text, think_open=False):
     """Every call of a turn, also inside a thought: JSON first, then code."""
-    found = []
+    windows = []  # arguments of each call
     for body in re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL):
         try:
-            found.append(json.loads(body)["arguments"])
+            windows.append(json.loads(body)["arguments"])
         except (ValueError, KeyError, TypeError, RecursionError):
             continue  # broken JSON is no call
     for body in re.findall(r"<tool_code>\s*crop_video\s*\((.*?)\)\s*</tool_code>", text, re.DOTALL):
         pairs = [pair.split("=", 1) for pair in re.split(r",\s*(?=[a-zA-Z_]+\s*=)", body)]
         named = {pair[0].strip(): pair[1].strip(" \"'") for pair in pairs if len(pair) == 2}
         if named:
-            found.append(named)
+            windows.append(named)
     calls = []
-    for named in found:
-        if isinstance(named, dict):
-            start = paper_seconds(named.get("start_time", named.get("start", 0)))
-            end = paper_seconds(named.get("end_time", named.get("end", start + 10)))
+    for window in windows:
+        if isinstance(window, dict):
+            start = paper_seconds(window.get("start_time", window.get("start", 0)))
+            end = paper_seconds(window.get("end_time", window.get("end", start + 10)))
             calls.append(Call("crop_video", start, end))
     return calls
 
 
 def paper_seconds(value):
     """A time as the driver reads it: anything but a number, MM:SS or HH:MM:SS is 0."""
+    seconds = 0.0
     try:
-        seconds = 0.0
-        for part in value.split(":") if isinstance(value, str) else [value]:
+        for part in str(value).split(":"):
             seconds = 60 * seconds + float(part)
-    except (ValueError, TypeError, OverflowError):
+    except ValueError:
         return 0.0
-    return max(-1e9, min(seconds, 1e9)) if math.isfinite(seconds) else 0.0
+    if not math.isfinite(seconds):
+        return 0.0
+    return max(-1e9, min(seconds, 1e9))
 
 
 async def paper_answer(records, episode, worker, turn, texts):
     """A user message for each call that is run."""
-    messages, shown = [], []
-    asked = [(record["start"], record["end"]) for record in records]  # before they are cut
+    messages, new_frames = [], []
+    # The texts name the times as they were asked for, before they are cut.
+    times = [{"start": f"{r['start']:.1f}", "end": f"{r['end']:.1f}"} for r in records]
     windows = await load_windows(records, episode, worker)
-    for (start, end), record, frames in zip(asked, records, windows):
+    for filled, record, frames in zip(times, records, windows):
         if record["status"] == "not_run":
             continue
-        filled = {"start": f"{start:.1f}", "end": f"{end:.1f}"}
         content, text = [], texts["failed"]
         if frames is not None:
             content, text = [frames_item(episode.task, "none")], texts["reply"]
             filled["frames"] = str(len(frames.seconds))
-            shown.append(frames)
+            new_frames.append(frames)
         text = f"<tool_response>\n{fill(text, filled)}\n</tool_response>"
         if record["status"] != "video_error":  # whose reason stays
             record["summary"] = text
         messages.append({"role": "user", "content": [*content, text_item(text)]})
-    return messages, shown
+    return messages, new_frames
 
 
 # ------------------------------------------------------------------------------------------------
@@ -325,8 +328,8 @@ VIDEOZOOMER = (
 def zoom_call(text, think_open=False):
     """The last closed <video_zoom> of a turn -> [one call] or []. Its frames are fps x seconds."""
     text = rewards.without_thoughts(rewards.with_forced_start(text, think_open))
-    before, closed, _ = text.rpartition("</video_zoom>")
-    _, opened, body = before.rpartition("<video_zoom>")
+    head, closed, _ = text.rpartition("</video_zoom>")
+    _, opened, body = head.rpartition("<video_zoom>")
     if not (opened and closed):
         return []
     start = end = frames = error = None
@@ -334,10 +337,8 @@ def zoom_call(text, think_open=False):
         zoom = json.loads(body[:1000])
         start, end = map(rewards.to_seconds, zoom["segment"])
         frames = max(0, int(rewards.to_seconds(zoom["fps"]) * (end - start)))
-        if not frames:
-            error = "the segment holds no frame at this fps"
-        elif frames > 16:
-            error = f"{frames} frames are more than 16: take a shorter segment or a lower fps"
+        if not 1 <= frames <= 16:
+            error = f"the segment holds {frames} frames at this fps, and 1 to 16 are allowed"
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError):
         error = 'expected {"segment": [start, end], "fps": n}'
     return [Call("video_zoom", start, end, frames, error)]
@@ -346,7 +347,7 @@ def zoom_call(text, think_open=False):
 async def zoom_answer(records, episode, worker, turn):
     """One user message: the frames inside tool response tags, or the error."""
     [frames] = await load_windows(records, episode, worker)
-    [record], shown = records, []
+    [record], new_frames = records, []
     if frames is None:
         content = [text_item(f"<tool_response>\n{record['summary']}\n</tool_response>"),
                    text_item("\nThink about what went wrong, then go on.")]
@@ -355,10 +356,10 @@ async def zoom_answer(records, episode, worker, turn):
         content = [text_item("<tool_response>\nThe frames of the segment:\n"),
                    frames_item(episode.task, "frame"),
                    text_item("\n</tool_response>\nGo on thinking, then zoom again or answer.")]
-        shown = [frames]
+        new_frames = [frames]
     if turn == worker.agent.max_turns - 1:
         content.append(text_item(" Do not zoom again: answer now."))
-    return [{"role": "user", "content": content}], shown
+    return [{"role": "user", "content": content}], new_frames
 
 
 # ------------------------------------------------------------------------------------------------
@@ -406,12 +407,14 @@ def conan_calls(text, think_open=False):
 async def conan_answer(records, episode, worker, turn, texts):
     """The next eight frames, none twice, and the text of the round."""
     task = episode.task
-    name = "last" if turn == worker.agent.max_turns - 1 else "round"
+    name = "round"
+    if turn == worker.agent.max_turns - 1:
+        name = "last"
     text = fill(conan_text(texts, task, name=name), places(task, between=", "))
     starts = await worker.pump.load(frame_sources.frame_starts, worker.source, task["video"])
-    seen = episode.notes.setdefault("seen", set(map(float, episode.context.frames[0].seconds)))
-    seconds = conan_seconds(records, [s for s in starts if s not in seen])
-    seen.update(seconds)
+    old = episode.notes.setdefault("shown", set(map(float, episode.context.frames[0].seconds)))
+    seconds = conan_seconds(records, [start for start in starts if start not in old])
+    old.update(seconds)
     if not seconds:  # all frames have been seen
         return [{"role": "user", "content": text}], []
     spec = {"video": task["video"], "times": seconds}
@@ -420,28 +423,31 @@ async def conan_answer(records, episode, worker, turn, texts):
     return [{"role": "user", "content": content}], [frames]
 
 
-def conan_seconds(records, unseen, count=8):
+def conan_seconds(records, new_starts, count=8):
     """
     Seconds of the next frames, in order: `count`, or all that are left. Fills the records.
 
-    Every clip gives one frame, and the rest in proportion to its unseen frames, both ends among
-    them. If the clips have too few, the whole video gives the rest.
+    Every clip gives one frame, and the rest in proportion to its new frames, both ends among them.
+    If the clips have too few, the whole video gives the rest.
     """
-    clips = [[s for s in unseen if r["start"] <= s <= r["end"]] for r in records]
+    clips = []
+    for record in records:
+        clips.append([s for s in new_starts if record["start"] <= s <= record["end"]])
     total, spare = sum(map(len, clips)), max(0, count - len(clips))
-    shares = [spare * len(clip) // total if total else 0 for clip in clips]
-    by_size = sorted(range(len(clips)), key=lambda i: -len(clips[i]))
-    for place in range(spare - sum(shares) if total else 0):  # the remainder after rounding
-        shares[by_size[place % len(clips)]] += 1
+    shares = [spare * len(clip) // max(1, total) for clip in clips]
+    if total:  # the largest clips give the remainder after rounding
+        largest = sorted(range(len(clips)), key=lambda index: -len(clips[index]))
+        for index in largest[: spare - sum(shares)]:
+            shares[index] += 1
     chosen = set()
     for record, clip, share in zip(records, clips, shares):
-        new = ends_and_between(clip, share + 1)
-        chosen.update(new)
-        record.update(status="ok", summary=f"{len(new)} frames")
-        if not new:
+        seconds = ends_and_between(clip, share + 1)
+        chosen.update(seconds)
+        record.update(status="ok", summary=f"{len(seconds)} frames")
+        if not seconds:
             record.update(status="error", summary="error: nothing new in this clip")
-    rest = [s for s in unseen if s not in chosen]
-    chosen.update(ends_and_between(rest, count - len(chosen)))
+    others = [s for s in new_starts if s not in chosen]
+    chosen.update(ends_and_between(others, count - len(chosen)))
     return ends_and_between(sorted(chosen), count)
 
 
@@ -457,8 +463,8 @@ def ends_and_between(items, n):
 # SAGE: a JSON object in every turn, one tool at a time. The paper's driver has a place for its
 # prompt and ships without the text, so this entry is its publisher's prompt in that driver: 64
 # frames, one growing chat, a forced answer. Its own code has 128 frames, then up to ten steps of
-# text alone. Two of its six tools run (they show the frames of their window); search, pages of the
-# web and speech answer "not available"; perform_reasoning has no model of its own here.
+# text alone. Two of its six tools run: they show the frames of their window. The others, which need
+# the web, the speech or another model, answer "not available".
 
 
 SAGE = (
@@ -501,17 +507,15 @@ def sage_agent():
 
 def sage_object(text):
     """The last JSON object of a turn: in <json> tags, in a fence or bare. {} if there is none."""
-    found = re.findall(r"<json>(.*?)(?:</json>|$)", text, re.DOTALL)
-    found = found or re.findall(r"```json(.*?)(?:```|$)", text, re.DOTALL) or [text]
-    body = found[-1][max(0, found[-1].find("{")) :].strip()
-    # A trailing comma is the most frequent slip.
-    for tried in (body, re.sub(r",\s*([}\]])", r"\1", body)):
-        try:
-            read, _ = json.JSONDecoder(strict=False).raw_decode(tried)
-            return read if isinstance(read, dict) else {}
-        except (ValueError, RecursionError):
-            continue
-    return {}
+    blocks = re.findall(r"<json>(.*?)(?:</json>|$)", text, re.DOTALL)
+    blocks = blocks or re.findall(r"```json(.*?)(?:```|$)", text, re.DOTALL) or [text]
+    _, brace, body = blocks[-1].partition("{")
+    body = re.sub(r",\s*([}\]])", r"\1", brace + body)  # a trailing comma is the most frequent slip
+    try:
+        # Text may follow the object.
+        return json.JSONDecoder(strict=False).raw_decode(body)[0]
+    except (ValueError, RecursionError):
+        return {}
 
 
 def sage_calls(text, think_open=False):
@@ -526,36 +530,31 @@ def sage_calls(text, think_open=False):
         name, arguments = call.get("name"), call.get("arguments")
     except (TypeError, KeyError, IndexError, AttributeError):
         return []  # of another form
-    if name not in list(SAGE_TOOLS):  # a list: the name may be of any type
-        return [Call("unknown tool", error="there is no tool of this name")]
-    if name == "perform_reasoning":
-        return [Call(name, error="the frames of each window stay above: reason over them here")]
     if name not in ("extract_parts_from_timestamp", "identify_timestamps_visually"):
-        return [Call(name, error="not available")]
-    start = end = None
-    error = "timestamp_start and timestamp_end must be HH:MM:SS, the first before the last"
+        return [Call(str(name), error="not available")]
     try:
         start = rewards.to_seconds(arguments["timestamp_start"])
         end = rewards.to_seconds(arguments["timestamp_end"])
         if start < end:
-            error = None
+            return [Call(name, start, end)]
     except (TypeError, KeyError, ValueError):
         pass  # not of this form
-    return [Call(name, start, end, error=error)]
+    error = "timestamp_start and timestamp_end must be HH:MM:SS, the first before the last"
+    return [Call(name, error=error)]
 
 
 async def sage_answer(records, episode, worker, turn):
     """One user message: the frames of the window, or why there are none."""
     [frames] = await load_windows(records, episode, worker)
-    [record], content, shown = records, [], []
+    [record], content, new_frames = records, [], []
     record["summary"] = record["summary"].removeprefix("error: ")
     if frames is not None:
         window = f"from {record['start']:.1f}s to {record['end']:.1f}s"
         record["summary"] = f"{len(frames.seconds)} frames {window}, shown above"
-        content, shown = [frames_item(episode.task, "none")], [frames]
+        content, new_frames = [frames_item(episode.task, "none")], [frames]
     text = (f"{record['name']} output: {record['summary']}\nCan the query be answered now? Reply "
             'in the same form, with "answerable": {"verdict": true or false, "reasoning": why}.')
-    return [{"role": "user", "content": [*content, text_item(text)]}], shown
+    return [{"role": "user", "content": [*content, text_item(text)]}], new_frames
 
 
 def sage_final(turns, think_open=False):
@@ -564,7 +563,9 @@ def sage_final(turns, think_open=False):
     if not reply:
         return answers.answer_or_tail(turns, think_open)
     answer = reply.get("final_answer")
-    return None if answer is None else str(answer)
+    if answer is not None:
+        answer = str(answer)
+    return answer
 
 
 # ------------------------------------------------------------------------------------------------
@@ -581,8 +582,9 @@ QWEN = {"grid": "qwen"}  # publishers that read videos with a copy of qwen_vl_ut
 
 def wrapped_text(header, texts, task, subtitles):
     """Video-R1, VideoRFT: question, header, options, an empty line, and how to answer."""
-    options = header + "{options}\n" if task.get("options") else ""
-    text = texts["user"].replace("{question}", "{question}" + options)
+    text = texts["user"]
+    if task.get("options"):
+        text = text.replace("{question}", f"{{question}}{header}{{options}}\n")
     return text + texts.get(task["type"], " {style}")
 
 
@@ -660,16 +662,6 @@ def all_systems():
         "sage": sage_agent()}
 
 
-def rows_of_table_1():
-    """Row of the paper's Table 1 -> the protocol that asks this system natively."""
-    return {
-        "GPT-4o": "direct", "Gemini 1.5 Pro": "direct", "Qwen2.5-VL-7B": "direct",
-        "Video-R1-7B": "video-r1", "VideoChat-R1-7B": "videochat-r1", "VideoRFT-7B": "videorft",
-        "Time-R1-7B": "time-r1", "ReWatch-R1-7B": "rewatch-r1", "Video-Thinker-7B": "reasoning",
-        "Qwen3-VL-8B": "qwen3-vl", "Conan-7B": "conan", "LongVT-RFT-7B": "longvt",
-        "SAGE-7B": "sage", "VideoZoomer-7B": "videozoomer", "ParaVT-8B": "paravt"}
-
-
 # ------------------------------------------------------------------------------------------------
 # Flags and frames
 
@@ -710,7 +702,7 @@ def make_system(args):
 
 def asks(template):
     """Whether a template has a place for the question."""
-    return any(place in template for place in ("{question}", "{published}", "{event}"))
+    return re.search(r"\{(question|published|event)\}", template)
 
 
 def source_of(args, root, cache, subtitles):

@@ -7,11 +7,13 @@ without (an endpoint that takes messages).
 """
 import hashlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from scripted import Server
 
 import chat
@@ -92,9 +94,13 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, monkeypatch):
 
 
 def test_every_row_of_the_papers_table_has_an_entry():
-    rows = systems.rows_of_table_1()
-    assert list(rows) == list(benchmarks.paper_table()) and len(rows) == 15
-    assert set(rows.values()) <= set(systems.all_systems())
+    """As docs/evaluation.md names it."""
+    text = Path(ROOT, "docs", "evaluation.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.count(" | ") == 2]
+    for system in benchmarks.paper_table():
+        name = system.removesuffix("-7B")
+        (entry,) = [cells[1] for cells in rows if name in cells[0]]
+        assert set(re.findall("`([a-z0-9-]+)`", entry)) & set(systems.all_systems()), system
 
 
 def tasks_of(split):
@@ -197,12 +203,10 @@ def sage(name, start=None, end=None, needed=True, **more):
 
 @pytest.mark.parametrize("text, calls", [
     (sage("extract_parts_from_timestamp", "00:01:10", "1:15"), [(70.0, 75.0, None)]),
-    (sage("identify_timestamps_visually", "00:00:10", "00:00:08"), [(10.0, 8.0, "HH:MM:SS")]),
+    (sage("identify_timestamps_visually", "00:00:10", "00:00:08"), [(None, None, "HH:MM:SS")]),
     (sage("extract_parts_from_timestamp", None, "00:00:08"), [(None, None, "HH:MM:SS")]),
     (sage("unified_web_search"), [(None, None, "not available")]),
-    (sage("perform_reasoning"), [(None, None, "stay above")]),
-    (sage("rm -rf"), [(None, None, "no tool of this name")]),
-    (sage(["x"]), [(None, None, "no tool of this name")]),
+    (sage(["x"]), [(None, None, "not available")]),
     (sage("unified_web_search", needed=False), []),
     (sage("unified_web_search", answerable={"verdict": True}, final_answer="B"), []),
     ('```json\n{"recommended_tools": {"needed": 1, "tool_calls": [{"name": "parse_web_data"},]}}',

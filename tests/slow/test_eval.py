@@ -103,10 +103,6 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
         assert {n: v["verdict"] for n, v in verdicts.items()} == {"bright red": 1, "green": 0}
         world(*flags, rows=rows, say=say)
         assert len(server.asked) == 6  # only the two that failed are asked again
-        again = world("--rescore", done.folder, "--judge-model", "j", drop=("--data", "--ckpt"))
-        assert again.code == 1 and "judge_error" in again.err
-        assert again.results[0]["acc"] == pytest.approx(2 / 7)
-        assert again.results[0]["judge"]["failed"] == 2 and len(server.asked) == 6
 
 
 # ------------------------------------------------------------------------------------------------
