@@ -1,5 +1,5 @@
 # make venv   the environment, in .venv (GPU=1, GPU=0: for GPUs or not, whatever this machine has); `make test` adds requirements-dev.txt
-# make test   the tests (ARGS="--shuffle 7": in a random order)
+# make test   the tests
 # make test-all   also the tests in tests/slow: what crosses scripts or takes long, faults, pages in a browser
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff

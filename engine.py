@@ -80,22 +80,22 @@ class EngineLoop:
     def __init__(self, engine, threads: int):
         """threads: videos that are decoded at once."""
         self.engine = engine
-        self.waiting = {}  # request id -> Future of its Completion
+        self.pending = {}  # request id -> Future of its Completion
         self.loading = 0  # videos being decoded
-        self.news = asyncio.Event()  # set if a request was made or a video is decoded
+        self.wakeup = asyncio.Event()  # set if a request was made or a video is decoded
         self.idle_s = 0.0  # seconds in which the engine could only wait for frames
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
     async def sample(self, request: Request) -> Completion:
         """A coroutine that is cancelled gives up its request: the engine then forgets it."""
         # The future exists before the engine knows the request, so no completion can miss it.
-        answer = self.waiting[request.id] = asyncio.get_running_loop().create_future()
-        self.news.set()
+        answer = self.pending[request.id] = asyncio.get_running_loop().create_future()
+        self.wakeup.set()
         try:
             self.engine.submit(request)
             return await answer
         finally:
-            if self.waiting.pop(request.id, None):  # else the engine has finished the request
+            if self.pending.pop(request.id, None):  # else the engine has finished the request
                 self.engine.abort(request.id)
 
     def load(self, function, *args):
@@ -103,7 +103,7 @@ class EngineLoop:
         error, if there was one."""
         def loaded(future):
             self.loading -= 1
-            self.news.set()
+            self.wakeup.set()
 
         self.loading += 1
         future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
@@ -114,15 +114,15 @@ class EngineLoop:
         """Runs the engine until this coroutine is cancelled."""
         while True:
             await asyncio.sleep(0)  # episodes that can go on do so
-            if not self.waiting:
+            if not self.pending:
                 began, decoding = time.monotonic(), self.loading
-                self.news.clear()
-                await self.news.wait()
+                self.wakeup.clear()
+                await self.wakeup.wait()
                 if decoding:  # else for a judge
                     self.idle_s += time.monotonic() - began
                 continue
             for done in self.engine.poll():
-                answer = self.waiting.pop(done.id, None)
+                answer = self.pending.pop(done.id, None)
                 # Some requests were given up a moment ago, or by an earlier run.
                 if answer and not answer.done():
                     answer.set_result(done)
@@ -291,17 +291,18 @@ class VllmEngine:
         self.num_syncs += 1
         # Other columns each time, so that in a run every part of a matrix is looked at.
         draw = random.Random(self.num_syncs)
-        places = [draw.random() for _ in range(CHECKED_COLUMNS)]
+        fractions = [draw.random() for _ in range(CHECKED_COLUMNS)]
         sent = {}
-        weights = keep_columns(weights, places, sent)
+        weights = keep_columns(weights, fractions, sent)
         # Without an iterator reload_weights reads the base checkpoint from disk, without a warning.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.tied_on_cpu:
             self.llm.apply_model(repack_head)
-        (wrong,) = self.llm.apply_model(functools.partial(wrong_weights, sent=sent, places=places))
-        if wrong:
+        check = functools.partial(differing_weights, sent=sent, fractions=fractions)
+        (differing,) = self.llm.apply_model(check)
+        if differing:
             raise launch.RunError(f"the engine does not hold the weights that were sent to it: "
-                                  f"{len(wrong)} tensors differ, the first is {wrong[0]}")
+                                  f"{len(differing)} tensors differ, the first is {differing[0]}")
         self.llm.reset_mm_cache()
         self.engine.reset_encoder_cache()
         self.engine.reset_prefix_cache()
@@ -327,60 +328,60 @@ class VllmEngine:
 CHECKED_COLUMNS = 8  # of each matrix, at each load
 
 
-def columns_of(width, places):
+def columns_of(width, fractions):
     """Fractions of the width -> column numbers."""
-    return [int(place * width) for place in places]
+    return [int(fraction * width) for fraction in fractions]
 
 
-def columns_at(tensor, places):
-    """-> [rows, places], a copy. A vector is a matrix of one column, a kernel is flattened."""
+def columns_at(tensor, fractions):
+    """-> [rows, columns], a copy. A vector is a matrix of one column, a kernel is flattened."""
     flat = tensor.reshape(len(tensor), -1)
-    return flat[:, columns_of(flat.shape[1], places)]
+    return flat[:, columns_of(flat.shape[1], fractions)]
 
 
-def keep_columns(weights, places, sent):
+def keep_columns(weights, fractions, sent):
     """Hands (name, tensor) on, and keeps its columns for the check in sent[name]."""
     for name, tensor in weights:
-        sent[name] = columns_at(tensor, places)
+        sent[name] = columns_at(tensor, fractions)
         yield name, tensor
     # A tied head is not sent under a name of its own.
     sent.setdefault("lm_head.weight", sent["model.language_model.embed_tokens.weight"])
 
 
-def wrong_weights(engine_model, sent, places):
+def differing_weights(engine_model, sent, fractions):
     """-> names of the engine's tensors that differ from what was sent. Runs inside the worker."""
     import torch
 
     renamed = {engine_model.hf_to_vllm_mapper.map_name(name): x for name, x in sent.items()}
-    wrong = []
+    differing = []
     for path, module in engine_model.named_modules():
         parent, _, last = path.rpartition(".")
         # The trainer's names of the parts that are fused here, in their order.
         parts = engine_model.packed_modules_mapping.get(last, [last])
-        for leaf, held in module.named_parameters(recurse=False):
-            wanted = torch.cat([renamed[f"{parent}.{part}.{leaf}"] for part in parts])
-            for found in held_copies(module, leaf, held, places):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            expected = torch.cat([renamed[f"{parent}.{part}.{leaf}"] for part in parts])
+            for columns in parameter_columns(module, leaf, parameter, fractions):
                 # The engine pads its vocabulary with rows of its own.
-                if not torch.equal(found[:len(wanted)], wanted.to(found)):
-                    wrong.append(f"{path}.{leaf}")
-    return wrong
+                if not torch.equal(columns[:len(expected)], expected.to(columns)):
+                    differing.append(f"{path}.{leaf}")
+    return differing
 
 
-def held_copies(module, leaf, held, places):
-    """A parameter of the engine -> its checked columns [rows, places]: from the tensor itself if it
-    was kept, and from the kernel that multiplies by it, which may have a copy of its own."""
+def parameter_columns(module, leaf, parameter, fractions):
+    """A parameter of the engine -> its checked columns [rows, columns]: from the tensor itself if
+    the engine kept it, and from the kernel that multiplies by it, which may have a copy."""
     import torch
 
     copies = []
-    if held.numel() > 0:
-        copies.append(columns_at(held, places))
+    if parameter.numel() > 0:
+        copies.append(columns_at(parameter, fractions))
     kernel = getattr(module, "quant_method", None)
     # A convolution (3 axes) has no such kernel, a bias has none of its own.
-    if kernel is not None and leaf == "weight" and held.ndim < 3:
+    if kernel is not None and leaf == "weight" and parameter.ndim < 3:
         # A layer knows its width as input_size, an embedding as embedding_dim.
         width = getattr(module, "input_size", None) or module.embedding_dim
-        columns = torch.tensor(columns_of(width, places), device=held.device)
-        one_hot = torch.nn.functional.one_hot(columns, width).to(held.dtype)  # [places, width]
+        columns = torch.tensor(columns_of(width, fractions), device=parameter.device)
+        one_hot = torch.nn.functional.one_hot(columns, width).to(parameter.dtype)  # [n, width]
         copies.append(kernel.apply(module, one_hot).T)
     return copies
 

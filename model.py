@@ -121,8 +121,8 @@ class VisionFeatures:
         """VisionItem -> its frames, uint8 [T, H, W, 3]."""
         frames = self.frames.get(item.key) or self.load(item.spec)
         # The ids hold times and one placeholder per token, so other frames do not fit them.
-        found = chat.vision_item(item.spec, frames)
-        if replace(found, key=item.key) != item:
+        loaded = chat.vision_item(item.spec, frames)
+        if replace(loaded, key=item.key) != item:
             raise ValueError(f"{item.spec['video']}: the file or --max-pixels has changed")
         return frames.images
 
@@ -541,12 +541,12 @@ class TreeAttention(torch.autograd.Function):
         out = torch.zeros_like(query)
         lse = torch.full(query.shape[:3], -torch.inf)  # [1, heads, L]
         for a, b, c, d, causal in parts:
-            o, own = kernel(query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], 0.0, causal,
+            o, part_lse = kernel(query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], 0.0, causal,
                             scale=scale)
-            before = lse[:, :, a:b]  # -inf in the first part of a query, which gives weight 1
-            weight = torch.sigmoid(own - before)[..., None]
+            lse_so_far = lse[:, :, a:b]  # -inf in the first part of a query, which gives weight 1
+            weight = torch.sigmoid(part_lse - lse_so_far)[..., None]
             out[:, :, a:b].lerp_(o, weight.to(o.dtype))
-            lse[:, :, a:b] = torch.logaddexp(before, own)
+            lse[:, :, a:b] = torch.logaddexp(lse_so_far, part_lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.parts = parts
         ctx.scale = scale

@@ -128,12 +128,11 @@ def format_reward(turns, calls, think_open=True, pay=PAPER):
     thoughts = [closed_thought(text) for text in texts]
     answer, answer_closed = last_answer(texts[-1])
     # The calls were parsed once, when they were run: what is run and what is paid cannot differ.
-    turns_with_calls = {call["turn"] for call in calls if call["parseable"]}
     think_before_call = False
-    for number in turns_with_calls:
-        # A call tag before the end of the thought, even in a draft: the thought was not first.
-        draft = re.search("<tool_(call|code)>", turns[number].partition("</think>")[0])
-        if thoughts[number] and not draft:
+    for call in calls:
+        # A tag before the end of the thought, even in a draft: the thought was not first.
+        thought_first = orders[call["turn"]].startswith("<think></think>")
+        if call["parseable"] and thoughts[call["turn"]] and thought_first:
             think_before_call = True
     # Tags pair up without nesting; calls alone may come twice.
     pairs = r"(?!.*<(think|answer)>.*<\1>)(<(\w+)></\3>)*"
@@ -333,24 +332,22 @@ def parse_tool_calls(text, tools, think_open):
 
     tools: {name: tool}. tool.parse(arguments) returns a dict, or raises ValueError with a text for
     the model. think_open: see score. A call inside a closed thought is left out, inside an unclosed
-    one it counts; a call whose closing tag was cut off counts if it is whole.
+    one it counts; a call whose closing tag was cut off counts if nothing follows it.
     """
     text = without_thoughts(with_forced_start(text, think_open))
     calls = []
     # A body ends at the next tag of a call. Last, Qwen3.5's XML without any tag around it: were it
     # no call, the turn would count as the answer, and the model would never be told.
-    pattern = (
-        r"(?s)<(tool_call|tool_code)>(.*?)(?:(</\1>)|(?=</?(?:tool_call|tool_code)>)|\Z)|<function="
-    )
+    pattern = r"(?s)<tool_(call|code)>(.*?)(?=</?tool_(?:call|code)>|\Z)|<function="
     for match in re.finditer(pattern, text):
-        tag, body, closing = match.groups()
+        kind, body = match.groups()
         try:
-            if tag is None:
+            if kind is None:
                 raise ValueError("a call must stand between <tool_call> and </tool_call>")
-            if tag == "tool_code":
+            if kind == "code":
                 written = read_code_calls(body, tools)
             else:
-                written = [read_call(body, closing is not None, tools)]
+                written = [read_call(body.strip(), tools)]
         except ValueError as error:
             calls.append(ToolCall(error=str(error)))
             continue
@@ -360,34 +357,30 @@ def parse_tool_calls(text, tools, think_open):
 
 def check_call(name, arguments, tools):
     """A name and an argument dict, whichever dialect they came from -> ToolCall."""
-    if name not in tools:
-        name = name[:40]
-        return ToolCall(name, error=f"unknown tool {name!r}, expected {' or '.join(tools)}")
+    call = ToolCall(name[:40])
     try:
-        return ToolCall(name, tools[name].parse(arguments))
+        if name not in tools:
+            raise ValueError(f"unknown tool {call.name!r}, expected {' or '.join(tools)}")
+        call.arguments = tools[name].parse(arguments)
     except ValueError as error:
-        return ToolCall(name, error=str(error))
+        call.error = str(error)
+    return call
 
 
-def read_call(body, closed, tools):
+def read_call(body, tools):
     """The body of a <tool_call> -> (name, arguments). Raises ValueError."""
-    body = body.strip()
     if body.startswith("<function="):  # Qwen3.5's XML
         name, _, rest = body.removeprefix("<function=").partition(">")
         pairs = re.findall(r"<parameter=([^<>]+)>([^<]*)</parameter>", rest)
-        if len(pairs) != rest.count("<parameter="):
-            raise ValueError("not a whole call, expected <function=..>, its parameters closed")
         return name.strip(), {key.strip(): value.strip() for key, value in pairs}
     try:
-        call, end = json.JSONDecoder().raw_decode(body)
+        call = json.loads(body)
         name, arguments = call["name"], call["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)  # quoted twice by some templates
-        # Without the closing tag, text after the object is ignored.
-        whole = end == len(body) or not closed
     except (ValueError, LookupError, TypeError, RecursionError):  # a thousand brackets: the last
-        whole = False
-    if not (whole and isinstance(name, str) and isinstance(arguments, dict)):
+        name = arguments = None
+    if not (isinstance(name, str) and isinstance(arguments, dict)):
         example = f'{{"name": "{next(iter(tools))}", "arguments": {{...}}}}'
         raise ValueError(f"not valid JSON, expected {example}")
     return name, arguments
@@ -396,11 +389,11 @@ def read_call(body, closed, tools):
 def read_code_calls(body, tools):
     """The body of a <tool_code>, as print(crop_video(start_time=1, end_time='0:09')) -> (name,
     arguments) of each call, given by name. Nothing is evaluated. Raises ValueError."""
-    found = re.findall(r"\b(\w+)\s*\(([^()]*)\)", body)
-    if not found:
+    matches = re.findall(r"\b(\w+)\s*\(([^()]*)\)", body)
+    if not matches:
         raise ValueError(f"not a whole call, expected {next(iter(tools))}(name=value, ..)")
     calls = []
-    for name, arguments in found:
+    for name, arguments in matches:
         pairs = re.findall(r"(\w+)\s*=\s*([^,]+)", arguments)
         calls.append((name, {key: value.strip(" \n\t\"'") for key, value in pairs}))
     return calls
@@ -449,21 +442,21 @@ def words(text):
 def word_characters(text):
     """The text in lower case, with a blank in place of each character that is no letter, mark,
     digit or one of the signs . - % + #, and without the vowel points of Hebrew and Arabic."""
-    kept = ""
+    result = ""
     for char in unicodedata.normalize("NFKC", text).casefold():
         if 10 <= unicodedata.combining(char) <= 36:  # points, which are usually left out
             continue
         # Hindi, Bengali and Thai write vowels as marks (M), which \w does not match: without them
         # other words become equal.
         in_word = unicodedata.category(char)[0] in "LNM" or char in ".-%+#"
-        kept += char if in_word else " "
-    return kept
+        result += char if in_word else " "
+    return result
 
 
 def grade_words(answer, gold):
     """F1 of two bags of words. A part of the answer earns a part: a slope to climb."""
-    given, wanted = bag_of_words(answer), bag_of_words(gold)
-    return 2.0 * (given & wanted).total() / max(1, given.total() + wanted.total())
+    answer_bag, gold_bag = bag_of_words(answer), bag_of_words(gold)
+    return 2.0 * (answer_bag & gold_bag).total() / max(1, answer_bag.total() + gold_bag.total())
 
 
 def bag_of_words(text):
@@ -478,9 +471,9 @@ def bag_of_words(text):
 def grade_list(answer, gold):
     """Share of the places of the longer list that hold the same item in both lists. Unlike F1 of
     words, this pays nothing for a wrong order. A piece without a word is no item."""
-    given, wanted = list_items(answer), list_items(gold)
-    same = sum(a == b for a, b in zip(given, wanted))
-    return same / max(1, len(given), len(wanted))
+    answer_items, gold_items = list_items(answer), list_items(gold)
+    same = sum(a == b for a, b in zip(answer_items, gold_items))
+    return same / max(1, len(answer_items), len(gold_items))
 
 
 def list_items(text):

@@ -190,9 +190,9 @@ class Context:
         self.mask += [1 for _ in ids]  # trained
         self.logps += logps
 
-    def extend(self, other):
+    def extend(self, context):
         """Adds another context at the end."""
-        for name, values in vars(other).items():
+        for name, values in vars(context).items():
             getattr(self, name).extend(values)
 
     def request(self, name, **settings):
@@ -265,8 +265,8 @@ class Episode:
         return sum(call["status"] == "ok" for call in self.calls)
 
     def to_dict(self):
-        own = {name: getattr(self, name) for name in RECORD_FIELDS}
-        return {**own, "K": self.num_frames, **self.context.record()}
+        record_fields = {name: getattr(self, name) for name in RECORD_FIELDS}
+        return {**record_fields, "K": self.num_frames, **self.context.record()}
 
 
 def from_dict(row):
@@ -275,8 +275,8 @@ def from_dict(row):
     items = [chat.VisionItem(**item) for item in row["vision"]]
     # No compact ids: no engine is asked to go on from a record.
     context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
-    own = {name: row[name] for name in RECORD_FIELDS}
-    return Episode(num_frames=row["K"], context=context, **own)
+    record_fields = {name: row[name] for name in RECORD_FIELDS}
+    return Episode(num_frames=row["K"], context=context, **record_fields)
 
 
 @dataclass
@@ -385,9 +385,9 @@ def record_turn(episode, codec, completion):
     episode.context.add_sampled(completion.ids, completion.logps)
     episode.spans.append([start, start + len(completion.ids)])
     pieces = chat.token_bytes_of(codec, completion.ids)  # the bytes of each token
-    for place, credited in enumerate(rewards.structural_mask(pieces), start):
+    for position, credited in enumerate(rewards.structural_mask(pieces), start):
         if credited:
-            episode.struct.append(place)
+            episode.struct.append(position)
     if completion.ended:
         pieces = [*pieces[:-1], b""]  # the end of the turn is no text
     episode.pieces.append(chat.text_pieces(pieces))
@@ -437,7 +437,7 @@ async def answer_call(record, episode, worker):
     except video.VideoError as error:
         # Only the reason, since the whole text holds a path on this machine.
         record.update(
-            status="video_error", summary=f"error: the window could not be read ({error.why})")
+            status="video_error", summary=f"error: the window could not be read ({error.reason})")
         # That says nothing of the policy, so the episode goes on, and is not trained on.
         episode.fail("video_error", f"a call: {error}")
         return None, None
@@ -463,8 +463,8 @@ async def ask_sub_agent(spec, frames, episode, worker, record):
     context = open_context(codec, messages, [spec], [frames])  # a sub-agent has no tools
     if len(context.ids) >= agent.max_model_len:
         return {"status": "error", "summary": "error: the window does not fit into the context"}
-    place = record["turn"], record["number"]
-    completion = await sample(context, episode, worker, agent.sub_max_new_tokens, *place)
+    call_number = record["turn"], record["number"]
+    completion = await sample(context, episode, worker, agent.sub_max_new_tokens, *call_number)
     # Only the text after the thought is returned: the main agent's context stays small. A thought
     # that never closes holds no summary. A Thinking checkpoint's template opens one.
     _, closed, summary = completion.text.rpartition("</think>")
@@ -636,14 +636,14 @@ def make_engine(ckpt, codec, args, sleeping=False):
 
     launch.use_gpu()
     # The engine reserves memory for the largest context: all frames that one may hold.
-    most = max_num_frames(args.frames)
+    max_frames = max_num_frames(args.frames)
     for tool in TOOLS.values():
         if tool.answered_by(args.crop_response) == "main":
-            most += args.max_turns * args.max_parallel * tool.max_frames
-    most = max(most, CropVideo.max_frames)  # the context of a sub-agent
+            max_frames += args.max_turns * args.max_parallel * tool.max_frames
+    max_frames = max(max_frames, CropVideo.max_frames)  # the context of a sub-agent
     base = checkpoint.base_of(ckpt)
     engine = VllmEngine(base, codec, EngineConfig(
-        args.max_model_len, most, args.max_pixels, args.max_num_seqs,
+        args.max_model_len, max_frames, args.max_pixels, args.max_num_seqs,
         args.gpu_memory_utilization, sleeping,
     ))
     if base != ckpt:  # the engine loads the base; weights with merged adapters replace it
@@ -691,13 +691,13 @@ def rows_so_far(args, tasks, ckpt):
 
     # A link such as `last` may lead to other weights by now.
     rows = launch.stable_hash(json.dumps(tasks))
-    now = {**vars(args), "ckpt": os.path.realpath(ckpt), "rows of --data": rows}
+    settings = {**vars(args), "ckpt": os.path.realpath(ckpt), "rows of --data": rows}
     args_path = f"{args.out.removesuffix('.jsonl')}.args.json"
     if not os.path.exists(args_path):
-        launch.write_atomic(args_path, json.dumps(now, indent=1))
+        launch.write_atomic(args_path, json.dumps(settings, indent=1))
     with open(args_path, encoding="utf-8") as file:
-        then = json.load(file)
-    changes = checkpoint.changed_settings(now, then)
+        earlier = json.load(file)
+    changes = checkpoint.changed_settings(settings, earlier)
     if changes:
         raise launch.UserError(f"{args_path} is of rollouts with another {changes}: choose another "
                                "--out")

@@ -44,14 +44,15 @@ CACHE_VERSION = 26  # raise this if reading changes: older frames on disk are th
 
 
 class VideoError(launch.UserError):
-    """This file cannot be used: `.path` says which, `.why` what is wrong; str() is "path: why"."""
+    """This file cannot be used: `.path` says which, `.reason` what is wrong; str() is
+    "path: reason"."""
 
-    def __init__(self, path, why):
-        super().__init__(str(path), why)
-        self.path, self.why = self.args
+    def __init__(self, path, reason):
+        super().__init__(str(path), reason)
+        self.path, self.reason = self.args
 
     def __str__(self):
-        return f"{self.path}: {self.why}"
+        return f"{self.path}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,16 @@ def smart_size(height, width, min_pixels, max_pixels):
     area = min(max(height * width, min_pixels), max_pixels)  # own area, moved into the bounds
     tall = math.sqrt(area * height / width) / 32  # the exact answer, in cells of 32 x 32
     wide = math.sqrt(area * width / height) / 32
-    most = max(1, max_pixels // 1024)  # cells of a frame
-    fewest = -(-min_pixels // 1024)
-    if not 1 <= fewest <= most:
-        fewest = 1
+    max_cells = max(1, max_pixels // 1024)  # cells of a frame
+    min_cells = -(-min_pixels // 1024)
+    if not 1 <= min_cells <= max_cells:
+        min_cells = 1
     best = (math.inf, 1, 1)  # (distance, cells down, cells across)
     # More than these in one direction only gets worse.
-    for down in range(1, max(math.ceil(tall), fewest) + 1):
-        for across in range(1, min(max(math.ceil(wide), fewest), most // down) + 1):
+    for down in range(1, max(math.ceil(tall), min_cells) + 1):
+        for across in range(1, min(max(math.ceil(wide), min_cells), max_cells // down) + 1):
             distance = abs(math.log(down / tall)) + abs(math.log(across / wide))
-            if down * across >= fewest:
+            if down * across >= min_cells:
                 # Rounded, so that ties compare equal and the smaller one wins on every machine.
                 best = min(best, (round(distance, 9), down, across))
     return best[1] * 32, best[2] * 32
@@ -146,11 +147,11 @@ def resolve(video, root=None):
         raise VideoError(video, "is an address: download the video first")
     if root is None:
         return os.path.realpath(video)
-    path = os.path.normpath(os.path.join(os.path.abspath(root), video))  # or `video`, if absolute
-    for base in (os.path.abspath(root), os.path.realpath(root)):  # either name of the folder
-        if os.path.commonpath([base, path]) == base:  # by whole names: /data2 is not inside /data
-            return os.path.realpath(path)
-    raise VideoError(video, f"lies outside the video folder {base}")
+    base = os.path.abspath(root)
+    path = os.path.normpath(os.path.join(base, video))  # or `video`, if absolute
+    if os.path.commonpath([base, path]) != base:  # by whole names: /data2 is not inside /data
+        raise VideoError(video, f"lies outside the video folder {base}")
+    return os.path.realpath(path)
 
 
 def root_of(args, path):
@@ -213,7 +214,6 @@ class VideoSource:
     cache: "FrameCache"
     min_pixels: int = 1024  # of a frame after resizing
     max_pixels: int = 50176
-    crop_pixels: int = 0  # of a window's frame, at most; 0 = max_pixels
     subtitles: object = None  # (task, seconds of the frames [K], root) -> text of its file, or ""
 
     def overview_spec(self, task, num_frames):
@@ -223,10 +223,7 @@ class VideoSource:
     def load(self, spec):
         """{"video", "frames"} or {"video", "start", "end", ..} -> Frames. Raises VideoError, or
         ValueError if a window holds no part of the video."""
-        max_pixels = self.max_pixels
-        if "frames" not in spec and self.crop_pixels:
-            max_pixels = self.crop_pixels
-        return load(spec, self.root, self.cache, self.min_pixels, max_pixels)
+        return load(spec, self.root, self.cache, self.min_pixels, self.max_pixels)
 
     def load_overview(self, spec, task):
         """-> (Frames, seconds of the video, text of the subtitles)."""
@@ -269,8 +266,8 @@ def identity(path):
     if not os.path.isdir(path):
         return [status.st_size, status.st_mtime_ns]
     names = os.listdir(path)
-    some = ("", min(names, default=""), max(names, default=""))
-    return [len(names), max(os.stat(f"{path}/{name}").st_mtime_ns for name in some)]
+    sampled_names = ("", min(names, default=""), max(names, default=""))
+    return [len(names), max(os.stat(f"{path}/{name}").st_mtime_ns for name in sampled_names)]
 
 
 class VideoFile(io.FileIO):
@@ -759,8 +756,8 @@ class FrameCache:
         path, ticks, num_frames = table.state[0], table.ticks[indices], len(table.ticks)
         if len(ticks) < num_frames <= 2**18 // (3 * height * width):
             # A tiny video is decoded whole, once: opening it takes longer than its frames.
-            whole = self.frames(path, np.arange(num_frames), 0, 0, (height, width))
-            return [whole.images[indices], whole.seconds[indices]]
+            video = self.frames(path, np.arange(num_frames), 0, 0, (height, width))
+            return [video.images[indices], video.seconds[indices]]
         num_parts = 1
         if len(table.keys):  # else each part would decode from the first frame on
             num_parts = max(1, min(self.workers, len(ticks) // 8))

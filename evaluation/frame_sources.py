@@ -50,6 +50,7 @@ class PublisherSource(rollout.VideoSource):
     total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
     patch: int = 14  # "qwen": sides of frames are multiples of two patches
     crop_min_pixels: int = 0  # of a window's frame; 0 = min_pixels
+    crop_pixels: int = 0  # the same at most; 0 = max_pixels
     grounding_as_video: bool = False  # the server reads videos of grounding tasks itself
     short_is_blind: bool = False  # a video with too few frames is asked about without any
     written_lines: bool = False  # subtitles are all lines of the file, repeats too

@@ -139,7 +139,7 @@ async def load_windows(records, episode, worker, fps=1.0, max_frames=16):
         except video.VideoError as error:
             # Only the reason: the text of the error holds a path on this machine.
             record.update(status="video_error",
-                          summary=f"error: the window could not be read ({error.why})")
+                          summary=f"error: the window could not be read ({error.reason})")
             episode.fail("video_error", f"a call: {error}")
             return None
         except ValueError as error:  # no part of the window lies in the video

@@ -5,7 +5,6 @@ import fcntl
 import functools
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -97,8 +96,6 @@ def share_cores():
 
 def pytest_addoption(parser):
     add = parser.addoption
-    add("--shuffle", type=int, default=None, metavar="SEED",
-        help="files and their tests in a random order: no test may need another")
     add("--fast", action="store_true",
         help="leave out tests marked `process`, and what builds vLLM's engine")
     add("--all", action="store_true", help="also the tests in tests/slow")
@@ -121,12 +118,6 @@ def pytest_collection_modifyitems(config, items):
         made = {"vllm_engines", "training", "recorded", "saved", "world35", "published"}
         items[:] = [item for item in items if not item.get_closest_marker("process")
                     and not made & set(item.fixturenames)]
-    seed = config.getoption("--shuffle")
-    if seed is not None:  # a file stays in one piece: its module fixtures are made once
-        draw = random.Random(seed)
-        files = {name: draw.random() for name in dict.fromkeys(item.path.name for item in items)}
-        items.sort(key={item: (files[item.path.name], draw.random()) for item in items}.get)
-        return
     long = [f"test_{name}.py" for name in (  # the second begins while the toy world is made
         "sft", "faults", "survival", "file_faults", "published", "fake_gpu", "hostile", "video",
         "grpo_run", "engine", "toy", "grpo", "eval", "model", "identity", "rollout")]

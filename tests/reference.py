@@ -117,12 +117,12 @@ async def patient_steps(pump, plain_steps=EngineLoop.steps):
         # of the loop each.
         for _ in range(4):
             await asyncio.sleep(0)
-        if pump.loading or not pump.waiting:
-            pump.news.clear()
-            await pump.news.wait()
+        if pump.loading or not pump.pending:
+            pump.wakeup.clear()
+            await pump.wakeup.wait()
             continue
         for done in pump.engine.poll():
-            future = pump.waiting.pop(done.id, None)
+            future = pump.pending.pop(done.id, None)
             if future and not future.done():
                 future.set_result(done)
 

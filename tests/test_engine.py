@@ -16,7 +16,7 @@ import torch
 from album import logprobs
 from conftest import Overheard
 from reference import ReferenceEngine, load_policy
-from scripted import ANSWER, Scripted, call, calls, play, play_one
+from scripted import ANSWER, Scripted, calls, play, play_one
 
 import chat
 import launch
@@ -29,20 +29,12 @@ from plumbing import checkpoint
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.AgentConfig(temperature=1.0, max_model_len=1024, max_new_tokens=16,
                           sub_max_new_tokens=8, max_turns=2)
-TALK = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5)), ANSWER]
-FIVE_CALLS = [TALK[0], TALK[1] + call(5, 5.5), ANSWER]
+FIVE_CALLS = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5), (5, 5.5)), ANSWER]
 
 
-class Saying(Overheard):
-    """Its main agent is taken to say these texts, turn by turn. Keeps what it was asked."""
-
-    def __init__(self, engine, texts):
-        super().__init__(engine, lambda sample, turn: texts[min(turn, len(texts) - 1)])
-        self.requests = []
-
-    def submit(self, request):
-        self.requests.append(request)
-        self.engine.submit(request)
+def saying(engine, texts):
+    """An engine whose main agent is taken to say these texts, turn by turn."""
+    return Overheard(engine, lambda sample, turn: texts[min(turn, len(texts) - 1)])
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +121,7 @@ def test_engine_and_trainer_agree_on_multi_turn_episodes(
     """Prompt ids (the engine's poll compares them), frames, positions, temperature: one difference
     and log-probs drift. Frames of one token, and of four."""
     source = video.VideoSource(str(toy), video.FrameCache(), pixels, pixels)
-    engine = Saying(vllm_engines(), FIVE_CALLS)
+    engine = saying(vllm_engines(), FIVE_CALLS)
     agent = replace(HOT, temperature=temperature, crop_response=response)
     checked, (ids, mask, items, want) = check_episodes(engine, policy, codec, tasks[:2], source,
                                                        agent, "gated" if pixels == 1024 else 5)

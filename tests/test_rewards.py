@@ -65,8 +65,7 @@ def test_docstring_example_runs():
     (json_call(start_time=1.5, end_time="2.5"), (1.5, 2.5), None),
     (json_call(start_time="01:30", end_time="1:00:10"), (90, 3610), None),
     (json_call(start=-5, end=2, num_frames="8", video_path="/etc/passwd"), (-5, 2), 8),
-    (CALL.removesuffix("</tool_call>") + "\n<answer>B</answer>", (1, 2), None),
-    (CALL.replace("</tool_call>", "</tool_c"), (1, 2), None),
+    (CALL.removesuffix("</tool_call>") + "\n", (1, 2), None),
     (CALL.replace('{"start_time": 1, "end_time": 2}', '"{\\"start\\": 1, \\"end\\": 2}"'), (1, 2),
      None), (f"<tool_call>{XML}</tool_call>", (1, 2), None),
     ("<tool_code>\nprint(crop_video(start_time='0:01', end_time=\"0:02\"))\n</tool_code>", (1, 2),
@@ -93,7 +92,7 @@ def test_every_dialect_gives_the_same_call(text, window, num_frames):
     ("<tool_code>crop_video(start_time=1+1, end_time=3)</tool_code>", "start_time is not a time"),
     # Qwen3.5's XML without the tag around it: no answer, and the model is told
     (XML + "\n</tool_call>", "must stand between <tool_call>"),
-    ("<tool_call>" + XML.replace("\n1\n</parameter>", "1") + "</tool_call>", "not a whole call")])
+    ("<tool_call>" + XML.replace("\n1\n</parameter>", "1") + "</tool_call>", "is missing")])
 def test_each_bad_call_gets_an_entry_that_says_why(text, why):
     assert why in the_call(text).error
 

@@ -167,15 +167,13 @@ def test_smart_size_takes_the_nearest_of_all_pairs(least, most):
     """Listed here; a bound of 10**9 pixels has 13 million pairs, and its answer comes at once."""
     cells = [(a, b) for a in range(1, 100) for b in range(1, most // 1024 // a + 1)
              if least <= a * b * 1024 or not most // 1024 >= -(-least // 1024)]
-    for height, width in [(32, 64), (100, 90), (1080, 1920), (7, 3000), (3000, 7), (160, 32),
-                          (1, 1), (10000, 1)]:
+    for height, width in [(32, 64), (100, 90), (1080, 1920), (7, 3000), (3000, 7), (1, 1)]:
         area = min(max(height * width, least), most)
         tall, wide = ((area * ratio) ** 0.5 / 32 for ratio in (height / width, width / height))
         best = min(cells, key=lambda ab: (
             round(abs(math.log(ab[0] / tall)) + abs(math.log(ab[1] / wide)), 9), ab))
         assert video.smart_size(height, width, least, most) == (best[0] * 32, best[1] * 32)
     assert video.smart_size(1080, 1920, **NATIVE) == (1088, 1920)
-    assert video.smart_size(1080, 1920, 1024, 50176) == (160, 288)
 
 
 # ---- the right frames come out of real files
@@ -251,15 +249,12 @@ def test_rotation_is_applied(tmp_path):
 
 def test_keys_name_frames_across_sets(tmp_path, minute):
     whole, half = video.overview(minute, 64), video.overview(minute, 32)
-    part = video.crop(minute, 16, 24)
+    part, small = video.crop(minute, 16, 24), video.crop(minute, 16, 24, max_pixels=1024)
+    other = video.overview(write(tmp_path / "other.mp4", 64, rate=1), 64)
     assert part.frame_keys == whole.frame_keys[16:24] and half.frame_keys == whole.frame_keys[1::2]
-    assert len(set(whole.frame_keys)) == 64 and len({whole.key, half.key, part.key}) == 3
-    # same frames, same name
-    assert video.crop(minute, 16, 24).key == part.key == video.crop(minute, 16.1, 24.1).key
-    small = video.crop(minute, 16, 24, max_pixels=1024)
-    assert small.key != part.key and not set(small.frame_keys) & set(part.frame_keys)
-    other = write(tmp_path / "other.mp4", 64, rate=1)
-    assert not set(video.crop(other, 16, 24).frame_keys) & set(part.frame_keys)
+    assert part.key == video.crop(minute, 16.1, 24.1).key  # same frames, same name
+    assert len({*whole.frame_keys, *small.frame_keys, *other.frame_keys}) == 64 + 8 + 64
+    assert len({x.key for x in (whole, half, part, small, other)}) == 5
 
 
 # ---- cache
@@ -382,7 +377,7 @@ def test_broken_files_raise_video_error(tmp_path, ffmpeg, kind, why):
         path.write_bytes(data[: len(data) * 6 // 10])
     with pytest.raises(VideoError, match=why) as caught:
         video.overview(path, 64)
-    assert str(caught.value) == f"{path}: {caught.value.why}"
+    assert str(caught.value) == f"{path}: {caught.value.reason}"
 
 
 # ---- what data files say

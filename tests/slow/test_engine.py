@@ -10,7 +10,7 @@ import pytest
 from scripted import ANSWER, Scripted, play
 
 from test_engine import (  # noqa: F401  # isort: skip
-    HOT, Saying, base, trainer_logps, vllm_engines)
+    HOT, base, saying, trainer_logps, vllm_engines)
 
 from engine import EngineLoop, Request
 
@@ -43,7 +43,7 @@ def test_frames_that_cross_a_chunk_of_the_prefill_are_the_trainers(vllm_engines,
     agent, steps, real = replace(HOT, temperature=0.0), [], engine.engine.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.engine, "step", lambda: steps.append(1) or real())
-        (episode,) = play(Saying(engine, [ANSWER]), tasks[:1], frames_of, agent, 64)
+        (episode,) = play(saying(engine, [ANSWER]), tasks[:1], frames_of, agent, 64)
     context = episode.context
     frames = [n for n, i in enumerate(context.ids) if i == codec.image_pad]
     assert frames[0] < 32 and frames[-1] > 96  # in four chunks
