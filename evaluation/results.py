@@ -53,18 +53,12 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
 def digest_of_files(root, names):
     """-> digest of the bytes of files below a folder. Raises UserError."""
     digest = hashlib.sha256()
-<<<<<<< HEAD
-    for path in sorted(set(paths)):
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-=======
     for name in sorted(set(names)):
         path = video.resolve(name, root)
         try:
             digest.update(hashlib.sha256(launch.read_file(path)).digest())
         except OSError as error:
             raise launch.UserError(f"{path}: unreadable ({error.strerror})") from None
->>>>>>> 8007e90 (Evaluation says less: settings come from the run that trained a checkpoint, --compare does what three flags did, transformers sizes the frames of qwen_vl_utils)
     return digest.hexdigest()[:16]
 
 
