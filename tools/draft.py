@@ -43,6 +43,7 @@ Reply with one JSON object: {"question": "..", "options": ["..", "..", "..", "..
 BLIND = "You cannot see the video that this question is about. Give the likeliest answer."
 WORKERS = 8  # requests at once
 MAX_TOKENS = 2048  # of a reply with its thoughts
+MAX_FRAMES = 16  # of a window, one a second: what an agent sees of it
 # A question that holds the place of its answer teaches nobody to look for it.
 PLACE = re.compile(r"\d ?(?:s|sec|seconds?|min|minutes?)\b|\d:\d\d|\b(?:at|from|between|after) \d|"
                    r"\b(?:this|these|the (?:first|last|given|shown)) (?:frame|clip|part|image|"
@@ -56,13 +57,13 @@ class LeftOut(Exception):
     """Why a draft is no task."""
 
 
-def draw_window(name, number, args, duration):
+def draw_window(draft_id, number, args, duration):
     """-> [start, end] in seconds: a part of share `number` of the video."""
     share = duration / args.questions
     length = min(args.seconds, share)
-    draw = random.Random(f"{name}/{number}").random()  # the same after a stop
-    start = number * share + draw * (share - length)
-    return [round(start, 2), min(round(start + length, 2), duration)]
+    # The same after a stop.
+    start = number * share + random.Random(draft_id).uniform(0, share - length)
+    return [round(start, 2), round(start + length, 2)]
 
 
 def fill_task(task, reply):
@@ -70,7 +71,8 @@ def fill_task(task, reply):
     try:
         written = launch.parse_json(re.search(r"\{.*\}", reply, re.DOTALL)[0])
         question, options = written["question"].strip(), data.bare_options(written["options"])
-        right = options["ABCD".index(answers.extract_letter(str(written["answer"]), options))]
+        letter = answers.extract_letter(str(written["answer"]), options)
+        right = options["ABCD".index(letter)]
     except (ValueError, TypeError, LookupError, AttributeError):
         raise LeftOut("not the JSON that was asked for") from None
     # Models put the right option first or second more often than not.
@@ -82,38 +84,40 @@ def fill_task(task, reply):
         raise LeftOut("names a time or a part")
 
 
-def ask_model(engine, name, text, frames=()):
+def ask_model(engine, draft_id, text, frames=()):
     """A text after the frames of a window -> the model's reply. Raises LeftOut, RunError."""
     content = [{"type": "video"} for _ in frames]
     content.append({"type": "text", "text": text})
-    done = engine.wait_for(ChatRequest(name, [], [], [], frames, MAX_TOKENS, 0.0, 0,
-                                       messages=[{"role": "user", "content": content}]))
-    if done.error:
-        raise LeftOut(done.error)
-    return done.text.rpartition("</think>")[2].strip()
+    completion = engine.wait_for(ChatRequest(
+        draft_id, [], [], [], frames, MAX_TOKENS, 0.0, 0,
+        messages=[{"role": "user", "content": content}]))
+    if completion.error:
+        raise LeftOut(completion.error)
+    return completion.text.rpartition("</think>")[2].strip()
 
 
-def draft_task(engine, source, args, name, number):
-    """Writes and checks one task -> the row of OUT.drafts.jsonl. Raises RunError."""
-    task = {"id": f"{name}/{number}", "video": name, "question": "", "options": None,
-            "answer": None, "type": "mcq", "evidence": []}
-    row = {"id": task["id"], "task": task, "left_out": None, "blind": None, "seen": None}
+def is_right(reply, task):
+    return answers.score_answer(answers.answer_or_tail([reply]), task) == 1
 
-    def is_right(answer):
-        return answers.score_answer(answers.answer_or_tail([answer]), task) >= 0.5
 
+def draft_task(engine, source, args, draft_id, name, number):
+    """Writes and checks one task about the video `name` -> the row of OUT.drafts.jsonl. Raises
+    RunError."""
+    task = {"id": draft_id, "video": name, "question": "", "options": None, "answer": None,
+            "type": "mcq", "evidence": []}
+    row = {"id": draft_id, "task": task, "left_out": None, "blind": None, "seen": None}
     try:
-        start, end = draw_window(name, number, args, source.duration({"video": name}))
+        start, end = draw_window(draft_id, number, args, source.duration({"video": name}))
         task["evidence"] = [[start, end]]
         frames = source.load({"video": name, "start": start, "end": end, "fps": 1.0,
-                              "max_frames": args.frames})
-        fill_task(task, ask_model(engine, task["id"], WRITE, [frames]))
+                              "max_frames": MAX_FRAMES})
+        fill_task(task, ask_model(engine, draft_id, WRITE, [frames]))
         question = rollout.question_text(task)
-        row["blind"] = ask_model(engine, task["id"], BLIND + question)
-        if is_right(row["blind"]):
+        row["blind"] = ask_model(engine, draft_id, BLIND + question)
+        if is_right(row["blind"], task):
             raise LeftOut("right without the video")
-        row["seen"] = ask_model(engine, task["id"], question, [frames])
-        if not is_right(row["seen"]):
+        row["seen"] = ask_model(engine, draft_id, question, [frames])
+        if not is_right(row["seen"], task):
             raise LeftOut("wrong with the window")
     except (LeftOut, video.VideoError) as error:
         row["left_out"] = str(error)
@@ -124,6 +128,35 @@ def draft_task(engine, source, args, name, number):
 # All drafts
 
 
+def draft_all(args, root, drafts):
+    """Drafts what the file `drafts` does not hold yet, and appends it there -> all rows. root:
+    folder that the names of videos are relative to."""
+    rows, todo = [], {}  # todo: id of a draft -> name of the video, number of the window
+    if os.path.exists(drafts):
+        rows = launch.read_jsonl(drafts, ("id", "task"))
+    for path in args.videos:
+        for file in ask.videos_below(path):
+            name = os.path.relpath(file, root)
+            for number in range(args.questions):
+                todo[f"{name}/{number}"] = name, number
+    for row in rows:
+        todo.pop(row["id"], None)
+    engine = OpenAIEngine([args.base_url], args.model, args.api_key_env, WORKERS)
+    engine.check_servers()
+    source = video.VideoSource(root, video.FrameCache(2**28, WORKERS), 1024, 448 * 448)
+
+    def work(draft_id):
+        row = draft_task(engine, source, args, draft_id, *todo[draft_id])
+        judge.append_row(drafts, row)
+        print(f"{draft_id}: {row['left_out'] or 'kept'}", flush=True)
+        return row
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        rows += pool.map(work, todo)
+    engine.close()
+    return sorted(rows, key=lambda row: row["id"])
+
+
 def write_page(path, rows):
     """draft.html with the drafts in it. path: in the folder that videos are relative to."""
     with open(os.path.join(sys.path[0], "tools", "draft.html"), encoding="utf-8") as file:
@@ -132,7 +165,7 @@ def write_page(path, rows):
     launch.write_atomic(path, page.replace("/*DATA*/", content))
 
 
-def parse_args():
+def main():
     parser = launch.parser(__doc__)
     add = parser.add_argument
     add("videos", nargs="+", metavar="VIDEOS", help="files, or folders that hold them")
@@ -142,43 +175,15 @@ def parse_args():
     add("--out", required=True, help="task JSONL to write, in a folder above the videos")
     add("--questions", type=launch.positive, default=4, help="drafts for each video")
     add("--seconds", type=launch.positive, default=10, help="of a window, at most")
-    add("--frames", type=launch.positive, default=16, help="of a window, at most: one a second")
     args = parser.parse_args()
     if not args.out.endswith(".jsonl") or os.path.exists(args.out):
         raise launch.UserError(f"--out {args.out}: give a new file that ends in .jsonl")
-    return args
-
-
-def main():
-    args = parse_args()
-    root, stem = os.path.dirname(os.path.abspath(args.out)), args.out.removesuffix(".jsonl")
-    names = [os.path.relpath(p, root) for path in args.videos for p in ask.videos_below(path)]
-    if not names or any(name.startswith("..") for name in names):
-        raise launch.UserError(f"{len(names)} videos; all have to lie below {root}: change --out")
-    rows, drafts = [], f"{stem}.drafts.jsonl"
-    if os.path.exists(drafts):
-        rows = launch.read_jsonl(drafts, ("id", "task", "left_out"))
-    engine = OpenAIEngine([args.base_url], args.model, args.api_key_env, WORKERS)
-    engine.check_servers()
-    source = video.VideoSource(root, video.FrameCache(2**28, WORKERS), 1024, 448 * 448)
-    done = {row["id"] for row in rows}
-
-    def work(draft):
-        row = draft_task(engine, source, args, *draft)
-        judge.append_row(drafts, row)
-        print(f"{row['id']}: {row['left_out'] or 'kept'}", flush=True)
-        return row
-
-    todo = [(name, n) for name in sorted(set(names)) for n in range(args.questions)
-            if f"{name}/{n}" not in done]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        rows += pool.map(work, todo)
-    engine.close()
-    rows.sort(key=lambda row: row["id"])
-    kept = [row["task"] for row in rows if not row["left_out"]]
+    stem = args.out.removesuffix(".jsonl")
+    rows = draft_all(args, os.path.dirname(os.path.abspath(args.out)), f"{stem}.drafts.jsonl")
+    tasks = [row["task"] for row in rows if not row["left_out"]]
     write_page(f"{stem}.html", rows)
-    launch.write_atomic(args.out, "".join(json.dumps(task) + "\n" for task in kept))
-    print(f"{len(rows)} drafts, {len(kept)} kept -> {args.out}; to correct: {stem}.html")
+    launch.write_atomic(args.out, "".join(json.dumps(task) + "\n" for task in tasks))
+    print(f"{len(rows)} drafts, {len(tasks)} kept -> {args.out}; to correct: {stem}.html")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from scripted import Scripted, calls, turn_of
 from slow.test_page import EVIL, browser  # noqa: F401  (a fixture)
-from test_serve import VIDEO, QUESTION, agent_of
+from test_serve import QUESTION, VIDEO, agent_of
 
 from tools import serve
 
