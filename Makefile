@@ -157,7 +157,7 @@ table2: $(patsubst %,$(T2)/eval/%/summary.json,base sft $(T2_ROWS))
 $(T2)/toy/init: | venv
 	$(T2_PY) toy.py --out $(@D) --seed $(SEED) --fragile $(if $(filter weak,$(PRIOR)),--calling 0.05) --eval-videos 32
 $(T2)/base/last: | $(T2)/toy/init
-	$(TORCHRUN) $(T2_SFT) --ckpt $(T2)/toy/init --data $(T2)/toy/pretrain.jsonl --steps 500 --muon-lr 3e-3 --out $(@D)
+	$(TORCHRUN) $(T2_SFT) --ckpt $(T2)/toy/init --data $(T2)/toy/pretrain.jsonl --steps 900 --muon-lr 3e-3 --out $(@D)
 $(T2)/sft/last: | $(T2)/base/last
 	$(T2_PY) $(T2_SFT) --ckpt $(T2)/base/last --data $(T2)/toy/sft.jsonl --steps 8 --muon-lr 3e-4 --lr 5e-4 --out $(@D)
 $(T2)/rl/%/last: | $(T2)/sft/last
