@@ -209,7 +209,7 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         texts = None
         if mode != "none":
             names = [task["subtitles"] for task in tasks if task.get("subtitles")]
-            texts = results.digest_of_files(root, names)
+            texts = results.digest_of_files(video.resolve(name, root) for name in names)
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
         done = set(results.read_records(out, digest))
         tasks = tasks[: args.limit]

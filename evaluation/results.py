@@ -22,7 +22,6 @@ import pathlib
 import time
 
 import launch
-import video
 from evaluation import answers, benchmarks, endpoint, scores, systems
 
 # ------------------------------------------------------------------------------------------------
@@ -50,13 +49,13 @@ def settings_digest(args, weights, subtitles, tasks, prompts, texts=None):
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
-def digest_of_files(root, names):
-    """-> digest of the bytes of files below a folder. Raises UserError."""
+def digest_of_files(paths):
+    """-> digest of the bytes of files, wherever they lie. Raises UserError."""
     digest = hashlib.sha256()
-    for name in sorted(set(names)):
-        path = video.resolve(name, root)
+    for path in sorted(set(paths)):
         try:
-            digest.update(hashlib.sha256(launch.read_file(path)).digest())
+            with open(path, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise launch.UserError(f"{path}: unreadable ({error.strerror})") from None
     return digest.hexdigest()[:16]

@@ -98,5 +98,5 @@ def test_a_run_ends_with_one_line(toy, data, tmp_path):
     for script, *flags in (("rollout.py", "--preset", "toy", "--ckpt", toy / "init"),
                            ("eval.py", *remote)):
         done = run_script(script, *flags, "--data", data, "--out", tmp_path / "r.jsonl")
-        assert done.returncode in (1, 2) and "words.srt" in done.stderr.splitlines()[-1]
+        assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
         assert "Traceback" not in done.stderr
