@@ -123,7 +123,7 @@ demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED) --scenes $(SCENES) --calls $(CALLS) --crop-response $(RESPONSE) --eval-videos $(TASKS))
-	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps $(COLD) --muon-lr 3e-3 --eval-every 0 --seed $(SEED) --out $(DEMO)/sft)
+	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps $(COLD) --muon-lr 3e-3 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora-rank $(LORA) --seed $(SEED) $(AGENT) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
@@ -133,7 +133,7 @@ demo: venv
 PRIOR ?= strong
 T2 = out/table2/$(PRIOR)/$(SEED)
 T2_PY = OMP_NUM_THREADS=1 $(BIN)/python
-T2_SFT = sft.py --preset toy --batch-size 12 --eval-every 0 --seed $(SEED)
+T2_SFT = sft.py --preset toy --batch-size 12 --seed $(SEED)
 T2_RL = grpo.py --preset toy --ckpt $(T2)/sft/last --data $(T2)/toy/rl.jsonl --prompts 6 --steps 20 --lr 3e-4 --temperature 0.7 --max-turns 1 --seed $(SEED)
 T2_EVAL = eval.py --preset toy --data $(T2)/toy/eval.jsonl --frames 4 64 --tools on off --temperature 0.7
 # as it was trained: plain GRPO forces no thought, nor does the cold start before it

@@ -376,8 +376,8 @@ def batch_indices(step, batch_size, rows, seed):
     (step, seed) alone, so every rank and every resumed run draws the same rows."""
     picked = []
     for position in range(step * batch_size, (step + 1) * batch_size):
-        epoch, place = divmod(position, rows)
-        picked.append(epoch_order(epoch, rows, seed)[place])
+        epoch, index = divmod(position, rows)
+        picked.append(epoch_order(epoch, rows, seed)[index])
     return picked
 
 

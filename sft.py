@@ -44,7 +44,7 @@ import chat
 import launch
 import model
 import video
-from plumbing import checkpoint, data, muon
+from plumbing import checkpoint, data
 from plumbing.log import TRACKERS, Log
 
 # ------------------------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ def build_parser():
     add("--dp-replicate", type=launch.amount, default=1,
         help="HSDP: groups of ranks that each hold the whole model; 0: every rank does")
     add = parser.add_argument_group("looking and saving").add_argument
-    add("--eval-every", type=launch.amount, default=200, help="steps; 0: at the end")
-    add("--save-every", type=launch.amount, default=200, help="steps; 0: at the end")
+    add("--save-every", type=launch.amount, default=200,
+        help="steps between checkpoints, and uses of --val; 0: at the end")
     add("--track", choices=TRACKERS, help="send the numbers of log.jsonl there too")
     # No flags: AdamW's second beta, and the final learning rate as a fraction of the peak.
     parser.set_defaults(beta2=0.999, min_lr=0.1)
@@ -98,8 +98,8 @@ def parse_args():
         # A model of a million parameters from random weights: large steps, few of them, and less
         # memory of past gradients.
         parser.set_defaults(muon_lr=6e-3, lr=2e-3, batch_size=24, max_len=2048, pack_tokens=2048,
-                            epochs=1.75, beta2=0.98, min_lr=0.02, warmup=0.1, eval_every=100,
-                            save_every=0, gradient_checkpointing=False, dp_replicate=0)
+                            epochs=1.75, beta2=0.98, min_lr=0.02, warmup=0.1, save_every=0,
+                            gradient_checkpointing=False, dp_replicate=0)
     args = parser.parse_args()
     args.lora_rank = checkpoint.adapter_rank(args.ckpt, args.lora_rank)
     if args.lora_rank:
@@ -132,21 +132,21 @@ class Chats:
         """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
         return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)
 
-    def encode(self, row):
-        """-> (chat.Sequence, its Frames), or (None, []) if a video of the chat does not decode."""
+    def frames_of(self, row):
+        """-> Frames of the videos of a chat. Raises VideoError, or ValueError for a window that
+        holds nothing of its video."""
+        return [self.load(spec) for spec in chat.videos_in(row["messages"])]
+
+    def encode(self, row, frames):
+        """-> chat.Sequence. Raises UserError if it is too long."""
         specs = chat.videos_in(row["messages"])
-        try:
-            frames = [self.load(spec) for spec in specs]
-        except (video.VideoError, ValueError) as error:  # ValueError: a window beyond the video
-            print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
-            return None, []
         items = [chat.vision_item(spec, loaded) for spec, loaded in zip(specs, frames)]
         sequence = chat.encode_chat(self.codec, row["messages"], items, row.get("tools"))
         # A chat that is cut would teach an answer without the question: better to end the run.
         if len(sequence.ids) > self.args.max_len:
             raise launch.UserError(f"{self.path}: chat {row['id']} has {len(sequence.ids)} tokens, "
                                    f"--max-len is {self.args.max_len}")
-        return sequence, frames
+        return sequence
 
     def packs(self, rows):
         """Rows -> (Packs, {key: Frames that they show}, ids that are skipped). A chat is a tree
@@ -154,10 +154,13 @@ class Chats:
         trees, frames_by_key, skipped = [], {}, []
         for row in rows:
             with launch.naming(row["id"]):
-                sequence, frames = self.encode(row)
-            if sequence is None:
-                skipped.append(row["id"])
-                continue
+                try:
+                    frames = self.frames_of(row)
+                except (video.VideoError, ValueError) as error:
+                    print(launch.printable(f"skipped {row['id']}: {error}"), flush=True)
+                    skipped.append(row["id"])
+                    continue
+                sequence = self.encode(row, frames)
             span = model.TokenSpan(sequence.ids, sequence.mask)
             trees.append(model.Tree(span, sequence.items))
             # The frames are kept until the forward, which then needs no file.
@@ -187,25 +190,18 @@ def check_chats(args, codec, cache):
     """--check: encodes every chat and prints counts. Raises UserError if there is a fault."""
     from tqdm import tqdm
 
-    if os.environ.get("RANK", "0") != "0":  # under torchrun rank 0 alone looks
-        return
     faults = []
     for path in filter(None, (args.data, args.val)):
         chats = Chats(path, codec, args, cache, faults)
-        longest, trained = 0, 0
+        lengths = [0]
         for row in tqdm(chats.rows, desc=path, disable=None):
             try:
-                sequence, _ = chats.encode(row)
-            except launch.UserError as error:  # too long
-                faults.append(str(error))
-                continue
-            if sequence is None:
-                faults.append(f"{path}: chat {row['id']} would be skipped")
-            else:
-                longest = max(longest, len(sequence.ids))
-                trained += sum(sequence.mask)
-        print(f"{path}: {len(chats.rows)} chats, the longest has {longest} tokens, of --max-len "
-              f"{args.max_len}; {trained} trained tokens")
+                sequence = chats.encode(row, chats.frames_of(row))
+                lengths.append(len(sequence.ids))
+            except (launch.UserError, ValueError) as error:  # a video, a window, a length
+                faults.append(f"{path}: chat {row['id']}: {error}")
+        print(f"{path}: {len(chats.rows)} chats, the longest has {max(lengths)} tokens, of "
+              f"--max-len {args.max_len}; {sum(lengths)} tokens in all")
     data.report_check(faults, args.data)
 
 
@@ -221,6 +217,26 @@ def schedule(step, steps, warmup, floor):
         return (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)  # 0 at the peak, nearly 1 at the last step
     return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+def fp32_semi_orthogonal(matrix, coefficients, steps, eps):
+    """The semi-orthogonal matrix near to `matrix`, by Newton-Schulz iterations as in torch.optim
+    (torch 2.13), which runs them in bf16. A CPU without bf16 instructions needs twice the time of
+    the whole step for that.
+
+      X = G / |G|, then five times  X = a X + (b X X^T + c (X X^T)^2) X
+    """
+    a, b, c = coefficients
+    is_tall = matrix.size(0) > matrix.size(1)
+    if is_tall:
+        matrix = matrix.T
+    x = matrix / matrix.norm().clamp(min=eps)  # the largest singular value is then at most 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = x.addmm(gram.addmm(gram, gram, beta=b, alpha=c), x, beta=a)
+    if is_tall:
+        x = x.T
+    return x
 
 
 def build_optimizers(policy, args, device):
@@ -242,8 +258,8 @@ def build_optimizers(policy, args, device):
         # match_rms_adamw gives updates of AdamW's size, whatever the shape of the matrix.
         optimizers.append(torch.optim.Muon(matrices, lr=args.muon_lr, momentum=0.95,
                                            weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
-        if device.type == "cpu":  # in fp32
-            torch.optim._muon._zeropower_via_newtonschulz = muon.semi_orthogonal
+        if device.type == "cpu":
+            torch.optim._muon._zeropower_via_newtonschulz = fp32_semi_orthogonal
     return optimizers
 
 
@@ -316,7 +332,6 @@ def main():
     rows = {"data": train.rows, "val": val and val.rows}
     folder, state = checkpoint.resume_point(args, rows)
     start = state["step"]
-    best, best_step = state.get("best", (math.inf, 0))  # the lowest held-out loss, and its step
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     if start >= steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {steps}")
@@ -352,12 +367,12 @@ def main():
         norm = model.reduce_and_clip(policy, args.max_grad_norm)
         # The norm covers the gradients of all ranks, so all of them step or none does. A skipped
         # step costs a batch. A step with NaN in it would cost the run.
-        good = num_trained > 0 and math.isfinite(norm)
-        num_bad = 0 if good else num_bad + 1
+        is_finite = num_trained > 0 and math.isfinite(norm)
+        num_bad = 0 if is_finite else num_bad + 1
         for optimizer, peak in zip(optimizers, (args.lr, args.muon_lr)):
             for group in optimizer.param_groups:
                 group["lr"] = peak * fraction
-            if good:
+            if is_finite:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)  # frees the memory until the next backward
         if num_bad == 3:
@@ -375,17 +390,17 @@ def main():
         launch.reset_watchdog()
 
         # 3. The held-out loss, and a checkpoint. `best` links to the one with the lowest loss.
-        if val and (last or (args.eval_every and step % args.eval_every == 0)):
-            value = held_out_loss(policy, val, args, rank, world)
+        is_save_step = last or (args.save_every and step % args.save_every == 0)
+        if is_save_step and val:
+            value = held_out_loss(policy, val, args, rank, world)  # on every rank the same
             log.write({"step": step, "val_loss": value}, "val_loss")
-            if value is not None and value < best:  # on every rank, so all of them save or none
-                best, best_step = value, step
-            launch.reset_watchdog()
+            best_loss, _ = state.get("best", (math.inf, 0))
+            if value is not None and value < best_loss:
+                state["best"] = value, step
         # A signal on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(stop_event.is_set())
-        due = args.save_every and step % args.save_every == 0
-        if due or last or stopping or best_step == step:
-            state["best"] = best, best_step
+        if is_save_step or stopping:
+            launch.reset_watchdog()
             checkpoint.save_run(policy, optimizers, args.out, step, state)
             launch.reset_watchdog()
         if stopping:

@@ -41,7 +41,7 @@ from plumbing import qwen35
 
 # What two parts of one run may differ in: how far, how fast, where, and who is told. The rows of
 # --data and --val are compared, not their paths.
-FREE = ("steps epochs out resume check data val eval_every save_every show track dp_replicate "
+FREE = ("steps epochs out resume check data val save_every show track dp_replicate "
         "frame_cache_dir max_num_seqs gpu_memory_utilization judge_url").split()
 
 # ------------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ def small_files(folder):
     files = {}
     for name in sorted(os.listdir(folder)):
         # These describe the weights beside them.
-        own = name.endswith(".index.json") or name in ("adapter_config.json", "state.json")
-        if name.endswith((".json", ".jinja", ".txt")) and not own:
+        of_weights = name.endswith(".index.json") or name in ("adapter_config.json", "state.json")
+        if name.endswith((".json", ".jinja", ".txt")) and not of_weights:
             files[name] = launch.read_file(f"{folder}/{name}")
     return files
 
@@ -433,12 +433,12 @@ def tidy(out, state):
             shutil.rmtree(folder)
 
 
-def changed_settings(now, then):
+def changed_settings(settings, earlier):
     """Settings of two starts -> a text of those that may not differ, and do; "" if none does."""
     changes = []
-    for name in now:
-        if name not in FREE and now[name] != then.get(name):
-            changes.append(f"{name} {then.get(name)} (now {now[name]})")
+    for name, value in settings.items():
+        if name not in FREE and value != earlier.get(name):
+            changes.append(f"{name} {earlier.get(name)} (now {value})")
     return ", ".join(changes)
 
 
@@ -449,18 +449,18 @@ def resume_point(args, inputs):
     which save_run takes. Raises UserError if --out holds a run of other settings or rows, unless
     --resume: then the differences are printed, and the run goes on with the new ones.
     """
-    now = {**vars(args), "ckpt": resolve(args.ckpt)}  # `last` may link to another folder later
+    settings = {**vars(args), "ckpt": resolve(args.ckpt)}  # `last` may link to another folder later
     for name, rows in inputs.items():
-        now[f"rows of --{name}"] = launch.stable_hash(json.dumps(rows))
-    now = json.loads(json.dumps(now))
-    folder, state = None, {"step": 0, "settings": now}
+        settings[f"rows of --{name}"] = launch.stable_hash(json.dumps(rows))
+    settings = json.loads(json.dumps(settings))
+    folder, state = None, {"step": 0, "settings": settings}
     if launch.rank_and_world()[0] == 0 and step_folders(args.out):
         folder = step_folders(args.out)[0]
         state = json.loads(launch.read_file(f"{folder}/state.json"))
         tidy(args.out, state)
     # Every rank compares its own flags and rows with those of rank 0.
     folder, state = launch.broadcast((folder, state))
-    changes = changed_settings(now, state["settings"])
+    changes = changed_settings(settings, state["settings"])
     if changes and not args.resume:
         raise launch.UserError(f"--out {args.out} holds a run with another {changes}; choose "
                                "another --out, or --resume to go on with the new settings")
@@ -470,7 +470,7 @@ def resume_point(args, inputs):
         state.pop("best", None)
     if folder:
         launch.print0(f"going on after step {state['step']} of {folder}")
-    return folder, {**state, "settings": now}
+    return folder, {**state, "settings": settings}
 
 
 def load_train_state(policy, optimizer, folder):

@@ -294,8 +294,8 @@ def task_subtitles(task, seconds, root):
     texts = []
     offset = task.get("subtitle_start") or 0.0
     for start, end, text in read_subtitles(video.resolve(task["subtitles"], root)):
-        spoken = any(start <= second + offset <= end for second in seconds)
-        if spoken and texts[-1:] != [text]:  # a repeat is shown once
+        is_spoken = any(start <= second + offset <= end for second in seconds)
+        if is_spoken and texts[-1:] != [text]:  # a repeat is shown once
             texts.append(text)
     return "\n".join(texts)
 

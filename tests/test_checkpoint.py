@@ -64,11 +64,6 @@ def test_weights_are_trained_in_fp32_whatever_dtype_the_configuration_names(
     assert {p.dtype for p in policy.parameters()} == {torch.float32} and "bfloat16" in config
 
 
-def test_replicas_have_to_divide_the_ranks(toy, codec, process_group):
-    with pytest.raises(launch.UserError, match="dp-replicate 3: 1 ranks"):
-        checkpoint.load_policy(str(toy / "init"), codec, CPU, replicas=3)
-
-
 @pytest.mark.parametrize("damage", [
     lambda path: path.write_bytes(path.read_bytes()[:5000]),  # a download that was cut off
     lambda path: save_file({"a": torch.ones(2)}, path)])
@@ -120,18 +115,6 @@ def test_a_name_on_the_hub_is_a_checkpoint(toy, cache):
     assert checkpoint.adapter_rank("me/toy", 4) == 4
     shutil.copytree(toy / "init", "me/toy")
     assert checkpoint.resolve("me/toy") == os.path.realpath("me/toy")
-
-
-def test_a_download_takes_what_is_loaded_and_no_more(toy, cache, monkeypatch):
-    import huggingface_hub
-
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download",
-                        lambda *names, **more: asked.append((names, more)) or str(toy / "init"))
-    assert checkpoint.resolve("me/toy") == str(toy / "init")
-    ((names, more),) = asked
-    assert names == ("me/toy",) and more["ignore_patterns"] == ["*/*"]
-    assert more["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
 
 @pytest.mark.parametrize("name", ["me/toy", "ParaVT-8B", "a/b/c"])
@@ -221,6 +204,8 @@ def test_a_run_goes_on_only_with_its_settings_and_rows(toy, tmp_path, capsys):
         start(lr=2.0)
     with pytest.raises(launch.UserError, match="another rows of --data"):
         start(rows=["b"])
+    with pytest.raises(launch.UserError, match="another ckpt .*init .*--resume"):
+        start(ckpt=str(toy))  # as a link that leads to another checkpoint now
     capsys.readouterr()
     assert start(lr=2.0, resume=True)[1]["settings"]["lr"] == 2.0
     assert f"{whole}: lr 1.0 (now 2.0)" in capsys.readouterr().out

@@ -10,7 +10,6 @@ import pytest
 from fixtures import write_rows
 
 import launch
-import video
 from plumbing import data
 
 # ------------------------------------------------------------------------------------------------
@@ -66,8 +65,11 @@ def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
         read(str(write_rows(tmp_path / "rows.jsonl", [row])))
 
 
-def test_the_most_costly_are_dealt_first():
-    assert [data.balance_over_ranks([1, 1, 1, 3], int, r, 2) for r in (0, 1)] == [[3], [1, 1, 1]]
+def test_ids_are_counted_as_strings(tmp_path):
+    tasks = [{**labelled("open", "red"), "id": name} for name in (7, "a", "7")]
+    path = write_rows(tmp_path / "t.jsonl", tasks)
+    with pytest.raises(launch.UserError, match="t.jsonl:3: .* not unique: 7 is there twice"):
+        data.read_tasks(str(path))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -108,19 +110,6 @@ def test_aligned_lines_are_those_spoken_at_a_frame(tmp_path):
     assert data.task_subtitles({"subtitles": None}, [1.0], str(tmp_path)) == ""
 
 
-@pytest.mark.parametrize("name, lines", [
-    ("an8.srt", ["On the sign", "One Two"]),
-    ("angle.srt", ["if a < b and c > d then stop", "I <3 you"])])
-def test_encodings_and_markup_of_files_found_in_the_wild(tmp_path, name, lines):
-    texts = {"an8.srt": ["{\\an8}On the sign", "{\\an8}One\\NTwo"]}.get(name, lines)
-    cues = [f"{n}\n00:00:0{n},000 --> 00:00:0{n},500\n{text}\n" for n, text in enumerate(texts)]
-    (tmp_path / name).write_text("\n".join(cues))
-    assert [text for _, _, text in data.read_subtitles(str(tmp_path / name))] == lines
-    (tmp_path / "gbk.srt").write_bytes("\n".join([*cues, "说话"]).encode("gbk"))
-    with pytest.raises(launch.UserError, match="gbk.srt.*iconv"):
-        data.read_subtitles(str(tmp_path / "gbk.srt"))
-
-
 @pytest.mark.process
 def test_webvtt_says_what_ffmpeg_reads(tmp_path):
     ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
@@ -135,21 +124,14 @@ def test_webvtt_says_what_ffmpeg_reads(tmp_path):
     assert theirs[0][2] == mine[0][2]
 
 
-def test_subtitles_behind_a_link_are_read_by_what_they_hold(tmp_path):
-    """As in a cache of the Hub, where the file itself is a blob without an ending."""
-    (tmp_path / "5f2c").write_text('[{"start": 1.0, "end": 2.0, "line": "the kettle boils"}]')
-    (tmp_path / "talk.json").symlink_to("5f2c")
-    lines = data.read_subtitles(video.resolve("talk.json", tmp_path))
-    assert lines == [(1.0, 2.0, "the kettle boils")]
-
-
 def test_longvideobench_subtitles_come_in_two_forms(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps([{"timestamp": [12.5, 14.0], "text": "Hello"},
-                                                 {"timestamp": [15.0, None], "text": "open"},
-                                                 {"timestamp": [16.0, 17.0], "text": "end"}]))
+    # In a cache of the Hub a file is a blob without an ending.
+    (tmp_path / "5f2c").write_text(json.dumps([{"timestamp": [12.5, 14.0], "text": "Hello"},
+                                               {"timestamp": [15.0, None], "text": "open"},
+                                               {"timestamp": [16.0, 17.0], "text": "end"}]))
     (tmp_path / "b.json").write_text(json.dumps([
         {"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}]))
-    assert data.read_subtitles(str(tmp_path / "a.json")) == [
+    assert data.read_subtitles(str(tmp_path / "5f2c")) == [
         (12.5, 14.0, "Hello"), (15.0, 16.0, "open"), (16.0, 17.0, "end")]
     assert data.read_subtitles(str(tmp_path / "b.json")) == [(12.5, 14.0, "Hello")]
 

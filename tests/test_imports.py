@@ -15,7 +15,7 @@ from conftest import ROOT
 ORDER = ("launch rewards agent_tools video "
          "chat model engine plumbing.subtitles plumbing.data plumbing.endpoint plumbing.judge "
          "plumbing.qwen35 plumbing.checkpoint plumbing.log "
-         "plumbing.muon rollout toy sft grpo evaluation.answers evaluation.benchmarks "
+         "rollout toy sft grpo evaluation.answers evaluation.benchmarks "
          "evaluation.endpoint evaluation.frame_sources "
          "evaluation.protocol_loop evaluation.systems evaluation.scores "
          "evaluation.results eval tools.ask tools.pick tools bench").split()

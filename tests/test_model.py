@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward
 
-from plumbing import muon, qwen35
+from plumbing import qwen35
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
@@ -291,7 +291,7 @@ def test_our_newton_schulz_is_that_of_torch_in_fp64(shape):
     for _ in range(5):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    ours = muon.semi_orthogonal(matrix, coefficients, 5, 1e-7)
+    ours = sft.fp32_semi_orthogonal(matrix, coefficients, 5, 1e-7)
     assert torch.allclose(ours, x.T if shape[0] > shape[1] else x, atol=1e-11)
 
 

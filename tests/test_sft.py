@@ -61,13 +61,6 @@ def test_schedule_warms_up_linearly_then_falls_by_a_cosine_to_its_floor():
     assert sft.schedule(0, 1, 0.03, 0.1) == 1.0  # one step only
 
 
-def test_cost_counts_the_frames_of_a_chat():
-    rows = [{"id": 0, "messages": user_and("a")}, {"id": 1, "messages": user_and("a", frames=64)},
-            {"id": 2, "messages": user_and("a", start=0, end=9, max_frames=7)},
-            {"id": 3, "messages": user_and("a", start=0, end=9, max_frames=None)}]
-    assert [sft.cost(row) for row in rows] == [12, 76, 19, 28]
-
-
 def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_group):
     """Not a mean of means: chats of different lengths weigh by their tokens, however they are
     packed."""
@@ -187,43 +180,6 @@ def test_rows_that_went_through_arrow_are_read(tmp_path):
 # Flags
 
 
-@pytest.fixture(scope="module")
-def trained(toy, tmp_path_factory):
-    """Function: a two-step training with some flags in this process -> its log rows, its weights,
-    its folder. Kept by flags."""
-    folder, kept = tmp_path_factory.mktemp("knobs"), {}
-    data = write_rows(folder / "d.jsonl", small_rows(toy, count=9))
-
-    def run(*flags):
-        if flags not in kept:
-            out = folder / f"out{len(kept)}"
-            argv = ["sft.py", "--ckpt", toy / "init", "--data", data, "--video-root", toy, "--out",
-                    out, "--steps", 2, "--batch-size", 3,
-                    "--lr", 1e-3, "--warmup", 0.5, "--no-gradient-checkpointing", *flags]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sys, "argv", list(map(str, argv)))
-                sft.main()
-            rows = rows_of(out / "log.jsonl")
-            weights = load_file(out / "last" / "model.safetensors")
-            kept[flags] = SimpleNamespace(rows=rows, weights=weights, out=out)
-        return kept[flags]
-
-    return run
-
-
-def distance(a, b, part=""):
-    return max((a.weights[n] - b.weights[n]).abs().max().item() for n in a.weights if part in n)
-
-
-@pytest.mark.parametrize("flags", [("--muon-lr", 6e-3), ("--max-grad-norm", 1e-7)])
-def test_optimisation_flags_change_the_weights(trained, flags):
-    assert distance(trained(), trained(*flags)) > 1e-5
-
-
-def test_passes_over_the_data_give_the_number_of_steps(trained):
-    assert len(trained("--steps", 0, "--epochs", 0.67).rows) == 2  # 9 chats, 3 a step
-
-
 # ------------------------------------------------------------------------------------------------
 # A training as its user runs it
 
@@ -245,7 +201,7 @@ def training(toy, tmp_path_factory):
     held = write_rows(folder / "val.jsonl", small_rows(toy, "sft_val", 10))
     arguments = ["--preset", "toy", "--ckpt", toy / "init", "--data", data, "--val", held,
                  "--steps", STEPS, "--batch-size", 10, "--muon-lr", 0, "--lr", 4e-3,
-                 "--dp-replicate", 1, "--eval-every", 0, "--save-every", STEPS // 2]
+                 "--dp-replicate", 1, "--save-every", STEPS // 2]
     done = run_script("sft.py", *arguments, "--out", folder / "out", ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
     return folder / "out", done, arguments
@@ -258,7 +214,7 @@ def test_two_ranks_learn_the_toy(training):
     losses = [r["loss"] for r in rows if "loss" in r]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     assert losses[0] > 5 and sum(losses[-5:]) / 5 < 0.4 * losses[0]
-    held, = (r for r in rows if "val_loss" in r)
+    _, held = (r for r in rows if "val_loss" in r)  # at each save
     assert held["val_loss"] < 0.6 * losses[0]
     assert os.readlink(out / "last") == os.readlink(out / "best") == f"step_{STEPS:06d}"
     assert json.loads((out / "args.json").read_text())["batch_size"] == 10
@@ -286,7 +242,7 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     for name in ("last", "best"):
         (half / name).unlink()
     log = (half / "log.jsonl").read_text().splitlines()
-    (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2]) + "\n")
+    (half / "log.jsonl").write_text("\n".join(log[: STEPS // 2 + 1]) + "\n")
     done = run_script("sft.py", *arguments, "--out", half, ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
     assert f"step {STEPS // 2:04d}/" not in done.stdout

@@ -192,7 +192,7 @@ def test_a_fault_is_found(found, fault):
 DEVICE, PAD, FRAMES, SIDE, FRAME_TOKENS = torch.device("cuda", 0), 151655, 64, 224, 49
 CODEC = SimpleNamespace(suppress_tokens=(5, 6), image_pad=PAD, video_pad=151656, pad=PAD,
                         eos=151645, patch=16, merge=2, temporal=2, channel="image", mean=(0.5,) * 3,
-                        std=(0.5,) * 3, base=chat.bases()["qwen3_5"])  # the one with more fields
+                        std=(0.5,) * 3)  # config and base: see stored()
 waits = Counter()  # of the host for the GPU, by what it asked for
 reduced = set()  # dtypes in which gradients are summed over ranks
 travelled = Counter()  # dtype -> bytes of the largest tensor that went from the host to the GPU
@@ -429,6 +429,7 @@ def stored(size, layers=None):
     checkpoint.small_files = lambda _: {}
     torch.distributed.checkpoint.load = lambda *_, **__: None
     chat.load_config = lambda _: deepcopy(config)
+    CODEC.config, CODEC.base = config, chat.bases()[config.model_type]
     return config, shapes
 
 
@@ -459,8 +460,8 @@ def video_item(key):
 
 def keep_features(policy, reference):
     """Gives both the features of the policy's tower, those of two older videos in the cache."""
-    frames = SimpleNamespace(images=np.zeros((FRAMES, SIDE, SIDE, 3), np.uint8),
-                             seconds=video_item("").seconds)
+    frames = SimpleNamespace(key="", images=np.zeros((FRAMES, SIDE, SIDE, 3), np.uint8),
+                             seconds=np.arange(FRAMES, dtype=float))
     policy.features = model.VisionFeatures(policy.hf.model.visual, CODEC, lambda _: frames)
     if isinstance(reference, model.Policy):
         reference.features = policy.features
