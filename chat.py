@@ -291,8 +291,6 @@ def encode_chat(codec, messages, items=(), tools=None):
             new, _ = encode_prompt(codec, run, run_items, tools)
         ids += new
         mask += [int(assistant) for _ in new]
-    if next(rest, None):
-        raise ValueError("more frame sets than videos in the chat")
     return Sequence(ids, mask, list(items))
 
 

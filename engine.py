@@ -89,11 +89,11 @@ class EngineLoop:
     async def sample(self, request: Request) -> Completion:
         """A coroutine that is cancelled gives up its request: the engine then forgets it."""
         # The future exists before the engine knows the request, so no completion can miss it.
-        answer = self.pending[request.id] = asyncio.get_running_loop().create_future()
+        future = self.pending[request.id] = asyncio.get_running_loop().create_future()
         self.wakeup.set()
         try:
             self.engine.submit(request)
-            return await answer
+            return await future
         finally:
             if self.pending.pop(request.id, None):  # else the engine has finished the request
                 self.engine.abort(request.id)
@@ -122,21 +122,21 @@ class EngineLoop:
                     self.idle_s += time.monotonic() - began
                 continue
             for done in self.engine.poll():
-                answer = self.pending.pop(done.id, None)
+                future = self.pending.pop(done.id, None)
                 # Some requests were given up a moment ago, or by an earlier run.
-                if answer and not answer.done():
-                    answer.set_result(done)
+                if future and not future.done():
+                    future.set_result(done)
 
 
-async def in_flight(pump: EngineLoop, episodes, live: int):
-    """Runs coroutines (an iterator) on the pump, at most `live` at once -> async iterator of their
-    results, in the order in which they finish. Raises the first error of a coroutine or of the
-    engine."""
+async def in_flight(pump: EngineLoop, episodes, max_concurrent: int):
+    """Runs coroutines (an iterator) on the pump, at most `max_concurrent` at once -> async iterator
+    of their results, in the order in which they finish. Raises the first error of a coroutine or of
+    the engine."""
     steps, running = asyncio.create_task(pump.steps()), []
     try:
         while True:
-            for work in itertools.islice(episodes, live - len(running)):
-                running.append(asyncio.create_task(work))
+            for coroutine in itertools.islice(episodes, max_concurrent - len(running)):
+                running.append(asyncio.create_task(coroutine))
             if not running:
                 return
             done, _ = await asyncio.wait({steps, *running}, return_when=asyncio.FIRST_COMPLETED)
@@ -258,7 +258,7 @@ class VllmEngine:
                 continue
             request = self.running.pop(output.request_id)
             # Frames were resized again, or placeholders were expanded in another way.
-            if list(output.prompt_token_ids) != list(request.expanded):
+            if list(output.prompt_token_ids) != request.expanded:
                 raise RuntimeError(f"{request.id}: the engine's prompt ids differ from ours")
             sampled = output.outputs[0]
             ids = list(sampled.token_ids)
@@ -427,24 +427,24 @@ def cpu_options(codec, limits):
                 max_num_batched_tokens=chunk or max(limits.context, 8192))
 
 
-def engine_prompt(request, renderer, made, max_prompts=16):
+def engine_prompt(request, renderer, prompt_cache, max_prompts=16):
     """A request -> the prompt that vLLM takes: pixels normalised and cut into patches, hashes, the
-    places of the placeholders. made: {keys of the frames: (ids, prompt)}, the latest `max_prompts`
-    (64 frames of 50176 pixels: 77 MB each).
+    places of the placeholders. prompt_cache: {keys of the frames: (ids, prompt)}, the latest
+    `max_prompts` (64 frames of 50176 pixels: 77 MB each).
 
     The samples of a group share one prompt, and a later turn is the prompt of the first turn with
     more text, so the work on pixels is done once.
     """
     key = tuple(frames.key for frames in request.frames)
-    ids, prompt = made.pop(key, ([], None))
+    ids, prompt = prompt_cache.pop(key, ([], None))
     if prompt is None or request.ids[:len(ids)] != ids:
         ids = list(request.ids)
         # Keep the pixels in the prompt. By default vLLM omits images that its cache has seen, but
         # the cache may have evicted them by the time this prompt is used again.
         (prompt,) = renderer.render_cmpl([vision_input(request)], skip_mm_cache=True)
-    made[key] = ids, prompt  # at the end of the dict: used last
-    if len(made) > max_prompts:
-        del made[next(iter(made))]  # used longest ago
+    prompt_cache[key] = ids, prompt  # at the end of the dict: used last
+    if len(prompt_cache) > max_prompts:
+        del prompt_cache[next(iter(prompt_cache))]  # used longest ago
     text = request.ids[len(ids):]  # of later turns and responses, as the frames are equal
     return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + text}
 

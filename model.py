@@ -290,10 +290,8 @@ def pad_packs_over_ranks(codec, packs):
     dist.all_reduce(max_packs, op=dist.ReduceOp.MAX)
     # Two ids, the second one trained: the smallest pack with a loss to go backward from.
     spare = pack_trees(codec, [Tree(TokenSpan([codec.eos, codec.eos], [0, 1]))])
-    padded = [(pack, True) for pack in packs]
-    while len(padded) < int(max_packs):
-        padded.append((spare, False))
-    return padded
+    num_spare = int(max_packs) - len(packs)
+    return [(pack, True) for pack in packs] + [(spare, False) for _ in range(num_spare)]
 
 
 def to_device(tensor, device):
@@ -511,14 +509,14 @@ def attention_parts(layout):
     of a tree with their prefix."""
     parts = []
     for start, p, branches in layout:
-        cut = start + p
-        parts.append((start, cut, start, cut, True))
-        end = cut
+        prefix_end = start + p
+        parts.append((start, prefix_end, start, prefix_end, True))
+        end = prefix_end
         for n in branches:
             parts.append((end, end + n, end, end + n, True))
             end += n
         if branches:
-            parts.append((cut, end, start, cut, False))
+            parts.append((prefix_end, end, start, prefix_end, False))
     return parts
 
 
@@ -693,7 +691,7 @@ def reduce_and_clip(policy, limit):
     trained = [p for p in policy.parameters() if p.grad is not None]
     grads = [p.grad for p in trained]
     world = dist.get_world_size()
-    if world > 1 and grads and not hasattr(grads[0], "full_tensor"):
+    if world > 1 and not hasattr(grads[0], "full_tensor"):
         flat = torch.nn.utils.parameters_to_vector(grads)
         dist.all_reduce(flat)
         torch.nn.utils.vector_to_parameters(flat / world, grads)

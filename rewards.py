@@ -277,14 +277,14 @@ def structural_mask(pieces):
     for tag in re.finditer(TAG.pattern.encode(), text):
         in_tag.update(range(*tag.span()))
     mask = []
-    at = 0  # offset in bytes of the next token
+    offset = 0  # offset in bytes of the next token
     for piece in pieces:
-        places = range(at, at + len(piece))
-        outside = bytes(text[i] for i in places if i not in in_tag)
+        token_range = range(offset, offset + len(piece))
+        outside = bytes(text[i] for i in token_range if i not in in_tag)
         # Part of a word: ASCII, or part of any other character.
         holds_word = re.search(rb"[0-9A-Za-z\x80-\xff]", outside) is not None
-        mask.append(not in_tag.isdisjoint(places) and not holds_word)
-        at += len(piece)
+        mask.append(not in_tag.isdisjoint(token_range) and not holds_word)
+        offset += len(piece)
     if mask:
         mask[-1] = True
     return mask
@@ -335,30 +335,21 @@ def parse_tool_calls(text, tools, think_open):
     one it counts; a call whose closing tag was cut off counts if nothing follows it.
     """
     text = without_thoughts(with_forced_start(text, think_open))
-    calls = []
     # A body ends at the next tag of a call. Last, Qwen3.5's XML without any tag around it: were it
     # no call, the turn would count as the answer, and the model would never be told.
     pattern = r"(?s)<tool_(call|code)>(.*?)(?=</?tool_(?:call|code)>|\Z)|<function="
-    for match in re.finditer(pattern, text):
-        kind, body = match.groups()
-        try:
-            if kind is None:
-                raise ValueError("a call must stand between <tool_call> and </tool_call>")
-            if kind == "code":
-                written = read_code_calls(body, tools)
-            else:
-                written = [read_call(body.strip(), tools)]
-        except ValueError as error:
-            calls.append(ToolCall(error=str(error)))
-            continue
-        calls += [check_call(name, arguments, tools) for name, arguments in written]
-    return calls
+    return [parse_call(*match.groups(), tools) for match in re.finditer(pattern, text)]
 
 
-def check_call(name, arguments, tools):
-    """A name and an argument dict, whichever dialect they came from -> ToolCall."""
-    call = ToolCall(name[:40])
+def parse_call(kind, body, tools):
+    """The body of a tag, kind "call" or "code" -> ToolCall. kind None: a call without a tag."""
+    call = ToolCall()
     try:
+        if kind is None:
+            raise ValueError("a call must stand between <tool_call> and </tool_call>")
+        read = read_code_call if kind == "code" else read_call
+        name, arguments = read(body.strip(), next(iter(tools)))
+        call.name = name[:40]
         if name not in tools:
             raise ValueError(f"unknown tool {call.name!r}, expected {' or '.join(tools)}")
         call.arguments = tools[name].parse(arguments)
@@ -367,8 +358,9 @@ def check_call(name, arguments, tools):
     return call
 
 
-def read_call(body, tools):
-    """The body of a <tool_call> -> (name, arguments). Raises ValueError."""
+def read_call(body, example):
+    """The body of a <tool_call> -> (name, arguments). Raises ValueError. example: name of a tool,
+    for the model."""
     if body.startswith("<function="):  # Qwen3.5's XML
         name, _, rest = body.removeprefix("<function=").partition(">")
         pairs = re.findall(r"<parameter=([^<>]+)>([^<]*)</parameter>", rest)
@@ -381,22 +373,18 @@ def read_call(body, tools):
     except (ValueError, LookupError, TypeError, RecursionError):  # a thousand brackets: the last
         name = arguments = None
     if not (isinstance(name, str) and isinstance(arguments, dict)):
-        example = f'{{"name": "{next(iter(tools))}", "arguments": {{...}}}}'
-        raise ValueError(f"not valid JSON, expected {example}")
+        raise ValueError(f'not valid JSON, expected {{"name": "{example}", "arguments": {{...}}}}')
     return name, arguments
 
 
-def read_code_calls(body, tools):
-    """The body of a <tool_code>, as print(crop_video(start_time=1, end_time='0:09')) -> (name,
-    arguments) of each call, given by name. Nothing is evaluated. Raises ValueError."""
-    matches = re.findall(r"\b(\w+)\s*\(([^()]*)\)", body)
-    if not matches:
-        raise ValueError(f"not a whole call, expected {next(iter(tools))}(name=value, ..)")
-    calls = []
-    for name, arguments in matches:
-        pairs = re.findall(r"(\w+)\s*=\s*([^,]+)", arguments)
-        calls.append((name, {key: value.strip(" \n\t\"'") for key, value in pairs}))
-    return calls
+def read_code_call(body, example):
+    """The body of a <tool_code>, as print(crop_video(start_time=1, end_time='0:09')) -> as
+    read_call. Arguments are given by name, and nothing is evaluated."""
+    match = re.fullmatch(r"(?:print\()?(\w+)\s*\(([^()]*)\)+", body)
+    if match is None:
+        raise ValueError(f"not one whole call, expected {example}(name=value, ..)")
+    pairs = re.findall(r"(\w+)\s*=\s*([^,]+)", match[2])
+    return match[1], {key: value.strip(" \n\t\"'") for key, value in pairs}
 
 
 def to_seconds(value):

@@ -111,8 +111,6 @@ def frame_at(starts, looks):
 
 def overview_indices(starts, duration, num_frames):
     """Frame starts [N] in seconds -> indices of at most `num_frames` frames of the whole video."""
-    if num_frames < 1:
-        raise ValueError(f"num_frames must be at least 1, not {num_frames}")
     looks = (np.arange(num_frames) + 0.5) * duration / num_frames  # [K] centres of equal segments
     return frame_at(starts, looks)
 
@@ -160,7 +158,7 @@ def root_of(args, path):
 
 
 def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None):
-    """Path -> Frames, at most `num_frames`. Raises VideoError, ValueError for num_frames < 1."""
+    """Path -> Frames, at most `num_frames`, which is 1 or more. Raises VideoError."""
     cache = cache or FrameCache(0)
     starts, info = cache.index(path)  # [N] seconds
     indices = overview_indices(starts, info.duration, num_frames)  # [T]
@@ -322,19 +320,19 @@ def choose_stream(path, container):
     million more."""
     import av
 
-    kinds = av.stream.Disposition
+    flags = av.stream.Disposition
 
-    def rank(stream):
-        bonus = 5_000_000 if stream.disposition & kinds.default else 0
+    def priority(stream):
+        bonus = 5_000_000 if stream.disposition & flags.default else 0
         return stream.width * stream.height + bonus
 
     # No codec_context: no decoder. attached_pic: a cover. dependent: a tile of a phone's picture.
-    not_a_video = kinds.attached_pic | kinds.dependent
+    not_a_video = flags.attached_pic | flags.dependent
     streams = [s for s in container.streams.video
                if s.codec_context and not s.disposition & not_a_video]
     if not streams:
         raise VideoError(path, "no video stream, or no decoder for it")
-    return max(streams, key=rank)
+    return max(streams, key=priority)
 
 
 def demux(container, *streams):
@@ -455,18 +453,18 @@ def needs_a_row(codec, packet):
     header, data = codec.extradata or b"", bytes(packet)
     if header[:1] != b"\1":  # no avcC or hvcC: the units are not told by their lengths
         return True
-    avc = codec.name == "h264"
-    sets = (7, 8) if avc else (32, 33, 34)
-    width = header[4 if avc else 21] % 4 + 1  # bytes of a length
-    at = 0
-    while at + width + 3 < len(data):
-        begin = at + width
-        at = begin + int.from_bytes(data[at:begin], "big")
-        kind = data[begin] & 31 if avc else data[begin] >> 1 & 63
-        if kind in sets and data[begin:at].rstrip(b"\0") not in header:
+    is_h264 = codec.name == "h264"
+    parameter_set_kinds = (7, 8) if is_h264 else (32, 33, 34)
+    width = header[4 if is_h264 else 21] % 4 + 1  # bytes of a length
+    offset = 0
+    while offset + width + 3 < len(data):
+        begin = offset + width
+        offset = begin + int.from_bytes(data[offset:begin], "big")
+        kind = data[begin] & 31 if is_h264 else data[begin] >> 1 & 63
+        if kind in parameter_set_kinds and data[begin:offset].rstrip(b"\0") not in header:
             return True
         # H.264's message that the picture is whole after a number of frames above 0.
-        if avc and data[begin:begin + 2] == b"\6\6" and data[begin + 3] < 128:
+        if is_h264 and data[begin:begin + 2] == b"\6\6" and data[begin + 3] < 128:
             return True
     return False
 
@@ -521,16 +519,16 @@ def seek_frames(container, stream, ticks, keys):
                 codec.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
             yield from decode(packet)
 
-    frames, begun = frames_from_here(), keys[0]  # where decoding has begun
+    frames, decode_start = frames_from_here(), keys[0]  # where decoding has begun
     position = -math.inf  # of the frame that came last
     for tick in ticks:
         key = keys[np.searchsorted(keys, tick, "right") - 1]
-        if key > max(begun, position):
+        if key > max(decode_start, position):
             try:
                 container.seek(int(key), stream=stream)
             except av.FFmpegError:  # an index without key frames
                 return
-            frames, begun = frames_from_here(), key
+            frames, decode_start = frames_from_here(), key
         for frame in frames:
             position = frame.pts
             if position >= tick:

@@ -86,7 +86,7 @@ def test_every_dialect_gives_the_same_call(text, window, num_frames):
       for wrong in (True, None, "", [], 1e300, "nan", "-inf")),
     *((json_call(start_time=1, end_time=2, num_frames=wrong), "num_frames must be")
       for wrong in (0, 1.5, True, "1:00", [])),
-    ("<tool_code>crop_video(start_time=1, end_time=2", "not a whole call"),
+    ("<tool_code>crop_video(start_time=1, end_time=2", "not one whole call"),
     ("<tool_code>crop_video(1, 2)</tool_code>", "start_time is missing"),  # by name alone
     # nothing is evaluated
     ("<tool_code>crop_video(start_time=1+1, end_time=3)</tool_code>", "start_time is not a time"),
@@ -114,6 +114,7 @@ def test_a_call_in_a_closed_thought_is_a_thought_and_in_an_open_one_a_call(text,
     (["<answer>A</answer><answer>B</answer>"], "B"), (["<answer>B</answer><answer> . "], "B"),
     (["<answer>A</answer>", "no tag here"], None),
     (["<think><answer>A</answer></think><answer>B</answer>"], "B"),
+    (["<ans<think>x</think>wer>B</answer>"], None),
     (["<think>hm <answer>B</answer>"], "B")])  # a thought that never closes hides nothing
 def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
     assert rewards.final_answer(turns, False) == want
@@ -165,6 +166,8 @@ TABLE = [
     (["1234567890</think><answer>B</answer>"], 0.8, 1.0),
     # thought and call: .2 + .3 + .1; closed, no flow
     ([f"{THOUGHT}</think>{CALL}"], 0.6, 0.8),
+    # an empty answer pair: .2 + .1; closed, no flow
+    ([f"{THOUGHT}</think><answer> </answer>"], 0.3, 0.5),
     # a call before the thought's end is a draft: .2 alone, nested
     ([f"{CALL}{THOUGHT}</think>{CALL}"], 0.2, 0.4),
     # never closed: answer .5, no balance; anchor -.3
