@@ -458,6 +458,11 @@ def write_atomic(path, content):
     fsync(os.path.dirname(os.path.abspath(path)))  # else a power loss may take the new name
 
 
+def write_jsonl(path, rows):
+    """Writes rows as JSONL, whole or not at all."""
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
 @functools.cache
 def our_commit():
     """The commit of this code at the start, "-dirty" after an edit, "" if unknown. Read once: a

@@ -743,7 +743,7 @@ def main():
                 print(episode_text(episode, codec), flush=True)
     # Episodes finish in any order; the file does not depend on that order.
     rows.sort(key=lambda row: (row["group"], row["sample"]))
-    launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+    launch.write_jsonl(args.out, rows)
     os.remove(f"{args.out}.part")
     # Failed episodes stay in the mean: leaving them out would flatter a run.
     total = sum(row["reward"]["total"] for row in rows) / len(rows)

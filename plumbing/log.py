@@ -160,7 +160,7 @@ class Log:
             rows = launch.read_jsonl(path, ("step",), faults=["a line that a kill has torn"])
             self.rows = [row for row in rows if row["step"] <= start]
         launch.write_atomic(os.path.join(out, "args.json"), json.dumps(vars(args), indent=1))
-        launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        launch.write_jsonl(path, self.rows)
         self.file = open(path, "a", encoding="utf-8")
         self.tracker = start_tracker(args.track, out, args) if args.track else None
 

@@ -116,10 +116,3 @@ def test_the_same_command_goes_on(films, run):
     with Server(Model()) as server:
         code, said = run(server.url)
     assert code == 2 and "give a new file" in said  # nothing replaces what a person may correct
-
-
-@pytest.mark.parametrize("flags, says", [
-    (("--out", "x.json"), ".jsonl"), (("--api-key-env", "NONE"), "NONE holds no key")])
-def test_bad_flags_are_one_line(run, flags, says):
-    code, said = run("http://127.0.0.1:9/v1", *flags)
-    assert code == 2 and says in said

@@ -14,14 +14,13 @@ Writes: --out, if given: rollout JSONL without rewards.
   python tools/ask.py --ckpt C --video video.mp4 --question "Who sings? | the butler | a guest"
 """
 import asyncio
-import json
 import os
 import re
 import string
 import sys
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import chat
 import launch
 import rollout
@@ -106,7 +105,8 @@ def line_of(event):
         return ""
     if event["status"] != "ok":
         return f"answer: none ({event['status']}: {event['error']})"
-    return f"answer: {event['text']}   ({event['frames']} frames, {event['windows']} windows)"
+    answer = event["text"] or "none"
+    return f"answer: {answer}   ({event['frames']} frames, {event['windows']} windows)"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -146,19 +146,20 @@ def read_questions(args):
 def split_options(text):
     """A text with options, "A. .." or "(A) .." one a line -> (question, options, text after them);
     (text, [], "") if it has none."""
-    lines = list(filter(str.strip, text.split("\n")))
-    options, places = [], []
-    for number, line in enumerate(lines):
-        label = re.match(r"\s*\(?([A-Z])[.):]\s+(\S.*)", line)
+    options, start, end = [], 0, 0
+    for label in re.finditer(r"(?m)^\s*\(?([A-Z])[.):]\s+(\S.*)", text):
         # Only the next letter in order begins an option, so "I. Newton" in a text does not.
-        if label and string.ascii_uppercase.startswith(label[1], len(options)):
-            options.append(label[2].strip())
-            places.append(number)
-    # Text between them: no list of options.
-    if len(options) < 2 or places[-1] - places[0] >= len(options):
+        if not string.ascii_uppercase.startswith(label[1], len(options)):
+            continue
+        if not options:
+            start = label.start()
+        elif text[end : label.start()].strip():  # text between them: no list of options
+            return text, [], ""
+        options.append(label[2].strip())
+        end = label.end()
+    if len(options) < 2:
         return text, [], ""
-    question, after = lines[: places[0]], lines[places[-1] + 1 :]
-    return "\n".join(question).strip(), options, "\n".join(after).strip()
+    return text[:start].strip(), options, text[end:].strip()
 
 
 def videos_below(path):
@@ -226,7 +227,7 @@ def main():
     worker = load_worker(args)
     rows = ask(worker, read_questions(args), args.frames)
     if args.out:
-        launch.write_atomic(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+        launch.write_jsonl(args.out, rows)
         print(f"{len(rows)} answers -> {args.out}")
     worker.engine.close()  # on a GPU this ends the process
 

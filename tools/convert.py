@@ -30,7 +30,7 @@ import re
 import string
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import chat
 import launch
 import rewards
@@ -431,12 +431,8 @@ def convert(paths, out, num_frames, names):
             row_id = f"{stem}/{number}"
             try:
                 converted = convert_row(row, num_frames, names)
-            except ValueError as error:
-                left_out.setdefault(str(error), []).append(row_id)
-                continue
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
-                reason = f"malformed ({type(error).__name__}: {error})"
-                left_out.setdefault(reason, []).append(row_id)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                left_out.setdefault(f"{type(error).__name__}: {error}", []).append(row_id)
                 continue
             for turn, one in enumerate(converted):
                 rows.append({"id": f"{row_id}/{turn}" if turn else row_id, **one})
@@ -444,7 +440,7 @@ def convert(paths, out, num_frames, names):
         print(f"left out: {len(ids)} rows, {reason}; the first is {ids[0]}")
     if not rows:
         raise launch.UserError("no row could be used")
-    launch.write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+    launch.write_jsonl(out, rows)
     print(f"{out}: {len(rows)} chats or tasks, {sum(map(len, left_out.values()))} rows left out")
 
 

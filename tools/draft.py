@@ -26,7 +26,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import launch
 import rollout
 import video
@@ -159,7 +159,7 @@ def draft_all(args, root, drafts):
 
 def write_page(path, rows):
     """draft.html with the drafts in it. path: in the folder that videos are relative to."""
-    with open(os.path.join(sys.path[0], "tools", "draft.html"), encoding="utf-8") as file:
+    with open(__file__.removesuffix("py") + "html", encoding="utf-8") as file:
         page = file.read()
     content = json.dumps(rows).replace("<", "\\u003c")  # never the end of the script
     launch.write_atomic(path, page.replace("/*DATA*/", content))
@@ -182,7 +182,7 @@ def main():
     rows = draft_all(args, os.path.dirname(os.path.abspath(args.out)), f"{stem}.drafts.jsonl")
     tasks = [row["task"] for row in rows if not row["left_out"]]
     write_page(f"{stem}.html", rows)
-    launch.write_atomic(args.out, "".join(json.dumps(task) + "\n" for task in tasks))
+    launch.write_jsonl(args.out, tasks)
     print(f"{len(rows)} drafts, {len(tasks)} kept -> {args.out}; to correct: {stem}.html")
 
 

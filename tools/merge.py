@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import launch
 from plumbing import checkpoint
 
@@ -26,18 +26,15 @@ def main():
     parser.add_argument("--out", required=True, help="folder to write")
     args = parser.parse_args()
     ckpt = checkpoint.resolve(args.ckpt)
-    if checkpoint.adapter_config(ckpt) is None:
-        raise launch.UserError(f"{args.ckpt} holds whole weights already")
     if os.path.exists(args.out):
         raise launch.UserError(f"--out {args.out} exists")
-    launch.make_out(os.path.dirname(os.path.abspath(args.out)))
     temp = f"{args.out.rstrip('/')}.tmp"  # of a kill; the next start begins anew
     shutil.rmtree(temp, ignore_errors=True)
-    os.mkdir(temp)
+    os.makedirs(temp)
     weights = dict(checkpoint.merged_weights(ckpt))
     checkpoint.save_files(temp, checkpoint.small_files(ckpt), weights)
     launch.publish_folder(temp, args.out)
-    print(f"{args.out}: {checkpoint.base_of(ckpt)} with the adapters of {args.ckpt}")
+    print(f"{args.out}: the adapters of {args.ckpt}, merged")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import os
 import statistics
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import launch
 import rollout
 from agent_tools import TOOLS
@@ -53,23 +53,18 @@ def read_groups(paths):
     return groups
 
 
-def best_of(group):
-    """Records of one prompt -> the one to learn from, or None."""
-    best = None
-    for row in group:
-        ended_well = row["status"] == "ok" and "length" not in row["finish"]
-        if ended_well and accuracy_of(row) >= 0.5 and (best is None or rank(row) > rank(best)):
-            best = row
-    return best
-
-
 def accuracy_of(row):
     return row["reward"].get("acc", 0.0)  # a rollout of ask.py has no reward
 
 
-def rank(row):
-    """The higher, the better: the reward, then fewer calls."""
-    return row["reward"]["total"], -len(row["calls"])
+def best_of(group):
+    """Records of one prompt -> the one to learn from, or None."""
+    candidates = []
+    for row in group:
+        if row["status"] == "ok" and "length" not in row["finish"] and accuracy_of(row) >= 0.5:
+            candidates.append(row)
+    return max(candidates, key=lambda row: (row["reward"]["total"], -len(row["calls"])),
+               default=None)
 
 
 def chats_of(row):
@@ -104,10 +99,6 @@ def chats_of(row):
     return chats
 
 
-def write_rows(path, rows):
-    launch.write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
 def main():
     parser = launch.parser(__doc__)
     add = parser.add_argument
@@ -118,15 +109,13 @@ def main():
     args = parser.parse_args()
     groups = read_groups(args.rollouts)
     if args.best:
-        chats, num_good = [], 0
-        for group in groups.values():
-            best = best_of(group)
-            if best:
-                chats += chats_of(best)
-                num_good += 1
-        write_rows(args.best, chats)
-        print(f"{args.best}: {num_good} of {len(groups)} prompts have a good rollout: "
-              f"{len(chats)} chats, {num_good} of main agents")
+        chats = []
+        best = list(filter(None, map(best_of, groups.values())))
+        for row in best:
+            chats += chats_of(row)
+        launch.write_jsonl(args.best, chats)
+        print(f"{args.best}: {len(best)} of {len(groups)} prompts have a good rollout: "
+              f"{len(chats)} chats, {len(best)} of main agents")
     if args.band:
         rows_by_task = {}  # over all K
         for (task_id, _), group in groups.items():
@@ -136,7 +125,7 @@ def main():
         for rows in rows_by_task.values():
             if low <= statistics.fmean(map(accuracy_of, rows)) <= high:
                 tasks.append(rows[0]["task"])
-        write_rows(path, tasks)
+        launch.write_jsonl(path, tasks)
         print(f"{path}: {len(tasks)} of {len(rows_by_task)} tasks")
 
 

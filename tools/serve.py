@@ -15,10 +15,10 @@ The last user message is the question, and the video is the last one of the requ
   {"type": "video_url", "video_url": {"url": U}}   U: a path or a file: URL below --video-root, a
                               data: URL, or the URL that PUT /videos gave. Nothing is fetched from a
                               network
-Fields beside `messages` and `stream`: temperature, seed, frames (K of the overview), options
-["..", ..], answer_type (open, list, grounding; default: --type). Options in the text, "A. .." one a
-line, are options too, and a text after them replaces our line on how to answer. Other fields are
-not read: max_tokens would cut thoughts, since harnesses ask for 16.
+Options are lines of the text, "A. .."; a text after them replaces our line on how to answer.
+Fields beside `messages` and `stream`: temperature, seed, frames (K of the overview), answer_type
+(open, list, grounding; default: --type). System messages and other fields are not read: max_tokens
+would cut thoughts, since harnesses ask for 16.
 
 For people who trust each other: requests have no bounds of size, number or time. A --host other
 than this machine needs a key, and a proxy in front for TLS.
@@ -32,7 +32,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import secrets
@@ -43,11 +42,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import unquote
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -85,7 +83,6 @@ class Question(BaseModel):
     temperature: float | None = None
     seed: int | None = None
     frames: int | None = Field(None, ge=1)
-    options: list[str] | None = None
     answer_type: Literal["open", "list", "grounding"] | None = None
 
 
@@ -154,52 +151,40 @@ class Agent:
 
 
 def read_messages(messages):
-    """Messages -> (URL of the video, the question). Answers of earlier questions are passed over.
-    """
-    url, question, system = None, "", []
+    """Messages -> (URL of the video, the question): the last ones that a user has sent."""
+    url, question = None, ""
     for message in messages:
+        if message.role != "user":
+            continue
         items = message.content or []
         if isinstance(items, str):
             items = [Item(type="text", text=items)]
-        if message.role == "assistant":
-            continue
-        texts = [item.text for item in items if item.type == "text"]
+        texts = []
         for item in items:
             url = item.video_url.get("url", url)
-        if message.role == "user":
-            question = "\n".join(texts).strip() or question
-        else:
-            system += texts
+            texts.append(item.text)
+        question = "\n".join(filter(None, texts)).strip() or question
     if not question:
         raise HTTPException(400, "there is no question: no text in a user message")
     if not url:
         raise HTTPException(400, "there is no video: send a video_url")
-    return url, "\n".join([*system, question])
+    return url, question
 
 
-def question_task(text, options, kind):
+def question_task(text, kind):
     """The text of a question -> fields of a task. `style`, the text after options in the text,
     replaces our line on how to answer. kind: of a question without options."""
-    task = {"question": text, "options": options, "answer": None, "type": kind}
-    if not options:
-        task["question"], task["options"], style = ask.split_options(text)
-        if style:
-            task["style"] = style
-    if task["options"]:
+    question, options, style = ask.split_options(text)
+    task = {"question": question, "options": options, "answer": None, "type": kind}
+    if options:
         task["type"] = "mcq"
+    if style:
+        task["style"] = style
     return task
 
 
 # ------------------------------------------------------------------------------------------------
 # What clients get
-
-
-def fault_of(event):
-    """The answer event -> why there is no answer, or None."""
-    if event["status"] == "ok":
-        return None
-    cure = "; ask with fewer frames" if event["status"] == "context" else ""
-    return f"{event['status']}: {event['error']}{cure}"
 
 
 async def stream_lines(head, events):
@@ -212,9 +197,8 @@ async def stream_lines(head, events):
     yield line({"role": "assistant", "content": ""})
     async for event in events:
         yield line({"reasoning_content": ask.line_of(event) + "\n"}, trace=[event])
-    fault = fault_of(event)
-    if fault:
-        yield f"data: {json.dumps({'error': {'message': fault, 'code': 400}})}\n\n"
+    if event["status"] != "ok":
+        yield f"data: {json.dumps({'error': {'message': ask.line_of(event), 'code': 400}})}\n\n"
     else:
         yield line({"content": event["text"] or ""}, "stop", usage=event["usage"])
     yield "data: [DONE]\n\n"
@@ -223,9 +207,8 @@ async def stream_lines(head, events):
 async def whole_answer(head, events):
     """Events -> the answer of a request that does not stream."""
     trace = [event async for event in events]
-    fault = fault_of(trace[-1])
-    if fault:
-        raise HTTPException(400, fault)
+    if trace[-1]["status"] != "ok":
+        raise HTTPException(400, ask.line_of(trace[-1]))
     message = {"role": "assistant", "content": trace[-1]["text"] or "",
                "reasoning_content": "\n".join(map(ask.line_of, trace))}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -237,8 +220,8 @@ async def whole_answer(head, events):
 # The application
 
 
-def make_app(agent, local=True, key=None):
-    """local: for this machine alone. key: that clients must send; None: none."""
+def make_app(agent, local=True, key=""):
+    """local: for this machine alone. key: that clients must send; "": none."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -252,13 +235,15 @@ def make_app(agent, local=True, key=None):
         steps.cancel()
         pump.pool.shutdown(cancel_futures=True)
 
-    app = FastAPI(title="ParaVT", openapi_url=None, lifespan=lifespan)
-    refuse_strangers(app, local, key)
+    # FastAPI reads a body only if it is sent as JSON, which a form of another site cannot do.
+    app = FastAPI(title="ParaVT", openapi_url=None, lifespan=lifespan,
+                  dependencies=[Depends(key_check(key))])
+    if local:  # a page of another site could reach this server under a name that leads here
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
 
     @app.get("/")
     def page():
-        folder = os.path.dirname(os.path.abspath(__file__))
-        return FileResponse(os.path.join(folder, "ask.html"),
+        return FileResponse(f"{os.path.dirname(__file__)}/ask.html",
                             headers={"Content-Security-Policy": PAGE_POLICY})
 
     @app.get("/v1/models")
@@ -275,7 +260,7 @@ def make_app(agent, local=True, key=None):
         if num_frames > agent.frames:
             raise HTTPException(400, f"at most {agent.frames} frames: serve.py --frames N")
         settings = question.model_dump(include={"temperature", "seed"}, exclude_none=True)
-        task = question_task(text, question.options, question.answer_type or agent.type)
+        task = question_task(text, question.answer_type or agent.type)
         events = agent.events({"id": head["id"], "video": path, **task}, root, num_frames,
                               **settings)
         if question.stream:
@@ -286,27 +271,15 @@ def make_app(agent, local=True, key=None):
     return app
 
 
-def refuse_strangers(app, local, key):
-    """Adds what a request has to be to come through, and the form of a refusal."""
-    if local:  # a page of another site could reach this server under a name that leads here
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
-
-    @app.middleware("http")
-    async def check_request(request, go_on):
+def key_check(key):
+    """-> a function that refuses requests without the key, the page aside."""
+    def check(request: Request):
         sent = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key and request.url.path != "/":
             if not secrets.compare_digest(sent.encode(), key.encode()):
-                return error_response(401, "wrong key or none: send Authorization: Bearer KEY")
-        return await go_on(request)
+                raise HTTPException(401, "wrong key or none: send Authorization: Bearer KEY")
 
-    @app.exception_handler(HTTPException)
-    async def refused(request, error):
-        return error_response(error.status_code, error.detail)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request, error):
-        first = error.errors()[0]
-        return error_response(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    return check
 
 
 def add_videos(app, agent):
@@ -314,8 +287,7 @@ def add_videos(app, agent):
     @app.get("/videos")
     def list_videos():
         root = agent.worker.source.root
-        paths = itertools.islice(ask.videos_below(root), 1000)
-        return sorted(os.path.relpath(path, root) for path in paths)
+        return sorted(os.path.relpath(path, root) for path in ask.videos_below(root))
 
     @app.put("/videos")
     async def upload_video(request: Request):
@@ -328,12 +300,6 @@ def add_videos(app, agent):
         return FileResponse(os.path.join(root, path), media_type="video/mp4",
                             headers={"X-Content-Type-Options": "nosniff",
                                      "Content-Security-Policy": "sandbox"})
-
-
-def error_response(status, line):
-    """-> the answer to a request that is refused, in OpenAI's form."""
-    error = {"message": line, "type": "invalid_request_error", "code": status}
-    return JSONResponse({"error": error}, status)
 
 
 def end_if_failed(steps):
@@ -357,10 +323,9 @@ def parse_args():
     # Videos outside the working folder need --video-root.
     parser.set_defaults(video_root=".")
     args = ask.parse_args(parser)
-    if args.host not in LOCAL and not args.api_key_env:
-        raise launch.UserError(f"--host {args.host} lets other machines in: give --api-key-env")
-    if args.api_key_env and not os.environ.get(args.api_key_env, "").strip():
-        raise launch.UserError(f"--api-key-env: {args.api_key_env} is not set or empty")
+    args.key = os.environ.get(args.api_key_env or "", "").strip()
+    if not args.key and (args.api_key_env or args.host not in LOCAL):
+        raise launch.UserError("--api-key-env names no variable with a key: --host lets others in")
     args.video_root = os.path.realpath(args.video_root)
     return args
 
@@ -368,11 +333,10 @@ def parse_args():
 def main():
     args = parse_args()
     worker = ask.load_worker(args)
-    key = os.environ[args.api_key_env].strip() if args.api_key_env else None
     with tempfile.TemporaryDirectory(prefix="videos-") as uploads:
         name = os.path.basename(os.path.realpath(args.ckpt))
-        app = make_app(Agent(worker, name, args.frames, args.type, uploads), args.host in LOCAL,
-                       key)
+        agent = Agent(worker, name, args.frames, args.type, uploads)
+        app = make_app(agent, args.host in LOCAL, args.key)
         print(f"http://{args.host}:{args.port}")
         uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
     worker.engine.close()

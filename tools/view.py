@@ -15,7 +15,6 @@ Writes: --out, whole or not at all.
   python tools/view.py grpo_a grpo_b eval_out --prompts 100 --out page.html
 """
 import fnmatch
-import glob
 import io
 import itertools
 import json
@@ -23,8 +22,9 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import launch
 import rollout
 import video
@@ -86,8 +86,7 @@ def find_folders(paths):
             folder = os.path.dirname(os.path.abspath(path)).removesuffix("/rollouts")
             folders.setdefault(folder, []).append(path)
         for folder, _, names in os.walk(path):
-            files = glob.glob(glob.escape(folder) + "/rollouts/*.jsonl")
-            files += glob.glob(glob.escape(folder) + "/records.*jsonl")
+            files = [*Path(folder).glob("rollouts/*.jsonl"), *Path(folder).glob("records.*jsonl")]
             if files or "log.jsonl" in names or "summary.json" in names:
                 folders[folder] = sorted(files)
     if not folders:
@@ -143,8 +142,7 @@ def plot_svg(title, runs, patterns):
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Texts stay texts, and the same run gives the same bytes.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9})
+    matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": 9})  # texts stay texts
     figure = Figure(figsize=(4.4, 2.6), layout="constrained")
     axes = figure.subplots()
     for run in runs:
@@ -157,19 +155,12 @@ def plot_svg(title, runs, patterns):
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, framealpha=0.5)
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
-    return text.getvalue()[text.getvalue().index("<svg") :]
+    figure.savefig(text, format="svg", transparent=True)
+    return "<svg" + text.getvalue().partition("<svg")[2]
 
 
 # ------------------------------------------------------------------------------------------------
 # Episodes
-
-
-def overview_seconds(row):
-    """An episode -> times of its overview frames: in a record of eval.py, or in a rollout."""
-    if "frame_times" in row:
-        return row["frame_times"]
-    return row["vision"][0]["seconds"] if row["vision"] else []
 
 
 def frames_of(run, name, times, limit, cache):
@@ -203,8 +194,7 @@ def credits_of(row, turn, format_credit):
 
 
 def build_page(paths, limit=20, only_wrong=False, video_root=None):
-    """-> (the page, number of its episodes, lines that could not be read). limit: prompts of one
-    run."""
+    """-> (the page, lines that could not be read). limit: prompts of one run."""
     import jinja2
 
     faults, cache = [], video.FrameCache()
@@ -224,18 +214,16 @@ def build_page(paths, limit=20, only_wrong=False, video_root=None):
         for group in read_groups(run, limit, only_wrong, faults):
             groups.append((run, group))
     plots = [plot_svg(title, runs, patterns) for title, patterns in PLOTS.items()]
-    num_episodes = sum(len(group) for _, group in groups)
     # autoescape: texts of models and of data are never read as markup.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
                                      undefined=jinja2.StrictUndefined)
     environment.tests["right"] = is_right
-    with open(os.path.splitext(os.path.abspath(__file__))[0] + ".html", encoding="utf-8") as file:
+    with open(__file__.removesuffix("py") + "html", encoding="utf-8") as file:
         template = environment.from_string(file.read())
     page = template.render(
         runs=runs, last_rows=last_rows, columns=COLUMNS, plots=plots, groups=groups,
-        num_episodes=num_episodes, pictures=pictures, credits_of=credits_of,
-        overview_seconds=overview_seconds)
-    return page, num_episodes, faults
+        pictures=pictures, credits_of=credits_of)
+    return page, faults
 
 
 def main():
@@ -247,9 +235,9 @@ def main():
     add("--wrong", action="store_true", help="show episodes with a wrong answer alone")
     add("--video-root", help="folder of the videos; default: what the run was given")
     args = parser.parse_args()
-    page, num_episodes, faults = build_page(args.paths, args.prompts, args.wrong, args.video_root)
+    page, faults = build_page(args.paths, args.prompts, args.wrong, args.video_root)
     launch.write_atomic(args.out, page)
-    print(f"{args.out}: {num_episodes} episodes; open it in a browser")
+    print(f"{args.out}: open it in a browser")
     for fault in faults:
         print(f"left out: {fault}")
 

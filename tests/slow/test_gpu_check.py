@@ -36,7 +36,6 @@ def names_that_fail(check, *arguments):
 
     def row(name, value, bound):
         seen[name] = value <= bound
-        return seen[name]
 
     with mock.patch.object(gpu_check, "row", row):
         check(*arguments)
@@ -49,7 +48,7 @@ def test_the_command_on_a_cpu(toy, saved, tmp_path):
                       "--preset", "toy", "--beta", 0.01, "--prompts", 4, "--num-generations", 4,
                       "--out", tmp_path / "out", timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.endswith((": ok", ": FAIL"))]
-    assert len(lines) == len(ROWS) + 2, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(lines) == len(ROWS) + 1, done.stdout[-3000:] + done.stderr[-3000:]
     for name, line in zip(ROWS, lines):
         assert line.startswith(name) and line.endswith(": ok")
     assert done.returncode == int(any(line.endswith("FAIL") for line in lines))
@@ -117,6 +116,6 @@ def test_the_rows_of_the_gated_delta_kernels():
     ([STEP, STEP, STEP], 0),
     ([STEP, {"signal_groups": 0}, {**STEP, "kl": 2e-6}], 0),
     ([STEP, {**STEP, "kl": 0.0}, {**STEP, "kl": 0.0}], 1),  # the weights have not moved
-    ([STEP, {"signal_groups": 0}, {"signal_groups": 0}], 2)])
+    ([STEP, {"signal_groups": 0}, {"signal_groups": 0}], 1)])
 def test_the_rows_of_the_steps(log, rows):
     assert len(names_that_fail(gpu_check.check_steps, log)) == rows
