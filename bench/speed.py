@@ -15,8 +15,8 @@ Peers: trl 1.16.0, qwen-vl-utils 0.0.14, decord 0.6.0. A folder of `pip install 
 
   pip install --target peers --no-deps trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 dill \\
       multiprocess xxhash pandas python-dateutil pytz tzdata six aiohttp qwen-vl-utils==0.0.14
-  python bench/speed.py --ckpt out/demo/toy/init --peers peers
-  python bench/speed.py --video film.mp4 --peers peers
+  PYTHONPATH=peers python bench/speed.py --ckpt out/demo/toy/init
+  PYTHONPATH=peers python bench/speed.py --video film.mp4
 """
 import os
 import statistics
@@ -123,17 +123,15 @@ def compare_update(ckpt):
     def reward(completions, **_):
         return [float(number % 3) for number in range(len(completions))]
 
-    with tempfile.TemporaryDirectory() as out:
-        config = GRPOConfig(
-            output_dir=out, per_device_train_batch_size=GROUP, num_generations=GROUP,
-            max_completion_length=RESPONSE, max_steps=ROUNDS + 1, temperature=1.0,
-            generation_kwargs={"min_new_tokens": RESPONSE}, beta=0.0, learning_rate=1e-6,
-            use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
-            logging_strategy="no", report_to=[], disable_tqdm=True)
-        theirs = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
-        Trainer(model=theirs, reward_funcs=reward, args=config, callbacks=[Clock()],
-                train_dataset=Dataset.from_list([row for _ in range(64)]),
-                processing_class=AutoProcessor.from_pretrained(ckpt)).train()
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=GROUP, num_generations=GROUP,
+        max_completion_length=RESPONSE, max_steps=ROUNDS + 1,
+        generation_kwargs={"min_new_tokens": RESPONSE}, beta=0.0, learning_rate=1e-6,
+        use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", report_to=[])
+    theirs = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
+    Trainer(model=theirs, reward_funcs=reward, args=config, callbacks=[Clock()],
+            train_dataset=Dataset.from_list([row for _ in range(64)]),
+            processing_class=AutoProcessor.from_pretrained(ckpt)).train()
     print_ratios("update", seconds)
 
 
@@ -149,14 +147,14 @@ def by_video_py(path, _):
 def by_fetch_video(path, _):
     from qwen_vl_utils.vision_process import fetch_video
 
-    size = {"min_pixels": 1024, "max_pixels": 50176, "total_pixels": 64 * 50176 * 2}
-    fetch_video({"video": path, "nframes": 64, **size}, image_patch_size=16)
+    fetch_video({"video": path, "nframes": 64, "min_pixels": 1024, "max_pixels": 50176,
+                 "total_pixels": 64 * 50176 * 2}, image_patch_size=16)
 
 
 def by_decord(path, frames):
     from decord import VideoReader
 
-    height, width = frames.images.shape[1:3]
+    _, height, width, _ = frames.images.shape
     reader = VideoReader(path, width=width, height=height)
     reader.get_batch(np.rint(frames.seconds * reader.get_avg_fps()).astype(int)).asnumpy()
 
@@ -180,10 +178,7 @@ def main():
     parser = launch.parser(__doc__)
     parser.add_argument("--ckpt", help="update: a toy checkpoint; its weights do not matter")
     parser.add_argument("--video", help="frames: the file")
-    parser.add_argument("--peers", help="folder of pip install --target")
     args = parser.parse_args()
-    if args.peers:
-        sys.path.append(args.peers)  # behind this environment's torch and transformers
     launch.import_shim()
     if args.video:
         compare_frames(args.video)

@@ -92,15 +92,15 @@ def read_answer(answer, task):
 def score_answer(answer, task):
     """-> score in [0, 1] of an answer (None: 0). Training pays for a part of an open answer or of a
     list; here the whole is asked for."""
-    said = read_answer(answer, task)
-    if said is None:
+    extracted = read_answer(answer, task)
+    if extracted is None:
         return 0.0
     if task["type"] == "mcq":
-        return float(said == task["answer"].strip().upper())
+        return float(extracted == task["answer"].strip().upper())
     if task["type"] == "grounding":
-        return rewards.temporal_iou(said, task["answer"])
+        return rewards.temporal_iou(extracted, task["answer"])
     if task["type"] == "list":
-        return float(list_items(said) == list_items(task["answer"]) != [])
+        return float(list_items(extracted) == list_items(task["answer"]) != [])
     return float(match_open(answer, task["answer"]))
 
 
@@ -194,8 +194,7 @@ def is_letter(text, at):
     """Whether text[at] names an option, so is no article, pronoun, initial or name. One rule serves
     all letters, so that no letter is easier to state than another."""
     # A short window of the text, so that each look has a constant cost.
-    before = "\n" + text[:at] if at < 16 else text[at - 16 : at]
-    match = BEFORE.search(before)
+    match = BEFORE.search(("\n" + text)[max(0, at - 15) : at + 1])
     if match is None:
         return False
     # The A of "option A depicts .." is no article, whichever word follows.
@@ -204,8 +203,8 @@ def is_letter(text, at):
 
 def is_denied(text, start, end):
     """Whether a letter or a range at text[start:end] is said not to be the answer."""
-    before, after = text[max(0, start - 40) : start], text[end : end + 30]
-    return NOT_BEFORE.search(before) is not None or NOT_AFTER.match(after) is not None
+    denied_before = NOT_BEFORE.search(text[max(0, start - 40) : start])
+    return bool(denied_before or NOT_AFTER.match(text[end : end + 30]))
 
 
 def strip_markdown(text):
@@ -239,10 +238,10 @@ def stated_letter(pattern, text):
         return set()
     # The last one counts: "The answer is A. No, wait: the answer is C."
     letter, end = list(named.items())[-1]
-    other = ALTERNATIVE.match(text, end)
-    if other and (other[1] or is_letter(text, other.start(2))):
-        if not is_denied(text, *other.span(2)):
-            return {letter, other[2].upper()}
+    second = ALTERNATIVE.match(text, end)
+    if second and (second[1] or is_letter(text, second.start(2))):
+        if not is_denied(text, *second.span(2)):
+            return {letter, second[2].upper()}
     return {letter}
 
 
@@ -266,14 +265,16 @@ def line_letter(line, letters, texts):
     "?" if label and text contradict each other. Else None."""
     line = STARTER.sub("", line, count=1)
     label = LABEL.match(line)
-    statement = " ".join(normalise(line[label.end():] if label else line))
     if label:
         letter = label[1].upper()
+        statement = " ".join(normalise(line[label.end():]))
+        # Options with the text after the label; "B. B. King" has none, as an option begins so.
         named = [at for at, text in zip(letters, texts) if text == statement]
-        if named or not statement:
-            allowed = named if statement else letters
-            return letter if letter in allowed else "?"
-        statement = f"{letter.lower()} {statement}"  # no label: an option begins so: "B. B. King"
+        if not statement:
+            named = letters
+        if named:
+            return letter if letter in named else "?"
+    statement = " ".join(normalise(line))
     named = [at for at, text in zip(letters, texts) if text == statement]
     return named[0] if len(named) == 1 else None
 
@@ -342,7 +343,6 @@ MINUTES = re.compile(
     r"(?:([0-9]{1,3}) ?h(?:ours?|rs?)?,? ?)?([0-9]{1,4}(?:\.[0-9]{1,3})?) ?"
     rf"m(?:in(?:ute)?s?|(?= ?[0-9]{{1,2}} ?s))(?:,? ?(?:and )?([0-9]{{1,2}}(?:\.[0-9]{{1,3}})?)"
     rf"{SECONDS})?")
-CHINESE = {"小时": "h", "分钟": "m", "时": "h", "分": "m", "秒": "s", "至": " to ", "到": " to "}
 
 
 def extract_span(response):
@@ -377,12 +377,6 @@ def plain_times(text):
     """A text in which times are seconds or have colons: one pattern then reads every range."""
     text = re.sub(r"<([0-9][^<>]*)>", r"\1", text)  # "<12.5 seconds> - <20.0 seconds>"
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
-    # "2,5 - 7,5": commas on both sides of a dash are decimal points.
-    text = re.sub(
-        rf"([0-9]),([0-9]+(?: ?s)? ?(?:[{DASH}]|to) ?[0-9]+),(?=[0-9])", r"\1.\2.", text)
-    for word, unit in CHINESE.items():
-        text = re.sub(f"(?<=[0-9]){word}|(?<=[smh]){word}(?=[0-9])", unit, text)
-    text = re.sub("[\u2e80-\u9fff]", " ", text)
     if re.search("[0-9]m ?[0-9]{1,2} ?s", text):  # beside 1m30s, 2m is no distance
         text = re.sub("(?<=[0-9])m(?![a-z0-9])", " min", text)
     text = MINUTE_RANGE.sub(r"\1 min to ", text)

@@ -138,7 +138,7 @@ class OpenAIEngine(ChatClient):
     def chat_messages(self, request):
         """Request -> chat messages with frames as JPEGs after their times. Consecutive tool
         messages become one user turn, as in the chat template of the policy."""
-        frames, messages, before = iter(request.frames), [], None
+        frames, messages, last_role = iter(request.frames), [], None
         for message in request.messages:
             parts = []
             for piece in chat.content_of(message):
@@ -149,15 +149,15 @@ class OpenAIEngine(ChatClient):
             role = message["role"]
             if role == "tool":
                 head = "<tool_response>\n"
-                if before == "tool":
+                if last_role == "tool":
                     head = "\n<tool_response>\n"
                 parts = [{"type": "text", "text": head}, *parts,
                          {"type": "text", "text": "\n</tool_response>"}]
-            if role == before == "tool":
+            if role == last_role == "tool":
                 messages[-1]["content"] += parts
             else:
                 messages.append({"role": role.replace("tool", "user"), "content": parts})
-            before = role
+            last_role = role
         for message in messages:  # some endpoints take no parts where a string will do
             if all(part["type"] == "text" for part in message["content"]):
                 message["content"] = "".join(part["text"] for part in message["content"])
@@ -192,15 +192,11 @@ def make_engine(args, prefill, jpeg=90):
 
 def jpeg_url(image, quality):
     """uint8 [H, W, 3] -> data URL."""
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg_bytes(image, quality)).decode()
-
-
-def jpeg_bytes(image, quality):
     from PIL import Image
 
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "JPEG", quality=quality)
-    return buffer.getvalue()
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 # ------------------------------------------------------------------------------------------------

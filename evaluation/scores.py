@@ -113,7 +113,6 @@ def summarise(records, bench=None, judged=False):
         "errors": errors,
         "no_answer": sum(record["extracted"] is None for record in ended),
         "truncated": sum(record["finish"][-1:] == ["length"] for record in ended),  # the last turn
-        "seconds_per_episode": mean(r["timing"].get("total_s", 0.0) for r in records),
         "tokens": mean(r["tokens"] for r in records if r.get("tokens") is not None),
         "by": breakdowns(records)}
     if judged:
@@ -189,7 +188,7 @@ def cells_of(row, *names):
 
 def aligned(rows):
     """Rows of cells -> lines with aligned columns."""
-    rows = [[text_of(cell) for cell in row] for row in rows]
+    rows = [list(map(text_of, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 

@@ -300,17 +300,9 @@ async def paper_answer(records, episode, worker, turn, texts):
 # LongVT: crop_video as a declared tool
 
 
+LONGVT_REPLY = "The frames of the window are shown above. Go on with your analysis."
 LONGVT = ("Reason between <think> and </think>. Call crop_video when you need to see a part of the "
           "video closely; when you know the answer, write it between <answer> and </answer>.")
-
-
-async def longvt_answer(records, episode, worker, turn):
-    for record in records:
-        # A window that ends after the video is cut.
-        if record["status"] == "pending" and record["start"] < 0:
-            record.update(status="error", summary="error: start_time is below 0")
-    text = "The frames of the window are shown above. Go on with your analysis."
-    return await answer_with_frames(records, episode, worker, turn, text, "none", 128)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -641,7 +633,8 @@ def all_systems():
             {"max_turns": 5, "think_prefix": False, "overview_fps": 1.0, "frames": [512],
              "min_pixels": 784, "max_pixels": 50176, "max_new_tokens": 49152,
              "max_model_len": 131072, "max_parallel": 5},
-            reader=QWEN, stamp="none", parse=trained_calls, answer=longvt_answer,
+            reader=QWEN, stamp="none", parse=trained_calls, answer=partial(
+                answer_with_frames, text=LONGVT_REPLY, stamp="none", max_frames=128),
             schema=crop_schema),
         # Frames lie at the centres of equal segments; theirs from the first frame on, evenly.
         "videozoomer": System(

@@ -122,18 +122,16 @@ class Server:
     """An OpenAI-compatible endpoint on this machine. replies: what to answer, in order (the last
     one for ever): a text, None for no content, an HTTP status, (status, JSON or text, headers), or
     bytes to send as they are. Keeps what it was asked.
-    probe: the answer to a probe, the same for ever; probes are counted apart."""
+    probe: the answer to a probe, the same for ever; probes are not kept."""
 
     def __init__(self, *replies, probe="yes"):
-        self.asked, self.headers, self.probes, outer = [], [], 0, self
+        self.asked, self.headers, outer = [], [], self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if body["messages"] in PROBES:
-                    outer.probes += 1
-                    reply = probe
-                else:
+                reply = probe
+                if body["messages"] not in PROBES:
                     outer.asked.append(body)
                     outer.headers.append((self.path, dict(self.headers)))
                     reply = replies[min(len(outer.asked), len(replies)) - 1]
@@ -154,8 +152,7 @@ class Server:
                     choice = {"message": {"content": reply}, "finish_reason": "stop"}
                     reply = json.dumps({"choices": [choice], "model": "m-1"}).encode()
                 self.send_response(200)
-                self.send_header("Content-Length",
-                                 str(len(reply) if not reply.endswith(b"CUT") else 10**6))
+                self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
                 self.wfile.write(reply)
 

@@ -2,14 +2,13 @@
 Tests of evaluation/systems.py and protocol_loop.py: python -m pytest tests/test_protocols.py -q
 
 Each system of the paper's table is played by a script: what it is shown, how its calls are read,
-what it gets back, when it has to answer, what is graded. With ids (the engines of this project) and
-without (an endpoint that takes messages).
+what it gets back, when it has to answer, what is graded.
 """
+import doctest
 import hashlib
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from scripted import Server
 import chat
 import eval as evaluation
 import rollout
-from evaluation import benchmarks, endpoint, results, systems
+from evaluation import benchmarks, endpoint, frame_sources, results, systems
 
 STORED = Path(__file__).with_name("protocols.json")
 OPENINGS = Path(__file__).with_name("openings.json")
@@ -166,20 +165,6 @@ def test_first_messages_calls_and_frames_are_those_that_are_stored(name, toy, mo
 
 
 # ------------------------------------------------------------------------------------------------
-# Two loops
-
-
-def test_paravt_as_it_is_trained_is_played_by_trainings_own_loop(codec, source, monkeypatch):
-    """With ids. An endpoint goes through protocol_loop.play."""
-    plays = []
-    monkeypatch.setattr(rollout, "run", lambda *_, play: plays.append(play is rollout.run_episode))
-    sampler = rollout.RolloutWorker(None, codec, source, rollout.AgentConfig())
-    for some in (sampler, replace(sampler, codec=None)):
-        systems.run(some, [], systems.all_systems()["paravt"])
-    assert plays == [True, False]
-
-
-# ------------------------------------------------------------------------------------------------
 # crop_video agents
 
 
@@ -205,10 +190,8 @@ def sage(name, start=None, end=None, needed=True, **more):
     (sage("extract_parts_from_timestamp", "00:01:10", "1:15"), [(70.0, 75.0, None)]),
     (sage("identify_timestamps_visually", "00:00:10", "00:00:08"), [(None, None, "HH:MM:SS")]),
     (sage("extract_parts_from_timestamp", None, "00:00:08"), [(None, None, "HH:MM:SS")]),
-    (sage("unified_web_search"), [(None, None, "not available")]),
-    (sage(["x"]), [(None, None, "not available")]),
-    (sage("unified_web_search", needed=False), []),
-    (sage("unified_web_search", answerable={"verdict": True}, final_answer="B"), []),
+    (sage(["x"]), [(None, None, "not available")]), (sage("parse_web_data", needed=False), []),
+    (sage("parse_web_data", answerable={"verdict": True}, final_answer="B"), []),
     ('```json\n{"recommended_tools": {"needed": 1, "tool_calls": [{"name": "parse_web_data"},]}}',
      [(None, None, "not available")]), ("<json>{", []), ("<json>[1]</json>", []), ("B", [])])
 def test_sages_first_tool_is_read(text, calls):
@@ -216,10 +199,9 @@ def test_sages_first_tool_is_read(text, calls):
     assert [(call.start, call.end) for call in found] == [call[:2] for call in calls]
     for call, (*_, error) in zip(found, calls):
         assert (error or "") in (call.error or "") and bool(error) == bool(call.error)
+    answer = ["B"] if text == "B" else [text, '<json>{"final_answer": "(B) blue"}</json>']
+    assert "B" in systems.sage_final(answer)
 
 
-@pytest.mark.parametrize("turn, answer", [
-    ('<json>{"final_answer": "(B) blue"}</json>', "(B) blue"), ("B", "B"),
-    ('<json>{"final_answer": null}</json>', None)])
-def test_sages_answer_is_its_final_answer(turn, answer):
-    assert systems.sage_final([turn]) == answer
+def test_example_of_the_publishers_frames_runs():
+    assert doctest.testmod(frame_sources) == (0, 1)
