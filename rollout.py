@@ -318,13 +318,12 @@ async def run_episode(episode, worker):
         return episode
 
     # One more turn than tool turns, so no episode ends on tool responses that were never read.
-    tool_turns = agent.max_turns if agent.tools else 0
-    for turn in range(tool_turns + 1):
+    for turn in range(agent.max_turns + 1):
         context.add_masked(prefix)  # not sampled, so neither gradient nor credit
         completion = await sample(context, episode, worker, agent.max_new_tokens, turn)
         record_turn(episode, codec, completion)
         records = record_calls(episode, agent, completion.text, turn)
-        if turn == tool_turns or not records:
+        if turn == agent.max_turns or not records:
             for record in records:  # they come too late
                 record.update(status="not_run", summary="")
             break
