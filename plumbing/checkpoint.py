@@ -69,20 +69,12 @@ def resolve(path):
                                f"({reason})") from None
 
 
-def base_of(ckpt):
-    """Checkpoint folder -> the folder of the whole weights: itself, or the base of its adapters."""
-    config = adapter_config(ckpt)
-    if config is None:
-        return ckpt
-    return resolve(config["base_model_name_or_path"])
-
-
 def adapter_config(ckpt):
-    """The settings of a folder of adapters, None for whole weights. Raises UserError for adapters
+    """The settings of a folder of adapters, {} for whole weights. Raises UserError for adapters
     that another tool has scaled in another way."""
     path = f"{ckpt}/adapter_config.json"
     if not os.path.exists(path):
-        return None
+        return {}
     config = json.loads(launch.read_file(path))
     if config["lora_alpha"] != 2 * config["r"] or config.get("use_rslora"):
         raise launch.UserError(f"checkpoint {ckpt}: lora_alpha of its adapters is not 2 r; merge "
@@ -90,17 +82,22 @@ def adapter_config(ckpt):
     return config
 
 
+def base_of(ckpt):
+    """Checkpoint folder -> the folder of the whole weights: itself, or the base of its adapters."""
+    config = adapter_config(ckpt)
+    if not config:
+        return ckpt
+    return resolve(config["base_model_name_or_path"])
+
+
 def adapter_rank(ckpt, rank):
     """--ckpt, --lora-rank -> the rank of the adapters that a stage trains; 0: all weights are
     trained. Raises UserError if the checkpoint holds adapters of another rank."""
-    config = adapter_config(resolve(ckpt))
-    if config is None:
-        return rank
-    if rank not in (0, config["r"]):
-        raise launch.UserError(f"--lora-rank {rank}: {ckpt} holds adapters of rank {config['r']}: "
-                               "leave the flag out to train these, or merge them first "
-                               "(tools/merge.py)")
-    return config["r"]
+    saved = adapter_config(resolve(ckpt)).get("r", rank)
+    if rank not in (0, saved):
+        raise launch.UserError(f"--lora-rank {rank}: {ckpt} holds adapters of rank {saved}: leave "
+                               "the flag out to train these, or merge them first (tools/merge.py)")
+    return saved
 
 
 def small_files(folder):

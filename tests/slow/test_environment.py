@@ -1,10 +1,9 @@
 """
-Tests of the Makefile and of the lock files: python -m pytest tests/slow/test_environment.py -q
+Tests of the lock files and of what is imported: python -m pytest tests/slow/test_environment.py -q
 """
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,30 +12,6 @@ import pytest
 from conftest import ROOT
 
 FILES = ("requirements.txt", "requirements-cpu.txt", "requirements-dev.txt")
-
-STUB = """#!/bin/sh
-case "$0 $*" in
-  *"-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/pip; cp "$0" .venv/bin/uv;;
-  *"{fails}"*) echo "{says}" >&2; exit 1;;
-esac
-echo "$(basename $0) $*"
-"""
-
-
-def make(folder, *args, fails="nothing", says="", programs=()):
-    """`make` in a folder whose Python and installers only print how they are called; those fail
-    whose call holds `fails`."""
-    path = folder / "path"
-    path.mkdir(exist_ok=True)
-    for name in ("python3", *programs):
-        (path / name).write_text(STUB.format(fails=fails, says=says))
-        (path / name).chmod(0o755)
-    for name in ("Makefile", *FILES):
-        shutil.copy2(os.path.join(ROOT, name), folder)
-    shutil.copytree(os.path.join(ROOT, "locks"), folder / "locks", dirs_exist_ok=True)
-    env = {"PATH": f"{path}:{os.environ['PATH']}", "HOME": str(folder)}
-    return subprocess.run(["make", *args], cwd=folder, env=env, capture_output=True, text=True)
-
 
 def locked(name):
     """A lock file -> {package: version}."""

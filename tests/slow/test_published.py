@@ -210,16 +210,6 @@ def test_bytes_of_tokens_rebuild_any_text(codecs, text):
     assert "".join(chat.text_pieces(chat.token_bytes_of(codec, ids))) == plain
 
 
-@SLOW
-@given(text=texts)
-def test_no_untrusted_text_becomes_a_special_id(codecs, text):
-    codec = codecs["instruct"]
-    ids = chat.encode(codec, chat.escape_special_tokens(codec, text))
-    assert max(ids, default=0) < END
-    plain = text.replace(chat.GUARD, "").replace(chat.TURN, "")
-    assert chat.decode(codec, ids, keep_end=True) == unicodedata.normalize("NFC", plain)
-
-
 def test_a_letter_shares_its_token_with_the_tag_and_earns_no_format_credit(codec):
     """`>B` is one token: were it structural, a lost tag (A_fmt = -1) would cancel what the right
     letter earned (A_task = +1)."""

@@ -8,10 +8,8 @@ import json
 import math
 import os
 import signal
-import sys
 import textwrap
 import time
-import types
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from test_engine import broken  # isort: skip
 import launch
 import rollout
 import sft
-from plumbing import checkpoint, log
+from plumbing import checkpoint
 
 # ------------------------------------------------------------------------------------------------
 # Asked to stop
@@ -87,21 +85,6 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, c
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(launch.UserError, match="another lr"):
         train("sft", "--steps", 4, "--lr", 1e-9, out="parts")
-
-
-@pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_the_same_numbers_go_to_a_tracker(train, monkeypatch, script):
-    """The package is stood in for: what it is given is what log.jsonl holds."""
-    sent, started = [], []
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(
-        init=lambda **given: started.append(given), __spec__=types.SimpleNamespace(origin="here"),
-        log=lambda numbers, step: sent.append((step, numbers)), finish=lambda: sent.append("end")))
-    for steps in (1, 2):
-        folder = train(script, "--steps", steps, "--track", "trackio")
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    numbers = [log.flat_numbers(row) for row in rows]
-    assert sent == [(1, numbers[0]), "end", (2, numbers[1]), "end"] and len(numbers[0]) > 4
-    assert len({s["name"] for s in started}) == 1
 
 
 # ------------------------------------------------------------------------------------------------
