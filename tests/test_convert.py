@@ -208,7 +208,7 @@ def test_turns_types_and_rows_that_are_left_out(tmp_path, start):
 
 @pytest.mark.parametrize("name, flags, says", [
     ("a.json", ("--map", "video=x"), "no row could"), ("a.csv", (), "save it as CSV in UTF-8"),
-    ("b.json", (), "JSON in UTF-8")])
+    ("b.json", (), "not readable")])
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, start, name, flags, says):
     content = b"[{}]" if name == "a.json" else "video;question".encode("utf-16")
     (tmp_path / name).write_bytes(content)

@@ -85,15 +85,6 @@ def test_fields_of_every_request_are_the_users(tasks, frames_of):
     assert sum(p["type"] == "image_url" for p in plain["messages"][1]["content"]) == 4
 
 
-def test_the_text_of_a_list_of_parts_is_the_answer(tasks, frames_of):
-    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "red?"}]}
-    message = {"content": [thought, {"type": "text", "text": ANSWER}]}
-    reply = {"choices": [{"finish_reason": "stop", "message": message}]}
-    with Server(json.dumps(reply).encode()) as server:
-        episode = ask(server, tasks, frames_of)
-    assert episode.turns == [ANSWER]
-
-
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_text_that_is_refused_is_counted_and_never_an_answer(status, tasks, frames_of):
     """An error text that was graded could be a correct letter."""
@@ -153,11 +144,14 @@ def test_a_server_that_refuses_is_found_before_the_run(reply, no_retries):
 
 
 def test_several_endpoints_take_turns(tasks, frames_of):
-    with Server(ANSWER) as one, Server(ANSWER) as two:
+    """One of them answers with a list of parts, of which the text counts."""
+    parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": ANSWER}]
+    reply = {"choices": [{"finish_reason": "stop", "message": {"content": parts}}]}
+    with Server(json.dumps(reply).encode()) as one, Server(ANSWER) as two:
         engine, engine.codec = endpoint.OpenAIEngine([one.url, two.url], "m", workers=2), None
         found = play(engine, tasks[:1], frames_of, replace(AGENT, tools=False), group=4)
         engine.close()
-    assert [e.status for e in found] == ["ok"] * 4
+    assert [(e.status, e.turns) for e in found] == [("ok", [ANSWER])] * 4
     assert (len(one.asked), len(two.asked)) == (2, 2)
 
 
