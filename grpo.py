@@ -47,6 +47,8 @@ CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data
 Adapters: with --lora-rank 64 the 8B trains on one GPU of 80 GB
 """
 import asyncio
+import glob
+import itertools
 import json
 import math
 import os
@@ -70,6 +72,7 @@ from plumbing.log import TRACKERS, Log, episode_numbers
 CLIP_EPS = 0.2  # of the surrogate; one step per batch never meets it
 WEIGHT_CAP = 5.0  # of the importance weight w_t
 MAX_GRAD_NORM = 1.0  # gradients are clipped to this norm; 0: never
+NUMBERS = ("tokens", "gap", "loss", "entropy", "kl")  # of each sampled token, for the log
 SHOWN = "total acc fmt kappa not_ok gap gap_sub grad_norm signal_groups rollout_s train_s"
 
 # -----------------------------------------------------------------------------
@@ -149,10 +152,10 @@ def parse_args():
 
 
 def group_by_prompt(episodes):
-    """Episodes -> lists of rollouts of one prompt, without those in which nothing was sampled."""
+    """Episodes, sorted by sample -> lists of rollouts of one prompt, without those in which nothing
+    was sampled."""
     groups = {}
-    # Sort by sample, not by time of completion: sums of floats are then the same in every run.
-    for episode in sorted(episodes, key=lambda e: e.sample):
+    for episode in episodes:
         trained = episode.status in ("ok", "context")  # a broken video says nothing of the policy
         if trained and 1 in episode.context.mask:
             groups.setdefault(episode.group, []).append(episode)
@@ -168,10 +171,24 @@ def token_advantages(episode, credit):
     if credit in ("struct", "anchor"):  # Selective Anchoring
         credited = episode.struct
     elif credit == "sequence":  # plain GRPO
-        credited = [t for t, sampled in enumerate(mask) if sampled]
+        credited = range(len(mask))
     for t in credited:
-        out[t] += episode.advantage["fmt"]
+        out[t] += episode.advantage["fmt"] * mask[t]
     return out
+
+
+def token_span(episode, part, items, credit):
+    """A slice of an episode's context, with the numbers that the update needs -> TokenSpan."""
+    context = episode.context
+    # Turns are numbered from 1: each begins with a sampled token after one that was not sampled.
+    begins = [b > a for a, b in zip([0, *context.mask], context.mask)]
+    values = {
+        "advantage": token_advantages(episode, credit)[part],
+        "sampling": context.logps[part],
+        "turn": list(itertools.accumulate(begins))[part],
+    }
+    # The mask marks the sampled tokens among turns, glue and tool responses.
+    return model.TokenSpan(context.ids[part], context.mask[part], values, items)
 
 
 def group_tree(group, credit):
@@ -180,19 +197,12 @@ def group_tree(group, credit):
     cut = first.mask.index(1)  # length of the prompt
     branches = []
     for episode in group:
-        context = episode.context
         # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
         # saw, so this is checked although one function built all of them.
-        assert context.ids[:cut] == first.ids[:cut], episode.group
-        values = {
-            "advantage": token_advantages(episode, credit)[cut:],
-            "sampling": context.logps[cut:],
-        }
-        # All ids after the prompt: turns, glue and tool responses. The mask marks the sampled ones.
-        branches.append(model.TokenSpan(context.ids[cut:], context.mask[cut:], values,
-                                        context.items[1:]))
-    zeros = [0 for _ in range(cut)]
-    prompt = model.TokenSpan(first.ids[:cut], zeros, {"advantage": zeros, "sampling": zeros})
+        assert episode.context.ids[:cut] == first.ids[:cut], episode.group
+        windows = episode.context.items[1:]  # --crop-response frames
+        branches.append(token_span(episode, slice(cut, None), windows, credit))
+    prompt = token_span(group[0], slice(cut), [], credit)
     return model.Tree(prompt, first.items[:1], branches)
 
 
@@ -203,12 +213,13 @@ def build_trees(groups, credit):
     trees, num_tokens = [], 0
     for group in groups:
         # R is composed in rewards.score alone. A term that is added there arrives here by itself.
-        task = [e.reward["paid_task"] for e in group]  # [G]
-        fmt = [e.reward["paid_fmt"] for e in group]
-        if credit == "anchor":  # what R_base pays is credited like the task, at every token
-            base = [e.reward["paid_base"] for e in group]
-            task = [t + b for t, b in zip(task, base)]
-            fmt = [f - b for f, b in zip(fmt, base)]
+        task, fmt = [], []  # [G] each
+        for episode in group:
+            reward = episode.reward
+            # anchor: what R_base pays is credited like the task, at every token.
+            base = reward["paid_base"] if credit == "anchor" else 0.0
+            task.append(reward["paid_task"] + base)
+            fmt.append(reward["paid_fmt"] - base)
         a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
         for i, episode in enumerate(group):
             episode.advantage = {"task": a_task[i], "fmt": a_fmt[i], "sigma": sigma}
@@ -254,6 +265,19 @@ def policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, beta):
 # Update
 
 
+def forward(policy, reference, pack, temperature):
+    """-> log-probs and entropies of the policy, log-probs of the reference or None: [n] each, at
+    the sampling temperature, as the engine's are."""
+    import torch
+
+    ref_logps = None
+    if reference is not None:  # first: with adapters it is the policy, adapters changed
+        with torch.no_grad():
+            ref_logps, _ = reference(pack, temperature)
+    logp, entropy = policy(pack, temperature)
+    return logp, entropy, ref_logps
+
+
 def update(policy, reference, optimizer, trees, num_tokens, args):
     """
     One optimizer step on one batch -> numbers for the log, the same on every rank: means over the
@@ -263,30 +287,23 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
     with those of groups without a signal. Collective: all ranks run equally many forwards.
     """
     import torch
-    import torch.distributed as dist
 
-    world, device = dist.get_world_size(), next(policy.parameters()).device
+    world, device = launch.rank_and_world()[1], next(policy.parameters()).device
     # N is counted over ALL ranks before any backward: then the gradient does not depend on the
-    # number of ranks or packs. In host memory, so the host does not wait for a GPU.
-    total = torch.tensor([num_tokens, len(trees)], dtype=torch.float64)
-    dist.all_reduce(total)
-    n, num_trees = total.tolist()
+    # number of ranks or packs.
+    n = sum(launch.gather_rows([num_tokens]))
+    num_trees = sum(launch.gather_rows([len(trees)]))
     if num_trees == 0:  # no group of any rank has a signal, so the weights stay
-        return {"signal_groups": 0}
+        return {"signal_groups": 0, "grad_norm": 0.0}
     # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
     parts = model.fill_packs(trees, args.pack_tokens)
     packs = [model.pack_trees(policy.codec, part) for part in parts]
-    names = ("tokens", "gap", "loss", "entropy", "kl")
-    sums = torch.zeros(len(names), dtype=torch.float64, device=device)  # over tokens
+    # Sums over the sampled tokens of each turn, which are numbered from 1. [turns, 5]
+    sums = torch.zeros(args.max_turns + 2, len(NUMBERS), dtype=torch.float64, device=device)
     # FSDP gathers weights in every forward, with all ranks. So ranks with fewer packs add spare
     # ones, which carry no gradient.
     for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
-        # All log-probs are at the sampling temperature: the engine's are, too.
-        ref_logps = None
-        if reference is not None:  # first: with adapters it is the policy, adapters changed
-            with torch.no_grad():
-                ref_logps, _ = reference(pack, args.temperature)  # [n]
-        logp, entropy = policy(pack, args.temperature)  # [n] each
+        logp, entropy, ref_logps = forward(policy, reference, pack, args.temperature)
         if not is_real:  # it runs for its collectives alone
             (0.0 * logp.sum()).backward()
             continue
@@ -298,32 +315,51 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
         # multiplies by the number of ranks.
         (world * loss.sum() / n).backward()
         gap = (old_logps - sampling_logps).abs()  # only rounding is allowed [n]
-        numbers = torch.stack([torch.ones_like(gap), gap, loss, entropy, kl])  # [5, n]
-        sums += numbers.detach().sum(1, dtype=torch.float64)
+        numbers = torch.stack([torch.ones_like(gap), gap, loss, entropy, kl], 1)  # [n, 5]
+        # Recorded rollouts may have more turns than --max-turns allows.
+        turns = pack.values["turn"].long().clamp(max=len(sums) - 1)  # [n]
+        sums.index_add_(0, turns.to(device), numbers.detach().double())
 
     norm = model.reduce_and_clip(policy, MAX_GRAD_NORM)
     # The norm covers the gradients of all ranks, so all of them step or none does.
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    return {**means_over_tokens(sums), "signal_groups": num_trees, "grad_norm": norm}
+
+
+def means_over_tokens(sums):
+    """This rank's sums of NUMBERS [turns, 5] -> their means over the tokens of all ranks, and the
+    gap of each turn: if it begins with the second turn, tool responses differ. Collective."""
+    import torch.distributed as dist
+
     dist.all_reduce(sums)
-    means = dict(zip(names, (sums / sums[0]).tolist()))
-    return {**means, "tokens": sums[0].item(), "signal_groups": int(num_trees), "grad_norm": norm}
+    totals = sums.sum(0)  # [5]
+    means = dict(zip(NUMBERS, (totals / totals[0]).tolist()))
+    rows = enumerate(sums.tolist())
+    by_turn = {turn: gap / tokens for turn, (tokens, gap, *_) in rows if tokens > 0}
+    return {**means, "tokens": totals[0].item(), "gap_by_turn": by_turn}
 
 
-def sub_agent_gap(policy, episodes, temperature):
-    """Mean gap of one sub-agent's context of each rank, in nats; None if no sub-agent was asked. No
-    gradient: sub-agents are not trained, so only this shows whether their frames are right.
-    Collective, before the weights move."""
+def sub_agent_tree(episodes):
+    """-> [the context of one sub-agent of this rank]; [] if none was asked."""
+    for episode in episodes:
+        for call in episode.calls:
+            if "sub" in call:
+                context = call["sub"]
+                items = [chat.VisionItem(**item) for item in context["vision"]]
+                values = {"sampling": context["logps"]}
+                return [model.Tree(model.TokenSpan(context["ids"], context["mask"], values), items)]
+    return []
+
+
+def engine_gap(policy, trees, temperature):
+    """-> mean |log-prob of the engine - of the trainer| over the sampled tokens in the trees of all
+    ranks, in nats, without gradient; None if there is no tree. Collective."""
     import torch
 
-    contexts, packs, gaps = [], [], []
-    for episode in episodes:
-        contexts += [call["sub"] for call in episode.calls if "sub" in call]
-    for context in contexts[:1]:
-        items = [chat.VisionItem(**item) for item in context["vision"]]
-        span = model.TokenSpan(context["ids"], context["mask"], {"sampling": context["logps"]})
-        packs.append(model.pack_trees(policy.codec, [model.Tree(span, items)]))
+    packs = [model.pack_trees(policy.codec, [tree]) for tree in trees]
+    gaps = []
     for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
         with torch.no_grad():
             logp, _ = policy(pack, temperature)  # [n]
@@ -333,15 +369,18 @@ def sub_agent_gap(policy, episodes, temperature):
     return statistics.fmean(gaps) if gaps else None
 
 
-def gap_tolerance(engine_dtype):
-    """The largest mean gap in nats that rounding explains."""
-    if engine_dtype.itemsize == 4:
+def gap_tolerance(*dtypes):
+    """The largest mean gap in nats that rounding explains. dtypes: in which engine and trainer
+    compute; the coarser one decides."""
+    if all(dtype.itemsize == 4 for dtype in dtypes):
         return 1e-3  # fp32; healthy: below 1e-6
     return 0.03  # healthy, on GPUs in bf16 and with adapters: below 1e-3
 
 
-def check_gap(step, stats, tolerance):
+def check_gap(step, stats, policy):
     """Raises RunError, on all ranks alike, if engine and trainer are not the same policy."""
+    device = next(policy.parameters()).device
+    tolerance = gap_tolerance(model.engine_dtype(policy.codec, device), model.compute_dtype(device))
     for name in ("gap", "gap_sub"):
         gap = stats.get(name)
         if gap is not None and not gap <= tolerance:  # NaN fails this comparison too
@@ -356,15 +395,18 @@ def check_gap(step, stats, tolerance):
 
 
 def rank_tasks(tasks, step, args):
-    """Tasks of this rank in a step. Every rank draws the same batch, then takes its own part."""
-    batch = [tasks[i] for i in launch.batch_indices(step, args.prompts, len(tasks), args.seed)]
-    costs = {}  # a batch across two epochs may hold a task twice, as one larger group
-    for task in batch:
-        # K is the only cost that is known before sampling. 1000: equally many prompts a rank.
+    """-> [(task, its K)] of this rank in a step. Every rank draws the same batch, then takes its
+    part."""
+    batch = []
+    for i in launch.batch_indices(step, args.prompts, len(tasks), args.seed):
+        task = tasks[i]
         num_frames = rollout.draw_num_frames(args.frames, args.seed, step, task["id"])
-        costs[task["id"]] = costs.get(task["id"], 0) + 1000 + num_frames
-    ids = data.balance_over_ranks(list(costs), costs.get, *launch.rank_and_world())
-    return [task for task in batch if task["id"] in ids]
+        batch.append((task, num_frames))
+    # Dealt out by K, the only cost that is known before sampling. By id, since a batch across two
+    # epochs may hold a task twice, as one group.
+    rank, world = launch.rank_and_world()
+    ids = sorted({(num_frames, task["id"]) for task, num_frames in batch})[rank::world]
+    return [(task, num_frames) for task, num_frames in batch if (num_frames, task["id"]) in ids]
 
 
 def sample_batch(worker, tasks, step, args):
@@ -373,12 +415,11 @@ def sample_batch(worker, tasks, step, args):
     from tqdm import tqdm
 
     # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
-    mine = rank_tasks(tasks, step, args)
-    episodes = rollout.run(worker, mine, args.frames, args.num_generations, step)
-    total = len(mine) * args.num_generations
-    is_quiet = launch.rank_and_world()[0] > 0
-    bar = tqdm(episodes, f"rollouts of step {step + 1}", total, leave=False,
-               disable=is_quiet or None)  # None: no bar where stderr is a file
+    tasks = [task for task, _ in rank_tasks(tasks, step, args)]
+    episodes = rollout.run(worker, tasks, args.frames, args.num_generations, step)
+    # disable=None: no bar where stderr is a file. Under torchrun each rank has its own.
+    bar = tqdm(episodes, f"rollouts of step {step + 1}", len(tasks) * args.num_generations,
+               leave=False, disable=None)
     # Episodes come as they finish. Sums and files must not depend on that order.
     return sorted(bar, key=lambda e: (e.group, e.sample))
 
@@ -386,21 +427,20 @@ def sample_batch(worker, tasks, step, args):
 def prefetch_overviews(decoders, source, tasks, step, args):
     """Decodes the overviews of a step in the threads `decoders`. Nobody reads the futures: a broken
     video is counted when its episode comes."""
-    for task in rank_tasks(tasks, step, args):
-        num_frames = rollout.draw_num_frames(args.frames, args.seed, step, task["id"])
+    for task, num_frames in rank_tasks(tasks, step, args):
         decoders.submit(source.load, source.overview_spec(task, num_frames))
 
 
 def recorded_batch(worker, rows):
     """Rows of --rollouts -> this rank's episodes, rewarded as this run pays."""
-    groups = sorted({row["group"] for row in rows})  # a rank takes whole groups, sigma needs them
     rank, world = launch.rank_and_world()
-    mine = groups[rank::world]
-    episodes = [rollout.from_dict(row) for row in rows if row["group"] in mine]
-    for episode in episodes:
-        asyncio.run(rollout.score_episode(episode, worker.pay, worker.judge))
-        if not episode.reward:  # a question of tools/ask.py
-            raise launch.UserError(f"--rollouts: {episode.task['id']} has no answer to learn from")
+    groups = sorted({row["group"] for row in rows})[rank::world]  # whole ones, as sigma needs them
+    episodes = []
+    for row in sorted(rows, key=lambda row: row["sample"]):
+        if row["group"] in groups:
+            episode = rollout.from_dict(row)
+            episodes.append(episode)
+            asyncio.run(rollout.score_episode(episode, worker.pay, worker.judge))
     return episodes
 
 
@@ -436,16 +476,40 @@ def read_inputs(args):
 
 
 def check_data(args):
-    """--check: looks at every task of --data, prints each fault, and ends."""
+    """--check: looks at every task of --data and --val, prints each fault, and ends."""
     faults = []
-    _, source = rollout.agent_settings(args, args.data)
-    faults += data.check_tasks(data.read_tasks(args.data, faults), source)
+    for path in filter(None, (args.data, args.val)):
+        _, source = rollout.agent_settings(args, path)
+        faults += data.check_tasks(data.read_tasks(path, faults), source)
     data.report_check(faults, args.data)
+
+
+def start_run(args, inputs):
+    """Takes the folder --out and joins the ranks -> (device, the newest checkpoint of --out if the
+    run goes on from one, else None, its state). inputs: as of checkpoint.resume_point."""
+    launch.make_out(os.path.join(args.out, "rollouts"))
+    launch.lock(args.out)
+    _, _, device = launch.start_process_group()
+    launch.reset_watchdog()  # from here on a phase that hangs ends the run
+    folder, state = checkpoint.resume_point(args, inputs)
+    remove_later_rollouts(args.out, state["step"])
+    return device, folder, state
+
+
+def remove_later_rollouts(out, step):
+    """Removes the rollouts of `step` and later ones, which the run samples anew: with fewer ranks
+    it would not write over all of them. Collective."""
+    if launch.rank_and_world()[0] == 0:
+        for path in glob.glob(f"{glob.escape(out)}/rollouts/step_*"):
+            if os.path.basename(path) >= f"step_{step:06d}":
+                os.remove(path)
+    launch.any_rank(False)  # a barrier: no rank writes before
 
 
 def load_models(ckpt, codec, device, folder, args):
     """-> (policy, reference or None, optimizer). folder: the checkpoint from which the run goes on,
     or None. Collective."""
+    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
     # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
     recompute = args.preset != "toy"
     policy = checkpoint.load_policy(ckpt, codec, device, recompute, args.lora_rank,
@@ -463,6 +527,69 @@ def load_models(ckpt, codec, device, folder, args):
     return policy, reference, optimizer
 
 
+def engine_weights(policy):
+    """Iterator of (name, full tensor) in the engine's dtype. Collective."""
+    device = next(policy.parameters()).device
+    return checkpoint.full_weights(policy, model.engine_dtype(policy.codec, device))
+
+
+def make_worker(ckpt, policy, folder, agent, source, args):
+    """The engine (None with --rollouts), the judge and the rules of an episode -> RolloutWorker.
+    folder: as of load_models. Collective."""
+    engine = None
+    if not args.rollouts:
+        # On a GPU the engine shares the device with the trainer, so it starts asleep.
+        engine = rollout.make_engine(ckpt, policy.codec, args, sleeping=True)
+        if folder:  # it has read --ckpt, but the resumed weights are newer
+            engine.sync(engine_weights(policy))
+    pay = rewards.RewardConfig(args.answer_suffix, args.anchor, args.gamma,
+                               tool_weight=args.tool_reward)
+    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
+    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
+    return rollout.RolloutWorker(engine, policy.codec, source, agent, pay, judge)
+
+
+def collect(worker, decoders, tasks, step, args):
+    """-> this rank's episodes of a step, from the engine or from --rollouts."""
+    if args.rollouts:
+        return recorded_batch(worker, tasks)
+    # The engine holds the weights of this step, so its samples are on policy, but for rounding.
+    episodes = sample_batch(worker, tasks, step, args)
+    worker.engine.sleep()  # so the trainer has its memory
+    # While the trainer works, other threads decode the frames of the next step.
+    if step + 1 < args.steps:
+        prefetch_overviews(decoders, worker.source, tasks, step + 1, args)
+    return episodes
+
+
+def learn(policy, reference, optimizer, episodes, source, args):
+    """Episodes of this rank -> one update of the weights; numbers for the log. Collective."""
+    # The frames that the rollouts saw, so that an update reads no file.
+    frames = {}
+    for episode in episodes:
+        frames.update((f.key, f) for f in episode.context.frames)
+    # The vision tower is frozen: features are computed once a step, for all its forwards.
+    tower = policy.hf.model.visual
+    policy.features = model.VisionFeatures(tower, policy.codec, source.load, frames)
+    if reference:
+        reference.features = policy.features
+    # Sub-agents are not trained, so only this shows whether their frames are right. Before the
+    # weights move.
+    gap_sub = engine_gap(policy, sub_agent_tree(episodes), args.temperature)
+    # A group lies on one rank, so advantages need no exchange between ranks. The trees hold every
+    # sampled token once and every prompt once per group.
+    trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
+    stats = update(policy, reference, optimizer, trees, num_tokens, args)
+    return {**stats, "gap_sub": gap_sub}
+
+
+def write_rollouts(out, step, episodes):
+    """Writes the episodes of this rank. A file per rank, because ranks share no file handle."""
+    rank, _ = launch.rank_and_world()
+    lines = [json.dumps(episode.to_dict()) + "\n" for episode in episodes]
+    launch.write_atomic(f"{out}/rollouts/step_{step:06d}.rank{rank}.jsonl", "".join(lines))
+
+
 def main():
     # 0. Everything that can be refused is refused before a model is built.
     args = parse_args()
@@ -471,104 +598,63 @@ def main():
     ckpt = checkpoint.resolve(args.ckpt)
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     tasks, val_tasks, agent, source = read_inputs(args)
-    records = os.path.join(args.out, "rollouts")
-    launch.make_out(records)
-    launch.lock(args.out)
-    rank, _, device = launch.start_process_group()
-    launch.reset_watchdog()  # from here on a phase that hangs ends the run
-    # folder: the newest checkpoint of --out, if this run goes on from one.
-    folder, state = checkpoint.resume_point(args, {"data": tasks, "val": val_tasks})
+    device, folder, state = start_run(args, {"data": tasks, "val": val_tasks})
     start = state["step"]
     if start >= args.steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {args.steps}")
         return launch.end_process_group()
     log = Log(args.out, start, args.steps, args)
-    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
 
     policy, reference, optimizer = load_models(ckpt, codec, device, folder, args)
-    engine, dtype = None, model.engine_dtype(codec, device)
-    if not args.rollouts:
-        # On a GPU the engine shares the device with the trainer, so it starts asleep.
-        engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
-        if folder:  # it has read --ckpt, but the resumed weights are newer
-            engine.sync(checkpoint.full_weights(policy, dtype))
-    pay = rewards.RewardConfig(args.answer_suffix, args.anchor, args.gamma,
-                               tool_weight=args.tool_reward)
-    # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
-    judge = open_judge(args, os.path.join(args.out, "judge.jsonl"))
-    worker = rollout.RolloutWorker(engine, codec, source, agent, pay, judge)
+    worker = make_worker(ckpt, policy, folder, agent, source, args)
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2))
     stop_event = launch.stop_on_signal()
     num_bad = 0  # steps in a row without a finite gradient
     if val_tasks and start == 0:  # the accuracy that training starts from
         evaluate(worker, val_tasks, 0, log, args)
 
-    for step in range(start, args.steps):
-        # 1. Rollouts. The engine holds the weights of this step, so its samples are on policy, but
-        # for rounding.
+    for step in range(start + 1, args.steps + 1):
+        # 1. Rollouts. In seeds and records steps count from 0, as the weights' version does.
         launch.reset_watchdog()
         began = time.monotonic()
-        if args.rollouts:
-            episodes = recorded_batch(worker, tasks)
-        else:
-            episodes = sample_batch(worker, tasks, step, args)
-            engine.sleep()  # so the trainer has its memory
-            # While the trainer works, other threads decode the frames of the next step.
-            if step + 1 < args.steps:
-                prefetch_overviews(decoders, source, tasks, step + 1, args)
+        episodes = collect(worker, decoders, tasks, step - 1, args)
 
-        # 2. Update. A group lies on one rank, so advantages need no exchange between ranks.
+        # 2. Update.
         launch.reset_watchdog()
         sampled = time.monotonic()
-        # The frames that the rollouts saw, so that an update reads no file.
-        frames = {}
-        for episode in episodes:
-            frames.update((f.key, f) for f in episode.context.frames)
-        # The vision tower is frozen: features are computed once a step, for all its forwards.
-        policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load, frames)
-        if reference:
-            reference.features = policy.features
-        # The trees hold every sampled token once and every prompt once per group.
-        trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
-        gap_sub = sub_agent_gap(policy, episodes, args.temperature)
-        stats = update(policy, reference, optimizer, trees, num_tokens, args)
-        stats["gap_sub"] = gap_sub
-        check_gap(step + 1, stats, gap_tolerance(dtype))
+        stats = learn(policy, reference, optimizer, episodes, source, args)
+        check_gap(step, stats, policy)
         # A single bad step moves no weight. Three of them would go on for ever.
-        finite = math.isfinite(stats.get("grad_norm", 0.0))
-        num_bad = 0 if finite else num_bad + 1
+        num_bad = 0 if math.isfinite(stats["grad_norm"]) else num_bad + 1
         if num_bad == 3:
-            raise launch.RunError(f"step {step + 1}: no finite gradient for three steps")
+            raise launch.RunError(f"step {step}: no finite gradient for three steps")
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
-        if engine:
-            engine.wake(checkpoint.full_weights(policy, dtype))
+        if worker.engine:
+            worker.engine.wake(engine_weights(policy))
 
-        # 4. Record and log. A file per rank, because ranks share no file handle.
+        # 4. Record and log.
         seconds = {"rollout_s": sampled - began, "train_s": time.monotonic() - sampled}
-        launch.write_atomic(f"{records}/step_{step:06d}.rank{rank}.jsonl",
-                            "".join(json.dumps(e.to_dict()) + "\n" for e in episodes))
-        numbers = episode_numbers(episodes)
-        log.write({"step": step + 1, **numbers, **stats, **seconds}, SHOWN)
+        write_rollouts(args.out, step - 1, episodes)
+        log.write({"step": step, **episode_numbers(episodes), **stats, **seconds}, SHOWN)
 
         # 5. Evaluate and save.
-        last = step + 1 == args.steps
-        due = last or (args.save_every and (step + 1) % args.save_every == 0)
-        if due and val_tasks:
-            acc = evaluate(worker, val_tasks, step + 1, log, args)  # on every rank the same
-            if acc > state.get("best", (-1.0, 0))[0]:
-                state["best"] = acc, step + 1
+        last = step == args.steps
+        save = last or (args.save_every and step % args.save_every == 0)
+        if save and val_tasks:
+            acc = evaluate(worker, val_tasks, step, log, args)  # on every rank the same
+            checkpoint.note_best(state, acc, step)
         # A signal on any rank saves and stops all of them: they must leave at the same step.
         stopping = launch.any_rank(stop_event.is_set())
-        if due or stopping:
+        if save or stopping:
             launch.reset_watchdog()
-            checkpoint.save_run(policy, optimizer, args.out, step + 1, state)
+            checkpoint.save_run(policy, optimizer, args.out, step, state)
         if stopping:
             break
 
-    log.close(step + 1)
+    log.close(step)
     decoders.shutdown(cancel_futures=True)
-    launch.end_process_group(engine, int(not last))  # 1: so that no next stage begins
+    launch.end_process_group(worker.engine, int(not last))  # 1: so that no next stage begins
 
 
 if __name__ == "__main__":

@@ -439,6 +439,12 @@ def changed_settings(settings, earlier):
     return ", ".join(changes)
 
 
+def note_best(state, value, step):
+    """Notes a step whose value is the highest so far: save_run links `best` to it."""
+    if "best" not in state or value > state["best"][0]:
+        state["best"] = value, step
+
+
 def resume_point(args, inputs):
     """Where a run goes on -> (folder, its state), or (None, a state to begin with). Collective.
 
