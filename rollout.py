@@ -557,7 +557,7 @@ async def score_episode(episode, pay=rewards.PAPER, judge=None):
     answer = rewards.final_answer(episode.turns, episode.think_open)
     judged = judge is not None and task["type"] == "open" and answer is not None
     if judged:
-        future, _ = judge.ask(task["question"], task["answer"], answer)
+        future = judge.ask(task["question"], task["answer"], answer)
         # The other episodes go on meanwhile. Shielded: equal answers share one request.
         verdict = await asyncio.shield(asyncio.wrap_future(future))
     episode.reward = rewards.score(

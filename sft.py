@@ -394,9 +394,8 @@ def main():
         if is_save_step and val:
             value = held_out_loss(policy, val, args, rank, world)  # on every rank the same
             log.write({"step": step, "val_loss": value}, "val_loss")
-            best_loss, _ = state.get("best", (math.inf, 0))
-            if value is not None and value < best_loss:
-                state["best"] = value, step
+            if value is not None:
+                checkpoint.note_best(state, -value, step)
         # A signal on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(stop_event.is_set())
         if is_save_step or stopping:

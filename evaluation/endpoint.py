@@ -215,7 +215,7 @@ def judge(records, path, args):
     verdicts = read_verdicts(path, args.judge_model)
     if args.judge_url and not verdicts.keys() >= set(texts):
         client = open_judge(args, path)
-        futures = [client.ask(*text)[0] for text in texts]
+        futures = [client.ask(*text) for text in texts]
         verdicts = {text: future.result() for text, future in zip(texts, futures)}
         client.close()
     for record, text in zip(doubtful, texts):

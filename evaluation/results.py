@@ -30,7 +30,7 @@ from evaluation import answers, benchmarks, endpoint, scores, systems
 
 # Flags that change no answer, or that the digest holds by the content of their files.
 NO_SETTINGS = ("ckpt data bench root out prompts limit frames tools samples preset base_url "
-               "api_key_env max_num_seqs judge_url judge_model judge_tokens judge_key_env compare"
+               "api_key_env max_num_seqs judge_url judge_model compare"
                ).split()
 
 

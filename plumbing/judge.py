@@ -14,8 +14,6 @@ Asks endpoints; keeps the judge's verdicts in a file.
 
 import argparse
 import asyncio
-import contextlib
-import errno
 import json
 import os
 import re
@@ -27,6 +25,8 @@ import launch
 
 # A judge that has no verdict on these texts has none on others: (question, reference, answer).
 PROBE = "Which colour is a clear sky by day?", "blue", "It is blue."
+REPLY_TOKENS = 4096  # of a verdict at most, with the judge's thought
+VERDICT = ("question", "gold", "answer", "model", "verdict")  # a line of the file of verdicts
 
 
 # ------------------------------------------------------------------------------------------------
@@ -154,11 +154,10 @@ def base_url(text):
 
 def add_judge_arguments(parser, when, name="the judge's name"):
     """Flags of the judge. when: about what, or when, it is asked. name: help of --judge-model."""
-    add = parser.add_argument_group("judge of open answers").add_argument
+    add = parser.add_argument_group(
+        "judge of open answers (its key, if any, in the variable JUDGE_API_KEY)").add_argument
     add("--judge-url", type=base_url, help=f"chat endpoint, asked {when}; default: none")
     add("--judge-model", help=name)
-    add("--judge-tokens", type=int, default=2048, help="of a reply, its thought included")
-    add("--judge-key-env", help="environment variable that holds the judge's key")
 
 
 def judge_messages(question, gold, answer):
@@ -181,30 +180,21 @@ def read_verdict(text):
 
 def read_verdicts(path, model):
     """JSONL of a Judge -> {(question, reference answer, given answer): verdict of this model}."""
-    content, verdicts = b"", {}
-    with contextlib.suppress(FileNotFoundError):
-        content = launch.read_file(path or "")
-    for line in content.split(b"\n"):
+    verdicts = {}
+    if path and os.path.exists(path):
         # A kill may cut a line off. Its texts are then asked about again.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = launch.parse_json(line)
-            if row["model"] == model and row["verdict"] in (True, False):
+        for row in launch.read_jsonl(path, VERDICT, faults=["a line that a kill has torn"]):
+            if row["model"] == model:
                 verdicts[row["question"], row["gold"], row["answer"]] = row["verdict"]
     return verdicts
 
 
 def append_row(path, row):
-    """Appends a row to JSONL of several threads and ranks, whole or not at all. Raises RunError if
-    the disk does not take it."""
-    line = json.dumps(row).encode() + b"\n"
-    try:
-        with open(path, "ab", buffering=0) as f:  # one write, so a kill leaves no half line
-            size = f.write(line)
-            if size < len(line):  # a full disk takes a part, without an error
-                f.truncate(f.tell() - size)
-                raise OSError(errno.ENOSPC, "the disk is full")
-    except OSError as error:
-        raise launch.RunError(f"{path}: {error}; the same command goes on") from None
+    """Appends a row to JSONL of several threads and ranks."""
+    # The newline in front ends a line that a kill or a full disk has torn. One write, so that rows
+    # of several ranks do not mix.
+    with open(path, "ab", buffering=0) as file:
+        file.write(b"\n" + json.dumps(row).encode())
 
 
 class Judge(ChatClient):
@@ -214,33 +204,32 @@ class Judge(ChatClient):
     def __init__(self, args, path=None):
         """args: the judge's flags. path: JSONL of verdicts, read and appended to; None: no file.
         Raises UserError if the judge does not answer, refuses, or has no verdict on PROBE."""
-        super().__init__([args.judge_url], args.judge_model, args.judge_key_env)
-        self.path, self.tokens = path, args.judge_tokens
-        self.known = {}  # (question, reference answer, given answer) -> Future of its verdict
+        key_variable = "JUDGE_API_KEY" if "JUDGE_API_KEY" in os.environ else None
+        super().__init__([args.judge_url], args.judge_model, key_variable)
+        self.path = path
+        self.verdicts = {}  # (question, reference answer, given answer) -> Future of its verdict
         for texts, verdict in read_verdicts(path, self.model).items():
-            self.known[texts] = Future()
-            self.known[texts].set_result(verdict)
+            self.verdicts[texts] = Future()
+            self.verdicts[texts].set_result(verdict)
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
             [choice] = self.check(self.body(*PROBE))
             text = message_text(choice.message)
             if read_verdict(text) is None:
                 raise launch.UserError(
                     f"--judge-model {self.model} gives no verdict (neither yes nor no within "
-                    f"--judge-tokens {self.tokens}: {text[-100:]!r}); a model that thinks needs "
-                    "more tokens")
+                    f"{REPLY_TOKENS} tokens: {text[-100:]!r})")
 
     def body(self, *texts):
-        return {"messages": judge_messages(*texts), "max_tokens": self.tokens, "temperature": 0.0,
-                "seed": 0}
+        return {"messages": judge_messages(*texts), "max_tokens": REPLY_TOKENS,
+                "temperature": 0.0, "seed": 0}
 
     def ask(self, *texts):
-        """Question, reference answer, given answer -> (Future of True, False, or None for a reply
-        without a verdict; whether these texts were asked about before). Returns at once. The Future
-        raises RunError if the judge does not answer."""
-        before = texts in self.known
-        if not before:
-            self.known[texts] = self.run(self.verdict_on(texts))
-        return self.known[texts], before
+        """Question, reference answer, given answer -> Future of True, False, or None for a reply
+        without a verdict. Returns at once. The Future raises RunError if the judge does not
+        answer."""
+        if texts not in self.verdicts:
+            self.verdicts[texts] = self.run(self.verdict_on(texts))
+        return self.verdicts[texts]
 
     async def verdict_on(self, texts):
         try:
@@ -249,8 +238,7 @@ class Judge(ChatClient):
             return None
         verdict = read_verdict(message_text(choice.message))
         if verdict is not None and self.path:
-            row = dict(zip(("question", "gold", "answer"), texts), model=self.model)
-            append_row(self.path, {**row, "verdict": verdict})
+            append_row(self.path, dict(zip(VERDICT, (*texts, self.model, verdict))))
         return verdict
 
 

@@ -21,8 +21,6 @@ import rewards
 
 TAGS = ("think", "tool_call", "answer")
 TRACKERS = ("trackio", "wandb", "swanlab")
-# Of numbers per token on the terminal. A name that ends in _s says seconds.
-UNITS = {"loss": " nats", "val_loss": " nats", "gap": " nats", "gap_sub": " nats"}
 
 # -----------------------------------------------------------------------------
 # Episodes -> numbers
@@ -64,15 +62,14 @@ def call_minus_skip(rows):
     """How much R_acc a call was worth: mean of the rollouts that wrote a call minus mean of those
     that did not, within prompts, because easy prompts are called less and answered better. A call
     that was written and not run counts: the policy decides to write. None if no prompt has both."""
-    groups = {}
+    with_call, without = {}, {}  # prompt -> accuracies
     for row in rows:
         if "acc" in row:
-            accs = groups.setdefault(row["group"], {True: [], False: []})
-            accs[row["written_calls"] > 0].append(row["acc"])
+            accs = with_call if row["written_calls"] > 0 else without
+            accs.setdefault(row["group"], []).append(row["acc"])
     gains = []
-    for accs in groups.values():
-        if accs[True] and accs[False]:
-            gains.append(statistics.fmean(accs[True]) - statistics.fmean(accs[False]))
+    for group in with_call.keys() & without.keys():
+        gains.append(statistics.fmean(with_call[group]) - statistics.fmean(without[group]))
     return statistics.fmean(gains) if gains else None
 
 
@@ -95,15 +92,15 @@ def summarise(rows):
     """Episode rows of all ranks -> metrics. A broken video has no accuracy and no format, so zeros
     for it would blame the policy. A full context is the policy's own: means are over the rollouts
     that training sees."""
-    seen = [row for row in rows if row["status"] in ("ok", "context")]
-    metrics = means(seen)
+    trained = [row for row in rows if row["status"] in ("ok", "context")]
+    metrics = means(trained)
     metrics["not_ok"] = sum(row["status"] != "ok" for row in rows)
     # The Tool Necessity Gap shows per K only: with 64 frames a call is worth little. A dead task
     # type among several shows per type only.
     for column in ("K", "type"):
         cells = metrics[f"by_{column}"] = {}
-        for value in sorted({row[column] for row in seen}):
-            cells[value] = means([row for row in seen if row[column] == value])
+        for value in sorted({row[column] for row in trained}):
+            cells[value] = means([row for row in trained if row[column] == value])
     return metrics
 
 
@@ -164,9 +161,9 @@ class Log:
         self.file = open(path, "a", encoding="utf-8")
         self.tracker = start_tracker(args.track, out, args) if args.track else None
 
-    def write(self, row, shown):
-        """Adds a row to log.jsonl and to --track, prints the numbers named in `shown`, and warns
-        once of each new sign."""
+    def write(self, row, names):
+        """Adds a row to log.jsonl and to --track, prints the numbers of these names, and warns once
+        of each new sign."""
         if self.rank != 0:
             return
         step, numbers = row["step"], flat_numbers(row)
@@ -176,16 +173,16 @@ class Log:
         if self.tracker:
             self.tracker.log(numbers, step=step)
         parts = [f"step {step:04d}/{self.steps:04d}"]
-        for name in shown.split():
+        for name in names.split():
             if name in numbers:
-                parts.append(f"{name} {numbers[name]:.4g}" + UNITS.get(name, ""))
+                parts.append(f"{name} {numbers[name]:.4g}")
         pace = (time.monotonic() - self.began) / max(1, step - self.start)  # seconds a step
         parts.append(f"eta {pace * (self.steps - step) / 60:.1f} min")
         print(" | ".join(parts), flush=True)
-        found = signs(self.rows)
-        for name in found.keys() - self.warned:
-            print(f"WARNING step {step}: {found[name]}", flush=True)
-        self.warned.update(found)
+        for name, line in signs(self.rows).items():
+            if name not in self.warned:
+                print(f"WARNING step {step}: {line}", flush=True)
+                self.warned.add(name)
 
     def close(self, step):
         """Prints how the run ended."""

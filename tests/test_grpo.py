@@ -16,8 +16,6 @@ from reference import load_policy
 import grpo
 import launch
 import model
-import rewards
-import rollout
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_code>", "</tool_code>",
         "<answer>", "</answer>")
@@ -200,13 +198,10 @@ def test_policy_loss_by_hand():
     assert loss.tolist() == pytest.approx([-2.0, -2.4, 0.8, -15.0, 1.8, -0.2])
     loss.sum().backward()
     assert logp.grad.tolist() == pytest.approx([-2.0, 0.0, 0.0, -15.0, 1.8, -0.2])
-
-
-def test_kl_term_is_k3_with_its_own_gradient():
+    # The KL is k3, with its own gradient.
     logp = torch.log(torch.tensor([0.2, 0.4], dtype=torch.float64)).requires_grad_()
-    ref = torch.log(torch.tensor([0.4, 0.4], dtype=torch.float64))
-    loss, kl = grpo.policy_loss(logp, logp.detach(), logp.detach(), ref,
-                                torch.zeros(2, dtype=torch.float64), 0.1)
+    ref, same = torch.log(torch.tensor([0.4, 0.4], dtype=torch.float64)), logp.detach()
+    loss, kl = grpo.policy_loss(logp, same, same, ref, torch.zeros(2, dtype=torch.float64), 0.1)
     assert kl.tolist() == pytest.approx([2 - math.log(2) - 1, 0.0])
     loss.sum().backward()
     assert logp.grad.tolist() == pytest.approx([0.1 * (1 - 2), 0.0])
@@ -291,34 +286,27 @@ def test_a_group_of_equal_rewards_only_enlarges_the_count(process_group, codec, 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_share_the_prompts_of_a_step(world, monkeypatch):
-    monkeypatch.setattr(rollout, "run", lambda worker, mine, *_: seen.append(mine) or [])
     tasks = [{"id": f"t{i}"} for i in range(48)]  # three steps an epoch
-    args = SimpleNamespace(prompts=16, frames="gated", seed=0, num_generations=2)
+    args = SimpleNamespace(prompts=16, frames="gated", seed=0)
     for step in range(5):
-        seen = []
+        parts = []
         for rank in range(world):
             monkeypatch.setattr(launch, "rank_and_world", lambda: (rank, world))  # noqa: B023
-            grpo.sample_batch(None, tasks, step, args)
-        everybody = [task["id"] for mine in seen for task in mine]
+            parts.append(grpo.rank_tasks(tasks, step, args))
         batch = launch.batch_indices(step, 16, 48, 0)
-        assert sorted(everybody) == sorted(tasks[i]["id"] for i in batch)
-        assert all(len(mine) == 16 // world for mine in seen)
+        dealt = [task["id"] for part in parts for task, _ in part]
+        assert sorted(dealt) == sorted(tasks[i]["id"] for i in batch)
+        assert {len(part) for part in parts} == {16 // world}
+        totals = [sum(num_frames for _, num_frames in part) for part in parts]
+        assert max(totals) - min(totals) <= 64  # no rank waits for the long prompts of another
 
 
-def test_one_place_composes_the_reward_that_is_logged_and_the_one_that_is_trained(
-        codec, source, tasks, monkeypatch):
-    """A term put where R is composed, here a price on length, moves R and the advantages alike."""
-    group, paid = make_group(codec, source, tasks[0]), rewards.score
+def test_the_gap_of_each_turn(process_group, codec, source, groups, policy, vision, plain):
+    """Log-probs of second turns are off by 0.2 nats: the trainer sees other windows."""
+    record_logps(plain, codec, source, [e for g in groups for e in g])
+    for e in [e for g in groups for e in g if len(e.spans) > 1]:
+        start, end = e.spans[1]
+        e.context.logps[start:end] = [logp + 0.2 for logp in e.context.logps[start:end]]
+    _, stats = run_update(policy, vision, codec, groups, settings())
+    assert stats["gap_by_turn"] == pytest.approx({1: 0.0, 2: 0.2}, abs=1e-4)
 
-    def score(turns, *given):
-        r, price = paid(turns, *given), 0.001 * len("".join(turns))
-        return {**r, "paid_task": r["paid_task"] - price, "total": r["total"] - price}
-
-    monkeypatch.setattr(rewards, "score", score)
-    for e in group:
-        e.reward = rewards.score(e.turns, e.task, e.calls, e.think_open)
-    totals = [e.reward["total"] for e in group]
-    grpo.build_trees([group], "struct")
-    for e, total in zip(group, totals):
-        wanted = (total - statistics.mean(totals)) / statistics.pstdev(totals)
-        assert e.advantage["task"] + e.advantage["fmt"] == pytest.approx(wanted, abs=1e-9)

@@ -4,10 +4,8 @@ Tests of grpo.py as a script: flags, loop, resuming, ranks: python -m pytest tes
 """
 import importlib.util
 import json
-import math
 import statistics
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +16,6 @@ from safetensors.torch import load_file
 
 import grpo
 import launch
-import model
-import rewards
 import rollout
 import video
 from plumbing import checkpoint
@@ -32,54 +28,6 @@ def tasks(toy):
 
 # ------------------------------------------------------------------------------------------------
 # Given rollouts
-
-
-@pytest.mark.process  # three runs
-def test_every_flag_of_the_reward_changes_its_term(run_grpo, given_rollouts, hard_tasks):
-    """Values by hand: sample 1 has a whole thought and answer, sample 0 called and answered."""
-    def rewards_of(out, *flags):
-        _, _, folder = run_grpo("--data", hard_tasks, "--steps", 1, "--prompts", 1, "--lr", 0,
-                                "--num-generations", 4, *flags, out=out)
-        return [row["reward"] for row in rows_of(folder / "rollouts" / "step_000000.rank0.jsonl")]
-
-    plain = rewards_of("plain")
-    for n, (flags, term, sample, change) in enumerate([
-            (("--anchor", 0), "fmt", 1, -0.2), (("--tool-reward", 0), "total", 0, -0.8)]):
-        other = rewards_of(f"run{n}", *flags)
-        assert other[sample][term] - plain[sample][term] == pytest.approx(change), flags
-
-
-def test_a_step_of_broken_videos_only_is_logged_and_changes_nothing(
-        run_grpo, given_rollouts, monkeypatch, hard_tasks, base):
-    """Nothing was sampled: no group, no update, no crash."""
-    given = rollout.run
-
-    def broken(sampler, batch, frames, group, step):
-        if step == 1:
-            yield from given(sampler, batch, frames, group, step)
-            return
-        for task in batch:
-            e = rollout.Episode(task, f"{step}/{task['id']}", 0, 4, step, "video_error", "gone")
-            e.reward = rewards.score(e.turns, e.task, e.calls, e.think_open, sampler.pay)
-            yield e
-
-    monkeypatch.setattr(rollout, "run", broken)
-    weights, _, folder = run_grpo("--data", hard_tasks, "--steps", 2, "--prompts", 2,
-                                  "--num-generations", 2, "--lr", 0)
-    m = rows_of(folder / "log.jsonl")[0]
-    assert (m["not_ok"], m["n"], m["signal_groups"]) == (2, 0, 0) and "gap" not in m
-    assert all(torch.equal(weights[n], base[n]) for n in base)
-
-
-def test_three_steps_without_a_finite_gradient_end_the_run(
-        run_grpo, given_rollouts, hard_tasks, monkeypatch, base):
-    """One or two are skipped, and move no weight."""
-    flags = ("--data", hard_tasks, "--prompts", 2, "--num-generations", 4)
-    monkeypatch.setattr(model, "reduce_and_clip", lambda *_: float("nan"))
-    weights, m, _ = run_grpo(*flags, "--steps", 2, out="two")
-    assert math.isnan(m["grad_norm"]) and all(torch.equal(weights[n], base[n]) for n in base)
-    with pytest.raises(launch.RunError, match="^step 3: no finite gradient for three steps"):
-        run_grpo(*flags, "--steps", 4, out="four")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -135,20 +83,8 @@ def test_a_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path, 
     with pytest.raises(launch.RunError, match=f"^step 1: {name}, .* is 0.050 nats, tolerance"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
-    assert grpo.gap_tolerance(torch.bfloat16) == 0.03  # an engine in bf16 rounds more
-
-
-def test_recorded_rollouts_are_rewarded_as_this_run_pays(codec, source, tasks, tmp_path):
-    """The recorded reward was composed under the weights of the run that recorded it."""
-    group = make_group(codec, source, tasks[0])
-    for e in group:
-        e.reward = {"total": 99.0, "paid_task": 99.0, "paid_fmt": 0.0}
-    path = write_rows(tmp_path / "r.jsonl", [e.to_dict() for e in group])
-    pay = rewards.RewardConfig(tool_weight=0.0, format_weight=2.0)
-    worker = SimpleNamespace(pay=pay, judge=None)
-    for e, again in zip(group, grpo.recorded_batch(worker, rows_of(path))):
-        paid = rewards.score(e.turns, e.task, e.calls, e.think_open, pay)
-        assert again.reward == paid and again.struct == e.struct
+    # The coarser of the two dtypes decides: a trainer in bf16 rounds beside an engine in fp32.
+    assert grpo.gap_tolerance(torch.float32, torch.bfloat16) == 0.03
 
 
 def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base,
@@ -243,7 +179,10 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, t
     straight, m, folder = run_grpo(*flags, "--steps", 4, "--save-every", 3, out="straight")
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000004"]
     _, _, other = run_grpo(*flags, "--steps", 2, out="parts")
+    stale = other / "rollouts" / "step_000002.rank7.jsonl"  # of more ranks, before a kill
+    stale.write_text("{}")
     parts, n, other = run_grpo(*flags, "--steps", 4, "--resume", out="parts")
+    assert not stale.exists()
     a, b = read_rollouts(folder), read_rollouts(other)
     for key in ("task", "K", "group", "sample", "policy_step", "ids"):
         assert [r[key] for r in a] == [r[key] for r in b]
@@ -275,17 +214,6 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
     assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
     assert (mixed["anchor"], mixed["format_credit"]) == (0.5, "none")
     assert mixed["tool_reward"] == 1.0  # every released recipe pays for calls
-
-
-def test_defaults_are_the_recipe_and_the_toy_preset_yields_to_flags(monkeypatch):
-    p = parse(monkeypatch)
-    wanted = dict(num_generations=8, beta=0.01, lr=2e-6, temperature=0.7, max_new_tokens=2048,
-                  max_model_len=32768, max_turns=3, max_parallel=5, anchor=0.5, frames="gated",
-                  dp_replicate=1, format_credit="struct",
-                  think_prefix=True, answer_suffix=True, save_every=20, data="rl.jsonl")
-    assert {k: p[k] for k in wanted} == wanted
-    assert parse(monkeypatch, "--preset", "toy", "--lr", 1)["lr"] == 1
-    assert parse(monkeypatch, "--preset", "toy")["max_model_len"] == 1024
 
 
 @pytest.mark.parametrize("flags,word", [

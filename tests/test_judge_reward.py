@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import re
-from dataclasses import replace
 
 import pytest
 from fixtures import rows_of, write_rows
@@ -41,9 +40,7 @@ def table(replies):
 
 
 def flags(server, **more):
-    given = {"judge_url": server.url, "judge_model": "j", "judge_key_env": None,
-             "judge_tokens": 2048}
-    return argparse.Namespace(**{**given, **more})
+    return argparse.Namespace(**{"judge_url": server.url, "judge_model": "j", **more})
 
 
 def pay(judge, *episodes):
@@ -69,21 +66,6 @@ def judge(tmp_path):
         one.close()
 
 
-def test_the_verdict_is_the_reward_of_an_open_answer(judge):
-    call = {"turn": 0, "parseable": True, "status": "ok"}
-    right, wrong, called, called.calls = said("scarlet"), said("red", 1), said("crimson", 2), [call]
-    with Server(table({"scarlet": "Yes.", "crimson": "**yes**"})) as server:
-        yes, no, tool = pay(judge(server), right, wrong, called)
-    by_rule = pay(None, said("scarlet"), said("red", 1), replace(called))
-    assert [r["acc"] for r in by_rule] == [0.0, 1.0, 0.0] and "judge" not in by_rule[0]
-    assert (yes["acc"], no["acc"]) == (1.0, 0.0) and (yes["judge"], no["judge"]) == (True, False)
-    assert yes["total"] == by_rule[0]["total"] + 1 and yes["paid_task"] == 1.0
-    # R_tool pays 0.5 more for a right answer, and the judge says what is right.
-    assert tool["tool"] == by_rule[2]["tool"] + 0.5 == 0.8 and tool["paid_task"] == 1.8
-    # Records tell who scored.
-    assert json.loads(json.dumps(right.to_dict()))["reward"]["judge"] is True
-
-
 def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge, tmp_path):
     with Server(table({"scarlet": "yes"})) as server:
         one, group = judge(server), [said("scarlet", n) for n in range(8)] + [said("blue", 8)]
@@ -92,8 +74,8 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         (again,) = pay(one, said("scarlet"))  # the next step
         assert again["judge"] is True and len(server.asked) == 2
         file = tmp_path / "judge.jsonl"
-        lines = file.read_bytes().splitlines(keepends=True)
-        file.write_bytes(lines[0] + b"[]\n\xff\n" + lines[1][:-9] + b"\n")  # lines torn or foreign
+        lines = file.read_bytes().strip().splitlines()
+        file.write_bytes(b"\n" + lines[0] + b"\n" + lines[1][:-9])  # a kill has torn the second
         kept, two = json.loads(lines[0])["answer"], judge(server)
         pay(two, said(kept))
         assert len(server.asked) == 2
@@ -105,9 +87,8 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         pay(judge(server, judge_model="k"), said("scarlet"))
         pay(one, said("scarlet", answer="blood red"))
         assert [(b["model"], b["temperature"]) for b in server.asked[4:]] == [("k", 0), ("j", 0)]
-    rows = [json.loads(line) for line in file.read_bytes().splitlines()[4:]]
-    assert {"question": "Which colour?", "gold": "blood red", "answer": "scarlet", "model": "j",
-            "verdict": True} in rows
+    row = {"question": "Which colour?", "gold": "blood red", "answer": "scarlet", "model": "j"}
+    assert json.loads(file.read_bytes().splitlines()[-1]) == {**row, "verdict": True}
 
 
 @pytest.mark.parametrize("reply", ["yes and no", 400, None])
@@ -125,38 +106,12 @@ def test_a_judge_that_does_not_answer_ends_the_run(reply, judge):
         pay(judge(server), said("dark red"))
 
 
-def test_a_verdict_that_cannot_be_written_ends_the_run(judge, tmp_path):
-    with Server("no") as server, pytest.raises(launch.RunError, match="judge.jsonl: No"):
-        one, one.path = judge(server), str(tmp_path / "gone" / "judge.jsonl")
-        pay(one, said("dark red"))
-
-
 @pytest.mark.parametrize("text, verdict", [
     ("Answer: yes", True), ("The answer is no.", False), ("**Yes**", True), ("yes and no", None),
     ("<think>\nBlue is not red.\n</think>\nNo.", False), ("My final verdict: yes", True),
     ("<think>\nyes, it may be; but no", None), ("Yes, no doubt", True), ("answering", None)])
 def test_a_verdict_is_read_after_the_thought(text, verdict):
     assert client.read_verdict(text) is verdict
-
-
-@pytest.mark.parametrize("form", ["inline", "apart", "parts"])
-def test_a_judge_that_thinks_gets_the_tokens_for_it_or_is_refused_at_the_start(form, judge):
-    """As Qwen3.5 does by default, with and without --reasoning-parser."""
-    def reply(body):
-        cut = body["max_tokens"] < 64
-        message = {"inline": {"content": "<think>\nThe same" + "</think>\n\nyes" * (not cut)},
-                   "apart": {"content": None if cut else "yes", "reasoning_content": "The same"},
-                   "parts": {"content": [
-                       {"type": "thinking", "thinking": [{"type": "text", "text": "The same"}]},
-                       {"type": "text", "text": "" if cut else "yes"}]}}[form]
-        finish = "length" if cut else "stop"
-        return json.dumps({"choices": [{"finish_reason": finish, "message": message}]}).encode()
-
-    with Server(reply, probe=reply) as server:
-        (reward,) = pay(judge(server), said("scarlet"))
-        assert reward["judge"] is True
-        with pytest.raises(launch.UserError, match="gives no verdict .* needs more tokens"):
-            judge(server, judge_tokens=16)
 
 
 # ------------------------------------------------------------------------------------------------

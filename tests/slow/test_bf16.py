@@ -54,7 +54,6 @@ def gpu_precisions():
                             functools.partial(fsdp.MixedPrecisionPolicy, HALF, torch.float32)),
           mock.patch.object(model, "wrap_policy", wrapped),
           mock.patch.object(checkpoint, "save_run", save_run),
-          mock.patch.object(grpo, "gap_tolerance", lambda *_: 0.1),
           mock.patch.object(model, "compute_dtype", lambda device: HALF)):
         yield policies
 
@@ -122,7 +121,8 @@ def sampled(toy, tmp_path_factory):
 def one_rank(toy, sampled, tmp_path_factory):
     """-> {precision: folder of both_steps}."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("fp32", "bf16")}
-    both_steps(toy, sampled[1], folders["fp32"])
+    with mock.patch.object(grpo, "gap_tolerance", lambda *_: 0.03):  # of rollouts in bf16
+        both_steps(toy, sampled[1], folders["fp32"])
     with gpu_precisions():
         both_steps(toy, sampled[1], folders["bf16"])
     return folders
@@ -148,7 +148,7 @@ def test_engine_and_trainer_agree_within_the_rounding_of_bf16(sampled):
     assert dtypes == [{torch.float32}, {HALF}, {HALF}]
     for row in rows:
         assert 1e-5 < row["gap"] < 4e-3 and row["kappa"] == 0.5
-        assert row["zero_variance"] == 0
+        assert row["signal_groups"] == 2
     # the reference's bf16 shards compute what the masters do
     assert rows[0]["kl"] == 0.0 < rows[1]["kl"]
 

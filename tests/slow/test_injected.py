@@ -20,6 +20,7 @@ import launch
 import model
 import rewards
 import rollout
+from plumbing import checkpoint
 
 # ------------------------------------------------------------------------------------------------
 # Parts of the trainer alone: the engine, which uses the same code, keeps the right ones
@@ -92,10 +93,9 @@ def scored(context, ids, compact=None):
     context.logps += [0.0 for _ in ids]
 
 
-def other_response(real, codec, records, *given):
-    """Each call of a turn gets the summary of another, or one that nobody gave."""
-    records = [{**record, "summary": "a green circle"} for record in records]
-    return real(codec, records, *given)
+def swapped_responses(real, codec, records, windows, *given):
+    """The responses of a turn in the wrong order: each call reads another one's."""
+    return real(codec, records[::-1], windows[::-1], *given)
 
 
 def shifted(real, context, ids, logps):
@@ -124,8 +124,10 @@ FAULTS = {
         rollout.Context, "add_sampled", shifted),
     "a forced prefix that is scored": lambda fault: fault.patch.setattr(
         rollout.Context, "add_masked", scored),
-    "response of another call": lambda fault: fault.replace(
-        rollout, "response_context", other_response),
+    "adapters not merged": lambda fault: fault.patch.setattr(
+        checkpoint, "with_adapters", lambda weight, a, b: weight),
+    "responses of a turn swapped": lambda fault: fault.replace(
+        rollout, "response_context", swapped_responses),
     "advantages of the wrong sign": lambda fault: fault.replace(
         rewards, "group_advantages", lambda real, *given: real(*[
             [-value for value in values] for values in given])),
@@ -155,6 +157,8 @@ def test_what_a_fault_looks_like(toy, cold, name, monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(rollout, "make_engine", reference.make_engine)
     words = ["grpo.py", "--preset", "toy", "--ckpt", cold, "--data", toy / "rl.jsonl", "--steps", 2,
              "--prompts", 3, "--num-generations", 4, "--frames", 8, "--out", tmp_path]
+    if name == "adapters not merged":
+        words += ["--lora-rank", 8]
     monkeypatch.setattr("sys.argv", [str(word) for word in words])
     FAULTS[name](Fault(monkeypatch))
     try:
@@ -170,3 +174,6 @@ def test_what_a_fault_looks_like(toy, cold, name, monkeypatch, tmp_path, capsys)
         seen = f"{number} ends step {step}"
     launch.lock.cache_clear()
     assert seen == table()[name].strip()
+    if name == "responses of a turn swapped":  # there were turns with two calls
+        rows = [rows_of(path) for path in (tmp_path / "rollouts").iterdir()]
+        assert max(len(row["calls"]) for row in sum(rows, [])) > 1
