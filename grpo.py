@@ -436,7 +436,7 @@ def recorded_batch(worker, rows):
     rank, world = launch.rank_and_world()
     groups = sorted({row["group"] for row in rows})[rank::world]  # whole ones, as sigma needs them
     episodes = []
-    for row in sorted(rows, key=lambda row: row["sample"]):
+    for row in sorted(rows, key=lambda row: (row["group"], row["sample"])):
         if row["group"] in groups:
             episode = rollout.from_dict(row)
             episodes.append(episode)
