@@ -344,6 +344,8 @@ MINUTES = re.compile(
     rf"m(?:in(?:ute)?s?|(?= ?[0-9]{{1,2}} ?s))(?:,? ?(?:and )?([0-9]{{1,2}}(?:\.[0-9]{{1,3}})?)"
     rf"{SECONDS})?")
 
+CHINESE = {"小时": "h", "分钟": "m", "时": "h", "分": "m", "秒": "s", "至": " to ", "到": " to "}
+
 
 def extract_span(response):
     """(start, end) in seconds of the last time range in a response, or None. A range is two times
@@ -377,6 +379,13 @@ def plain_times(text):
     """A text in which times are seconds or have colons: one pattern then reads every range."""
     text = re.sub(r"<([0-9][^<>]*)>", r"\1", text)  # "<12.5 seconds> - <20.0 seconds>"
     text = re.sub(r"[*`]|(?<=:[0-9][0-9]) ?min\b", "", text)  # "**10** - **20**", "1:05 min"
+    # "2,5 - 7,5": commas on both sides of a dash are decimal points. Read as 2 to 5 they would be a
+    # wrong answer, which is worse than none.
+    text = re.sub(
+        rf"([0-9]),([0-9]+(?: ?s)? ?(?:[{DASH}]|to) ?[0-9]+),(?=[0-9])", r"\1.\2.", text)
+    for word, unit in CHINESE.items():
+        text = re.sub(f"(?<=[0-9]){word}|(?<=[smh]){word}(?=[0-9])", unit, text)
+    text = re.sub("[\u2e80-\u9fff]", " ", text)
     if re.search("[0-9]m ?[0-9]{1,2} ?s", text):  # beside 1m30s, 2m is no distance
         text = re.sub("(?<=[0-9])m(?![a-z0-9])", " min", text)
     text = MINUTE_RANGE.sub(r"\1 min to ", text)
