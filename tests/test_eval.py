@@ -125,12 +125,6 @@ def test_table_and_summary_say_the_same(world):
     assert done.engine.closed
 
 
-@pytest.mark.process  # a hundred episodes
-def test_one_error_of_a_hundred_is_no_failure(world):
-    edge = [row(f"q{i}") for i in range(99)] + [row("failing", video="videos/broken.mp4")]
-    assert world(rows=edge).code == 0
-
-
 # ------------------------------------------------------------------------------------------------
 # Going on
 

@@ -99,6 +99,12 @@ def test_numbers_come_from_the_records_and_not_from_the_summary(made, start, com
     assert code == 2 and "1 items have no record yet" in err
 
 
+def test_one_error_of_a_hundred_is_no_failure():
+    for errors, lines in ((1, 0), (2, 1)):
+        row = {"bench": None, "K": 4, "tools": "on", "n": 100, "errors": {"video_error": errors}}
+        assert len(scores.failed_lines([row])) == lines
+
+
 # ------------------------------------------------------------------------------------------------
 # Windows
 
