@@ -142,11 +142,11 @@ def llava(question, answer="B"):
     (llava(f"<video>{LINES}\nAnswer with the letter."), ()), (llava(LINES + "\nBe brief."), ()),
     (VIDEO_R1, ()), ({"Problem": LINES, "Answer": "B", "videos": ["a.mp4"]}, ()),
     *[({"video": "a.mp4", **ASKED, "options": options}, ()) for options in (
-        {"A": "one", "B": "two"}, "A. one\nB. two", "one|two", ["one", "two", ""])],
+        "A. one\nB. two", "one|two", ["one", "two", ""])],
     ({"video": "a.mp4", **ASKED, "answer": "two"}, ()),
     ({"clip": "a.mp4", "text": LINES, "label": "B"},
      ("--map", "video=clip", "question=text", "answer=label"))])
-@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, kind):
     path, rows = tmp_path / ("mine." + kind), [row, row]
     if kind == "csv":
@@ -155,11 +155,9 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, ki
             table = csv.DictWriter(f, flat)
             table.writeheader()
             table.writerows([flat, flat])
-    elif kind == "parquet":
+    else:
         pytest.importorskip("pyarrow.parquet").write_table(
             pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
-    else:
-        path.write_text(json.dumps(rows))
     assert start(conversion, path, "--out", tmp_path / "out.jsonl", *flags)[0] == 0
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
     assert [task["id"] for task in tasks] == ["mine/0", "mine/1"]
@@ -168,42 +166,37 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, ki
     assert tasks[0].get("after_options") == ("Be brief." if brief else None)
 
 
-def test_turns_types_and_rows_that_are_left_out(tmp_path, start):
+def test_turns_types_and_windows(tmp_path):
     (there := tmp_path / "a.mp4").touch()
     talk = [("human", "<video>What?"), ("gpt", "A dog."), ("human", "When?"), ("gpt", "Later.")]
     statements = "Which order?\nA. he runs\nB. he sings\nChoose one."
-    asked = {"video": "b.mp4", "question": "Which?"}
-    rows = [{"video": str(there), "conversations": [{"from": k, "value": v} for k, v in talk]},
-            {"video": "b.mp4", "question": "When?", "start": 1, "end": "2.5", "type": "grounding"},
-            {**asked, "answer": "red, blue", "type": "list"},
-            {**asked, "question": statements, "options": ["A-B", "B-A"], "answer": "B"},
-            {**asked, "video": "/no/such.mp4", "answer": "red"},
-            {**asked, "options": ["red", "blue"], "answer": 2}, {**asked, "answer": "B"}, asked,
-            {**asked, "video": ["a.mp4", "b.mp4"], "answer": "red"},
-            {**asked, "question": "<answer>?", "answer": "red"},
-            # MVBench means the text; another file means the letter.
-            {**asked, "candidates": ["e", "c", "a"], "answer": "c"},
-            *[{**asked, "answer": "B", "options": ["0", "1"], **more}
-              for more in ({"start": 2, "end": 70, "subtitles": "b"},
-                           {"evidence": "[[1, 2], [3.5, 4]]", "start": None, "end": ""},
-                           {"start": 5, "end": 2})]]
-    (tmp_path / "mine.json").write_text(json.dumps(rows))
-    _, out, _ = start(conversion, tmp_path / "mine.json", "--out", tmp_path / "out.jsonl")
-    tasks = read_tasks(str(tmp_path / "out.jsonl"))
-    assert [(t["id"], t["video"], t["question"], t["answer"], t["type"]) for t in tasks] == [
-        ("mine/0", str(there), "What?", "A dog.", "open"),
-        ("mine/0/1", str(there), "When?", "Later.", "open"),
-        ("mine/1", "b.mp4", "When?", [1, 2.5], "grounding"),
-        ("mine/2", "b.mp4", "Which?", "red, blue", "list"),
-        ("mine/3", "b.mp4", statements, "B", "mcq"),  # a question may list statements itself
-        *[(f"mine/{n}", "b.mp4", "Which?", "B", "mcq") for n in (11, 12)]]
-    assert tasks[-2]["evidence"] == [[2, 70]] and tasks[-2]["subtitles"] == "b"
-    assert tasks[-1]["evidence"] == [[1, 2], [3.5, 4]] and "subtitles" not in tasks[-1]
-    for why in ("an absolute path that", "the answer is none of the options", "a letter as the",
-                "no video, no", "a task shows one video", "the question still holds",
-                "the answer is the letter of one option and the text of another"):
-        assert f"Error: {why}" in out
-    assert "7 chats or tasks, 8 rows left out" in out
+    tasks = convert(tmp_path, [
+        {"video": str(there), "conversations": [{"from": k, "value": v} for k, v in talk]},
+        {**ASKED, "video": "b", "question": statements, "answer": "red", "type": "open"},
+        {"video": "b", "question": "When?", "start": 1, "end": "2.5", "type": "grounding"},
+        {**ASKED, "video": "b", "start": 2, "end": 70, "subtitles": "s"},
+        {**ASKED, "video": "b", "evidence": "[[1, 2], [3.5, 4]]", "start": None, "end": ""}])
+    assert [(t["id"][15:], t["question"], t["answer"], t["type"]) for t in tasks[:4]] == [
+        ("0", "What?", "A dog.", "open"), ("0/1", "When?", "Later.", "open"),
+        # A question may list statements itself.
+        ("1", statements + "\nA. one\nB. two", "red", "open"),
+        ("2", "When?", [1, 2.5], "grounding")]
+    assert tasks[0]["video"] == str(there)
+    assert tasks[4]["evidence"] == [[2, 70]] and tasks[4]["subtitles"] == "s"
+    assert tasks[5]["evidence"] == [[1, 2], [3.5, 4]] and "subtitles" not in tasks[5]
+
+
+@pytest.mark.parametrize("row, why", [
+    ({"video": "/no/such.mp4"}, "an absolute path that"), ({"answer": 2}, "none of the options"),
+    ({"options": None}, "a letter as the answer"), ({"answer": None}, "no video, no question"),
+    ({"video": ["a", "b"]}, "a task shows one"), ({"question": "<answer>?"}, "still holds"),
+    # MVBench means the text; another file means the letter.
+    ({"options": ["e", "c", "a"], "answer": "c"}, "the letter of one option and the text of"),
+    ({"start": 5, "end": 2}, "evidence must be")])
+def test_a_row_that_is_no_task_is_left_out(tmp_path, capsys, row, why):
+    rows = [{"video": "b", **ASKED, **row}, {"video": "b", **ASKED}]
+    assert [task["id"] for task in convert(tmp_path, rows)] == ["paravt_sft_x/1"]
+    assert why in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, flags, says", [

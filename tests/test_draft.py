@@ -16,17 +16,16 @@ from plumbing.data import read_tasks
 from tools import draft
 
 OPTIONS = ["red", "green", "blue", "white"]
-# What the scripted model writes about each of eight windows; what it answers without and with them.
-SCRIPT = [({"question": "Which colour is the hat?", "answer": "blue"}, "A cat?", "blue"),
-          ({"question": "Which colour is the car?", "answer": "B. green"}, "red", "It is green."),
-          ({"question": "Which colour is grass?", "answer": "green"}, "green", "green"),
-          ({"question": "Which colour is the bag?", "answer": "white"}, "red", "red"),
-          ({"question": "What is red at 12 s?", "answer": "red"}, "", ""),
-          ({"question": "What does this clip show?", "answer": "red"}, "", ""),
-          ({"question": "Which colour is it?", "answer": "brown"}, "", ""), (None, "", "")]
-REASONS = [None, None, "right without the video", "wrong with the window",
-           "names a time or a part", "names a time or a part",
-           "not the JSON that was asked for", "not the JSON that was asked for"]
+# Question and answer that the scripted model writes about each of eight windows, its answer without
+# and with the window, why the draft is left out.
+SCRIPT = [("Which colour is the hat?", "blue", "A cat?", "blue", None),
+          ("Which colour is the car?", "B. green", "red", "It is green.", None),
+          ("Which colour is grass?", "green", "green", "green", "right without the video"),
+          ("Which colour is the bag?", "white", "red", "red", "wrong with the window"),
+          ("What is red at 12 s?", "red", "", "", "names a time or a part"),
+          ("What does this clip show?", "red", "", "", "names a time or a part"),
+          ("Which colour is it?", "brown", "", "", "not the JSON that was asked for"),
+          ("Which one is it?", "E", "", "", "not the JSON that was asked for")]
 
 
 class Model:
@@ -36,8 +35,7 @@ class Model:
         self.fails, self.asked = fails, []
 
     def __call__(self, body):
-        (message,) = body["messages"]
-        parts = message["content"]
+        parts = body["messages"][0]["content"]
         text = parts if isinstance(parts, str) else parts[-1]["text"]
         if "Write one question" in text:
             first = float(re.fullmatch("<(.*) seconds>", parts[0]["text"])[1])
@@ -45,74 +43,64 @@ class Model:
             self.asked.append(("write", number))
             if number in self.fails:
                 return 400
-            written = SCRIPT[number][0]
-            text = "```json\n" + json.dumps({**(written or {}), "options": OPTIONS}) + "\n```"
-            return "<think>{}</think> Sure: " + ("nothing" if written is None else text)
-        number = next(n for n, (row, *_) in enumerate(SCRIPT) if row and row["question"] in text)
+            question, answer, *_ = SCRIPT[number]
+            written = {"question": question, "answer": answer, "options": OPTIONS}
+            return f"<think>{{}}</think> Sure: ```json\n{json.dumps(written)}\n```"
+        number = next(n for n, row in enumerate(SCRIPT) if row[0] in text)
         blind = isinstance(parts, str)
         assert text.startswith(draft.BLIND) == blind
         self.asked.append(("blind" if blind else "seen", number))
-        said = SCRIPT[number][1 if blind else 2]
+        said = SCRIPT[number][2 if blind else 3]
         letter = next((line[0] for line in text.split("\n")  # the options were shuffled
                        if line[1:3] == ". " and line[3:] in said.rstrip(".").split()), said)
         return f"<answer>{letter}</answer>"
 
 
 @pytest.fixture
-def films(toy, tmp_path):
+def run(toy, tmp_path, start):
+    """run(model) -> (exit code, what it printed), about one video."""
     (tmp_path / "deep").mkdir()
     shutil.copy(sorted((toy / "videos").glob("*.mp4"))[0], tmp_path / "deep" / "a.mp4")
-    return tmp_path
 
-
-@pytest.fixture
-def run(films, start):
-    """run(url, *flags) -> (exit code, what it printed)"""
-    def run(url, *flags):
-        code, out, err = start(draft, films, "--base-url", url, "--model", "m", "--out",
-                               films / "tasks.jsonl", "--questions", 8, "--seconds", 3, *flags)
+    def run(model):
+        with Server(model) as server:
+            code, out, err = start(draft, tmp_path, "--base-url", server.url, "--model", "m",
+                                   "--out", tmp_path / "tasks.jsonl", "--questions", 8)
         return code, out + err
 
     return run
 
 
-def test_only_drafts_that_need_their_window_are_kept(films, run):
-    with Server(model := Model()) as server:
-        code, out = run(server.url)
-        assert code == 0
+def test_only_drafts_that_need_their_window_are_kept(tmp_path, run):
+    code, out = run(model := Model())
+    assert code == 0 and "8 drafts, 2 kept -> " in out
     asked = {"write": range(8), "blind": range(4), "seen": (0, 1, 3)}
     assert sorted(model.asked) == sorted((kind, n) for kind, ns in asked.items() for n in ns)
-    rows = sorted(rows_of(films / "tasks.drafts.jsonl"), key=lambda row: row["id"])
-    assert [row["left_out"] for row in rows] == REASONS
-    tasks = read_tasks(str(films / "tasks.jsonl"))
+    rows = sorted(rows_of(tmp_path / "tasks.drafts.jsonl"), key=lambda row: row["id"])
+    assert [row["left_out"] for row in rows] == [row[-1] for row in SCRIPT]
+    tasks = read_tasks(str(tmp_path / "tasks.jsonl"))
     assert [task["id"] for task in tasks] == ["deep/a.mp4/0", "deep/a.mp4/1"]
     for n, row in enumerate(rows):
         ((start, end),) = row["task"]["evidence"]
-        assert 8 * n <= start + 0.01 < end <= 8 * n + 8.01 and end - start <= 3.01
+        assert 8 * n <= start + 0.01 < end <= 8 * n + 8.01
     for task, answer in zip(tasks, ("blue", "green")):
         assert task["video"] == "deep/a.mp4" and sorted(task["options"]) == sorted(OPTIONS)
         assert task["options"]["ABCD".index(task["answer"])] == answer
-    assert "8 drafts, 2 kept -> " in out and "deep/a.mp4/4: names a time or a part" in out
-    page = (films / "tasks.html").read_text()
+    page = (tmp_path / "tasks.html").read_text()
     assert json.loads(re.search(r'json">(.*?)</script>', page)[1]) == rows
 
 
-@pytest.mark.process  # two runs
-def test_the_same_command_goes_on(films, run):
+def test_the_same_command_goes_on(tmp_path, run):
     """A text that the server refuses is left out for good, and no draft is asked for twice."""
-    with Server(Model(fails=(0,))) as server:
-        assert run(server.url)[0] == 0
-    rows = rows_of(films / "tasks.drafts.jsonl")
-    (refused,) = [row for row in rows if row["id"] == "deep/a.mp4/0"]
-    assert "400" in refused["left_out"]
-    rows.sort(key=lambda row: row["left_out"] is None)  # drafts end in any order
-    (films / "tasks.jsonl").unlink()  # as if the stop had come after five drafts
-    (films / "tasks.drafts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:5]))
-    with Server(model := Model()) as server:
-        assert run(server.url)[0] == 0
-    assert sorted(rows_of(films / "tasks.drafts.jsonl"), key=str) == sorted(rows, key=str)
-    written = [number for kind, number in model.asked if kind == "write"]
-    assert sorted(written) == sorted(int(row["id"][-1]) for row in rows[5:])
-    with Server(Model()) as server:
-        code, said = run(server.url)
+    drafts = tmp_path / "tasks.drafts.jsonl"
+    assert run(Model(fails=(0,)))[0] == 0
+    # A refused text first; drafts end in any order.
+    rows = sorted(rows_of(drafts), key=lambda row: row["id"])
+    assert "400" in rows[0]["left_out"]
+    (tmp_path / "tasks.jsonl").unlink()  # as if the stop had come after five drafts
+    drafts.write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    assert run(model := Model())[0] == 0
+    assert sorted(rows_of(drafts), key=lambda row: row["id"]) == rows
+    assert sorted(number for kind, number in model.asked if kind == "write") == [5, 6, 7]
+    code, said = run(Model())
     assert code == 2 and "give a new file" in said  # nothing replaces what a person may correct

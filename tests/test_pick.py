@@ -4,7 +4,6 @@ Tests of tools/pick.py: python -m pytest tests/test_pick.py -q
 from types import SimpleNamespace
 
 import pytest
-from conftest import run_script
 from fixtures import rows_of, write_rows
 from scripted import Scripted, calls, play
 
@@ -62,22 +61,19 @@ def test_the_best_is_the_highest_reward_then_the_fewest_calls(recorded):
     assert pick.best_of(c) not in c[:2]
 
 
-@pytest.mark.process
-def test_the_command_and_its_flags(recorded, tmp_path):
+def test_the_command_and_its_flags(recorded, tmp_path, start):
     """The band takes tasks whose rollouts disagree."""
-    out, band = tmp_path / "chats.jsonl", tmp_path / "tasks.jsonl"
-    done = run_script("tools/pick.py", recorded, "--best", out, "--band", 0.2, 0.8, band)
-    assert not done.returncode and data.read_tasks(str(band)) == TASKS[:1], done.stderr
-    assert "2 of 3 prompts have a good rollout: 4 chats, 2 of main agents" in done.stdout
-    rows = rows_of(out)
-    assert "Question:" in rows[1]["messages"][1]["content"][1]["text"] and "tools" in rows[0]
+    chats, band = tmp_path / "chats.jsonl", tmp_path / "tasks.jsonl"
+    code, out, err = start(pick, recorded, "--best", chats, "--band", 0.2, 0.8, band)
+    assert code == 0 and data.read_tasks(str(band)) == TASKS[:1], err
+    assert "2 of 3 prompts have a good rollout: 4 chats, 2 of main agents" in out
+    assert "Question:" in rows_of(chats)[1]["messages"][1]["content"][1]["text"]
     # The settings of a run of grpo.py stand above its rollouts; records of eval.py name the tools.
-    (tmp_path / "run" / "rollouts").mkdir(parents=True)
-    path = tmp_path / "run" / "rollouts" / "r.jsonl"
-    (tmp_path / "run" / "args.json").write_text('{"crop_response": "frames"}')
+    path = tmp_path / "rollouts" / "r.jsonl"
+    path.parent.mkdir()
+    (tmp_path / "args.json").write_text('{"crop_response": "frames"}')
     for more in ({}, {"tools": "off"}):
         write_rows(path, [{**row, **more} for row in rows_of(recorded)])
-        (chat, *others) = [chat for row in pick.read_groups([path])["a", 4] if row["sample"] == 1
-                           for chat in pick.chats_of(row)]
+        (chat,) = pick.chats_of(pick.best_of(pick.read_groups([path])["a", 4]))  # no sub-agents
         assert ("tools" in chat) == ("frames of its window" in str(chat)) == (not more)
-        assert not others and "'start': 16.0, 'end': 24.0" in str(chat)
+        assert "'start': 16.0, 'end': 24.0" in str(chat)

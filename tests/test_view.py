@@ -11,7 +11,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT
+from fixtures import write_rows
 from PIL import Image
 
 sys.path.insert(0, ROOT)
@@ -93,30 +94,24 @@ def test_texts_are_never_markup_and_a_half_written_line_is_counted(page_of):
     assert "cut off" in page and "film.mp4" in page  # the video is not there: the page says so
 
 
-def test_a_run_and_an_evaluation(tmp_path):
+def test_a_run_and_an_evaluation(tmp_path, start):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    run = tmp_path / "grpo"
+    run, evaluation = tmp_path / "grpo", tmp_path / "eval"
     (run / "rollouts").mkdir(parents=True)
+    evaluation.mkdir()
     (run / "args.json").write_text(json.dumps({"data": str(tmp_path / "rl.jsonl")}))
-    rows = [{"step": n, "total": n / 2, "by_K": {"4": {"acc": 0.5}}, "gap": None} for n in (1, 2)]
-    (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run / "log.jsonl", [{"step": n, "total": n / 2, "by_K": {"4": {"acc": 0.5}},
+                                    "gap": None} for n in (1, 2)])
     for step in range(40):
         rows = [episode(n, group=f"{step}/t0", reward={"acc": n % 2}) for n in range(8)]
-        (run / "rollouts" / f"step_{step:06d}.rank0.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows))
-    evaluation = tmp_path / "eval"
-    evaluation.mkdir()
+        write_rows(run / "rollouts" / f"step_{step:06d}.rank0.jsonl", rows)
     (evaluation / "summary.json").write_text(json.dumps(
         {"results": [{"bench": "lvb", "K": 4, "headline": 0.25, "interval": [0.125, 0.5]}]}))
-    done = run_script("tools/view.py", run, evaluation, "--out", tmp_path / "p.html",
-                      "--prompts", 10, "--wrong")
-    assert done.returncode == 0, done.stderr
+    flags = ("--out", tmp_path / "p.html", "--prompts", 10, "--wrong")
+    assert start(view, run, evaluation, *flags)[0] == 0
     page = (tmp_path / "p.html").read_text()
     # Two plots have lines of two points: the reward, and accuracy by K.
-    assert page.count("<svg") == 2 and "by_K.4" in page
-    assert "[0.125, 0.5]" in page and "0 of 4 right" in page
-    assert not re.search(r"[1-9] of \d right", page)
-    num_episodes = int(re.search(r"<h2>(\d+) episodes", page)[1])
-    assert 40 <= num_episodes <= 80
-    done = run_script("tools/view.py", tmp_path / "none", "--out", tmp_path / "q.html")
-    assert done.returncode == 2 and not (tmp_path / "q.html").exists()
+    assert page.count("<svg") == 2 and "by_K.4" in page and "[0.125, 0.5]" in page
+    assert "0 of 4 right" in page and not re.search(r"[1-9] of \d right", page)
+    assert re.search(r"<h2>(\d+) episodes", page)[1] == "40"
+    assert start(view, tmp_path / "none", "--out", tmp_path / "q.html")[0] == 2

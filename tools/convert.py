@@ -251,11 +251,8 @@ def video_of_row(row):
 
 
 def options_of(row):
-    """The options of a row of a table: a list, {"A": ..}, or texts with line breaks or | between
-    them."""
+    """The options of a row of a table: a list, or texts with line breaks or | between them."""
     options = column_of(row, "options") or []
-    if isinstance(options, dict):
-        options = [options[letter] for letter in sorted(options)]
     if isinstance(options, str):
         options = re.split(r"\n|\|", options)
     while options and options[-1] in (None, ""):  # of a row with fewer options than others

@@ -2,8 +2,8 @@
 draft.py (tests/test_draft.py): a model behind an OpenAI-compatible endpoint writes tasks about your
 videos.
 
-  windows   --questions for each video, one in each equal share of it, --seconds long: drawn first,
-            so that the questions are spread over the video
+  windows   --questions for each video, one in each equal share of it, 10 seconds long: drawn
+            first, so that the questions are spread over the video
   write     the model sees the frames of one window, each after its time, and writes a question
             with its answer. A question that names a time is left out
   check     the model answers the question (a) without the video, (b) from the window. A draft is
@@ -43,6 +43,7 @@ Reply with one JSON object: {"question": "..", "options": ["..", "..", "..", "..
 BLIND = "You cannot see the video that this question is about. Give the likeliest answer."
 WORKERS = 8  # requests at once
 MAX_TOKENS = 2048  # of a reply with its thoughts
+WINDOW_SECONDS = 10
 MAX_FRAMES = 16  # of a window, one a second: what an agent sees of it
 # A question that holds the place of its answer teaches nobody to look for it.
 PLACE = re.compile(r"\d ?(?:s|sec|seconds?|min|minutes?)\b|\d:\d\d|\b(?:at|from|between|after) \d|"
@@ -57,10 +58,10 @@ class LeftOut(Exception):
     """Why a draft is no task."""
 
 
-def draw_window(draft_id, number, args, duration):
+def draw_window(draft_id, number, num_questions, duration):
     """-> [start, end] in seconds: a part of share `number` of the video."""
-    share = duration / args.questions
-    length = min(args.seconds, share)
+    share = duration / num_questions
+    length = min(WINDOW_SECONDS, share)
     # The same after a stop.
     start = number * share + random.Random(draft_id).uniform(0, share - length)
     return [round(start, 2), round(start + length, 2)]
@@ -107,7 +108,7 @@ def draft_task(engine, source, args, draft_id, name, number):
             "type": "mcq", "evidence": []}
     row = {"id": draft_id, "task": task, "left_out": None, "blind": None, "seen": None}
     try:
-        start, end = draw_window(draft_id, number, args, source.duration({"video": name}))
+        start, end = draw_window(draft_id, number, args.questions, source.duration({"video": name}))
         task["evidence"] = [[start, end]]
         frames = source.load({"video": name, "start": start, "end": end, "fps": 1.0,
                               "max_frames": MAX_FRAMES})
@@ -174,7 +175,6 @@ def main():
     add("--api-key-env", help="environment variable that holds the key")
     add("--out", required=True, help="task JSONL to write, in a folder above the videos")
     add("--questions", type=launch.positive, default=4, help="drafts for each video")
-    add("--seconds", type=launch.positive, default=10, help="of a window, at most")
     args = parser.parse_args()
     if not args.out.endswith(".jsonl") or os.path.exists(args.out):
         raise launch.UserError(f"--out {args.out}: give a new file that ends in .jsonl")

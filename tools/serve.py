@@ -45,7 +45,8 @@ from urllib.parse import unquote
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -194,7 +195,6 @@ async def stream_lines(head, events):
         chunk = {**head, "object": "chat.completion.chunk", "choices": [choice], **fields}
         return f"data: {json.dumps(chunk)}\n\n"
 
-    yield line({"role": "assistant", "content": ""})
     async for event in events:
         yield line({"reasoning_content": ask.line_of(event) + "\n"}, trace=[event])
     if event["status"] != "ok":
@@ -240,6 +240,13 @@ def make_app(agent, local=True, key=""):
                   dependencies=[Depends(key_check(key))])
     if local:  # a page of another site could reach this server under a name that leads here
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
+
+    @app.exception_handler(HTTPException)
+    @app.exception_handler(RequestValidationError)
+    async def refused(request, error):
+        # In OpenAI's form: its clients show this message alone.
+        message = getattr(error, "detail", str(error))
+        return JSONResponse({"error": {"message": message}}, getattr(error, "status_code", 422))
 
     @app.get("/")
     def page():
