@@ -176,7 +176,7 @@ def test_turns_types_and_windows(tmp_path):
         {"video": "b", "question": "When?", "start": 1, "end": "2.5", "type": "grounding"},
         {**ASKED, "video": "b", "start": 2, "end": 70, "subtitles": "s"},
         {**ASKED, "video": "b", "evidence": "[[1, 2], [3.5, 4]]", "start": None, "end": ""}])
-    assert [(t["id"][15:], t["question"], t["answer"], t["type"]) for t in tasks[:4]] == [
+    assert [(t["id"][13:], t["question"], t["answer"], t["type"]) for t in tasks[:4]] == [
         ("0", "What?", "A dog.", "open"), ("0/1", "When?", "Later.", "open"),
         # A question may list statements itself.
         ("1", statements + "\nA. one\nB. two", "red", "open"),

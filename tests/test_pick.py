@@ -45,7 +45,7 @@ def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
     contexts = [row, *(call["sub"] for call in row["calls"] if "sub" in call)]
     assert len(rows) == len(contexts) == 3
     for number, context in enumerate(contexts):
-        chat, _ = chats.encode(chats.rows[number])
+        chat = chats.encode(chats.rows[number], chats.frames_of(chats.rows[number]))
         assert list(chat.ids) == context["ids"]
         # A forced <think> is trained by SFT and not by RL.
         assert all(ours >= theirs for ours, theirs in zip(chat.mask, context["mask"]))
