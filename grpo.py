@@ -13,7 +13,8 @@ rollout engine inside every rank.
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
   k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1      ref: the checkpoint of --ckpt
              N = sampled tokens of the whole batch, over ALL ranks
-  gap      = mean |old_t - sampling_t|; gap_sub: of one sub-agent's context a step and rank
+  gap      = mean |old_t - sampling_t|; gap_sub: of one sub-agent's context a step and rank;
+             gap_by_turn: of the tokens of each main turn
 
 --format-credit: struct, as above (Selective Anchoring). anchor: what R_base pays is credited at
 every token, and only what R_anchor adds at struct(o). sequence: A_fmt at every token, which is
@@ -405,8 +406,9 @@ def rank_tasks(tasks, step, args):
     # Dealt out by K, the only cost that is known before sampling. By id, since a batch across two
     # epochs may hold a task twice, as one group.
     rank, world = launch.rank_and_world()
-    ids = sorted({(num_frames, task["id"]) for task, num_frames in batch})[rank::world]
-    return [(task, num_frames) for task, num_frames in batch if (num_frames, task["id"]) in ids]
+    by_cost = sorted({(num_frames, str(task["id"])) for task, num_frames in batch})
+    keys = by_cost[rank::world]
+    return [(task, k) for task, k in batch if (k, str(task["id"])) in keys]
 
 
 def sample_batch(worker, tasks, step, args):

@@ -173,8 +173,8 @@ def read_verdict(text):
     text = text.lower().rpartition("</think>")[2]
     lead = r"\W*(?:(?:the |my )?(?:final )?(?:answer|verdict)\W+(?:is\W+)?)?"
     # The second word of "yes and no" counts if a sentence ends with it: "Yes, no doubt" is a yes.
-    both = r"(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?"
-    match = re.match(lead + both, text)
+    verdict_words = r"(yes|no)\b(?:\W+(?:(?:and|or|but)\W+)?(yes|no)(?=\s*(?:[^\w\s]|$)))?"
+    match = re.match(lead + verdict_words, text)
     return match[1] == "yes" if match and match[2] in (None, match[1]) else None
 
 

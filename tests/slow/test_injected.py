@@ -159,6 +159,8 @@ def test_what_a_fault_looks_like(toy, cold, name, monkeypatch, tmp_path, capsys)
              "--prompts", 3, "--num-generations", 4, "--frames", 8, "--out", tmp_path]
     if name == "adapters not merged":
         words += ["--lora-rank", 8]
+    if name == "responses of a turn swapped":
+        words += ["--frames", 16]  # of more scenes the policy asks for several at once
     monkeypatch.setattr("sys.argv", [str(word) for word in words])
     FAULTS[name](Fault(monkeypatch))
     try:
