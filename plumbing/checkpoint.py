@@ -112,12 +112,6 @@ def small_files(folder):
     return files
 
 
-def weight_files(folder):
-    """-> paths of the safetensors files of a checkpoint."""
-    names = sorted(os.listdir(folder))
-    return [f"{folder}/{name}" for name in names if name.endswith(".safetensors")]
-
-
 def all_files(ckpt):
     """-> paths of all files of a checkpoint folder, and of the base of its adapters."""
     paths = []
@@ -294,7 +288,8 @@ def merged_weights(ckpt):
     adapters = {}
     if base_of(ckpt) != ckpt:
         adapters = load_file(f"{ckpt}/adapter_model.safetensors")
-    for path in weight_files(base_of(ckpt)):
+    paths = all_files(base_of(ckpt))
+    for path in [path for path in paths if path.endswith(".safetensors")]:
         with safe_open(path, "pt") as file:
             for name in file.keys():
                 tensor = file.get_tensor(name)

@@ -129,19 +129,15 @@ def test_peft_reads_it_as_the_same_model(saved, toy, codec, adapted):
         assert (whole[name] - tensor).abs().max() < 1e-6, name
 
 
-def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, toy, tmp_path,
-                                                    monkeypatch, capsys):
+def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_path, monkeypatch):
     out = tmp_path / "merged"
     monkeypatch.setattr(sys, "argv", ["merge.py", str(saved), "--out", str(out)])
     merge.main()
     pack = pack_of(codec)
     with torch.no_grad():
         off = load_policy(str(out), codec)(pack)[0] - adapted(pack)[0]
-    assert off.abs().max() < 1e-5 and str(toy / "init") in capsys.readouterr().out
+    assert off.abs().max() < 1e-5
     with pytest.raises(launch.UserError, match="exists"):
-        merge.main()
-    monkeypatch.setattr(sys, "argv", ["merge.py", str(out), "--out", str(tmp_path / "again")])
-    with pytest.raises(launch.UserError, match="holds whole weights already"):
         merge.main()
 
 

@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-from conftest import run_script
 from scripted import ANSWER, Scripted, is_sub
 
 import chat
@@ -89,14 +88,3 @@ def test_markup_goes_and_text_stays(tmp_path, text, wanted):
 def test_the_mark_of_a_file_tells_its_encoding(tmp_path, encoding):
     (tmp_path / "a.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nGrüße, 你好\n", encoding)
     assert data_py.read_subtitles(str(tmp_path / "a.srt")) == [(1, 2, "Grüße, 你好")]
-
-
-@pytest.mark.process
-def test_a_run_ends_with_one_line(toy, data, tmp_path):
-    (tmp_path / "words.srt").unlink()
-    remote = "--base-url", "http://127.0.0.1:9/v1", "--model", "m"
-    for script, *flags in (("rollout.py", "--preset", "toy", "--ckpt", toy / "init"),
-                           ("eval.py", *remote)):
-        done = run_script(script, *flags, "--data", data, "--out", tmp_path / "r.jsonl")
-        assert done.returncode == 2 and "words.srt: unreadable" in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
