@@ -98,8 +98,8 @@ def test_the_judge_decides_open_answers_and_never_in_silence(world):
         # not what the rule knows, not letters, not silence
         asked = [body["messages"][0]["content"] for body in server.asked]
         assert len(asked) == 4 and all("Question: Which?" in text for text in asked)
-        lines = (done.folder / "judge.jsonl").read_text().splitlines()
-        verdicts = {v["answer"]: v for v in map(json.loads, lines)}
+        lines = (done.folder / "judge.jsonl").read_text().split("\n")
+        verdicts = {v["answer"]: v for v in map(json.loads, filter(None, lines))}
         assert {n: v["verdict"] for n, v in verdicts.items()} == {"bright red": 1, "green": 0}
         world(*flags, rows=rows, say=say)
         assert len(server.asked) == 6  # only the two that failed are asked again
