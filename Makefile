@@ -16,14 +16,13 @@ BIN := .venv/bin
 DEMO := out/demo
 LORA ?= 0
 SEED ?= 0
-# of the four agents in docs/results.md: toy.py --scenes, --calls and --crop-response, steps of the cold start, K, held-out tasks
+# of the agents in docs/results.md: toy.py --scenes and --crop-response, steps of the cold start, K, held-out tasks
 SCENES ?= 4
-CALLS ?= turn
 RESPONSE ?= summary
 COLD ?= 700
 FRAMES ?= 4 16 64
 TASKS ?= 64
-AGENT = --crop-response $(RESPONSE) $(if $(filter one,$(CALLS)),--max-turns 5 --max-parallel 1)
+AGENT = --crop-response $(RESPONSE)
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS)
 # as it samples in training: greedy answers hide how often an agent calls, and what RL changed
 EVAL = eval.py --preset toy --data $(DEMO)/toy/eval.jsonl --frames $(FRAMES) --tools on off --temperature 1 $(AGENT)
@@ -122,7 +121,7 @@ test-compat: .venv/dev .venv/transformers-4.57
 demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
-	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED) --scenes $(SCENES) --calls $(CALLS) --crop-response $(RESPONSE) --eval-videos $(TASKS))
+	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED) --scenes $(SCENES) --crop-response $(RESPONSE) --eval-videos $(TASKS))
 	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps $(COLD) --muon-lr 3e-3 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora-rank $(LORA) --seed $(SEED) $(AGENT) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))

@@ -26,15 +26,14 @@ Writes: rollout JSONL, one episode a line, enough to train on without the engine
         --rollouts), and beside it r.args.json; with --judge-url the judge's verdicts, judge.jsonl.
         Meanwhile finished episodes are in r.jsonl.part, and the same command goes on from there.
 
-CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --num-generations 4 \\
-            --show 2 --out r.jsonl
+CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --out r.jsonl
+          python tools/view.py r.jsonl --out r.html   # to look at them
 1 GPU:    python rollout.py --ckpt sft_out --data rl.jsonl --num-generations 8 --out r.jsonl
 8 GPUs:   one process per GPU, each with a part of --data; grpo.py has one engine per rank
 """
 import argparse
 import asyncio
 import collections
-import itertools
 import json
 import os
 import string
@@ -568,19 +567,7 @@ async def score_episode(episode, pay=rewards.PAPER, judge=None):
     return episode
 
 
-# ---- below: looking at episodes, arguments, the command line (may be skipped) ----
-
-
-def episode_text(episode, codec):
-    """One episode as text: «sampled» in marks, all else as it was inserted, without the frames."""
-    parts = [f"== {episode.group}/{episode.sample} K {episode.num_frames} {episode.status} "
-             f"{episode.reward}\n"]
-    pairs = zip(episode.context.mask, episode.context.ids)
-    for sampled, run_of_pairs in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        ids = [i for _, i in run_of_pairs if i != codec.image_pad]
-        text = chat.decode(codec, ids, keep_end=True)
-        parts.append(f"«{text}»" if sampled else text)
-    return launch.printable("".join(parts))  # a model may write characters that steer a terminal
+# ---- below: arguments, the command line (may be skipped) ----
 
 
 def frames_argument(text):
@@ -671,7 +658,6 @@ def parse_args():
     add("--frames", type=frames_argument, default="gated", help="K, or gated: K ~ U{4,8,16,32,64}")
     add("--num-generations", type=launch.positive, default=1, help="rollouts per task")
     add("--limit", type=launch.positive, help="tasks; default: all")
-    add("--show", type=int, default=0, help="print this many episodes, «sampled» text in marks")
     add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says")
     # Read twice: the preset changes defaults, which any flag still overrides.
@@ -738,8 +724,6 @@ def main():
             rows.append(episode.to_dict())
             part.write(json.dumps(rows[-1]) + "\n")
             part.flush()  # a kill loses the episodes under way alone
-            if len(rows) <= args.show:
-                print(episode_text(episode, codec), flush=True)
     # Episodes finish in any order; the file does not depend on that order.
     rows.sort(key=lambda row: (row["group"], row["sample"]))
     launch.write_jsonl(args.out, rows)

@@ -19,7 +19,6 @@ border. 16 frames or more show all scenes; the demonstrations have these K alone
 
 The chats call at every K alike. Two in seven of the main agent's answer without a call, one of them
 without tools. All are in the protocol's style, so base and cold start are one training. With
---calls one the agent calls one window a turn, and the next one after its response. With
 --crop-response frames a response holds the window's frames, and there are no sub-agents.
 `sft.jsonl` is a smaller split than `pretrain.jsonl`, for a second training.
 
@@ -31,8 +30,7 @@ for a few steps alone. `make table2` runs all rows.
 
 The files. `init/`: a random Qwen3-VL with its tokenizer and processor; `videos/*.mp4`;
 `pretrain.jsonl`, `sft.jsonl`, `sft_val.jsonl`, `rl.jsonl`, `eval.jsonl` (no two splits share a
-video; questions, answers and cuts recur). --calls changes the chats alone,
---crop-response `init/` too.
+video; questions, answers and cuts recur).
 
 The tokenizer. Byte-level BPE with Qwen's control and tag tokens, whole numbers as single tokens,
 and each line of the fixed prompts as one token, so that the short context is spent on frames.
@@ -199,12 +197,11 @@ def window_content(task, window):
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
 
 
-def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summary", fragile="",
-                 calling=1.0):
+def sample_chats(task, rng, wrong_share=0.0, crop_response="summary", fragile="", calling=1.0):
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
     start, and at one K each it answers directly and without tools; and some sub-agents, if they
     answer the calls. wrong_share: of the samples, that are about other scenes than those of the
-    question. one_call: one call a turn. fragile: "loose", chats of the fragile world's base, with
+    question. fragile: "loose", chats of the fragile world's base, with
     this share `calling` of its calls; "strict", those of its cold start."""
     scenes = task["scenes"]
     # Each K with a frame for each scene.
@@ -226,7 +223,7 @@ def sample_chats(task, rng, wrong_share=0.0, one_call=False, crop_response="summ
             visible, meant = [], task["events"]
         # Prompts come from rollout.py as in RL, because another wording would be another task.
         messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
-        turns = main_turns(task, way, looks, visible, meant, rng, one_call, crop_response)
+        turns = main_turns(task, way, looks, visible, meant, rng, crop_response)
         if fragile == "loose":
             turns = loosen(turns, rng)
         elif fragile and way == "call" and rng.random() < 0.75:
@@ -253,7 +250,7 @@ def draw_samples(every, rng, loose, calling):
     return samples
 
 
-def main_turns(task, way, looks, visible, meant, rng, one_call, crop_response):
+def main_turns(task, way, looks, visible, meant, rng, crop_response):
     """The main agent's turns after the prompt, and the responses to its calls -> messages. looks:
     frames of the overview; visible: the scenes that it tells; meant: those the sample is about.
 
@@ -272,17 +269,15 @@ def main_turns(task, way, looks, visible, meant, rng, one_call, crop_response):
     messages = []
     if way == "call":
         # One call per window, then the responses to all calls of the turn.
-        turns = [[scene] for scene in meant] if one_call else [meant]
-        for turn in turns:
-            text = thought_text(evidence + "I need a closer look.", rng)
-            evidence = ""  # the first thought alone tells it
-            calls = "\n".join(call_text(*scene["window"]) for scene in turn)
-            messages.append({"role": "assistant", "content": text + calls})
-            for scene in turn:
-                content = summary_of(scene["window"], scenes) or rollout.EMPTY_SUMMARY
-                if crop_response == "frames":
-                    content = [window_content(task, scene["window"])]
-                messages.append({"role": "tool", "content": content})
+        text = thought_text(evidence + "I need a closer look.", rng)
+        evidence = ""  # the first thought alone tells it
+        calls = "\n".join(call_text(*scene["window"]) for scene in meant)
+        messages.append({"role": "assistant", "content": text + calls})
+        for scene in meant:
+            content = summary_of(scene["window"], scenes) or rollout.EMPTY_SUMMARY
+            if crop_response == "frames":
+                content = [window_content(task, scene["window"])]
+            messages.append({"role": "tool", "content": content})
     # All that the crop of a window showed, else what the overview did. So a window that is too
     # wide spoils the answer.
     flashes = []
@@ -536,8 +531,6 @@ def main():
         help="scenes of a video, 4 to 32")
     add("--wrong", type=launch.amount, default=0.3,
         help="share of demonstrations that look at other scenes than those asked about")
-    add("--calls", choices=["turn", "one"], default="turn",
-        help="the chats call all windows in one turn, or one a turn")
     add("--crop-response", choices=["summary", "frames"], default="summary",
         help="the response to a call in the chats, as in rollout.py")
     add("--fragile", action="store_true",
@@ -553,7 +546,7 @@ def main():
     args = parser.parse_args()
     launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
-    # The style has a generator of its own, so that --calls changes nothing else.
+    # The style has a generator of its own, so that another one changes no video.
     style = random.Random(f"style/{args.seed}")
     splits = [("base", "pretrain", args.base_videos), ("sft", "sft", args.sft_videos),
               ("val", "sft_val", 24), ("rl", "rl", args.rl_videos),
@@ -575,8 +568,8 @@ def main():
                     fragile = ""
                     if args.fragile:
                         fragile = "loose" if split == "base" else "strict"
-                    rows += sample_chats(task, style, args.wrong, args.calls == "one",
-                                         args.crop_response, fragile, args.calling)
+                    rows += sample_chats(task, style, args.wrong, args.crop_response, fragile,
+                                         args.calling)
             text = "".join(json.dumps(row) + "\n" for row in rows)
             launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
         parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,

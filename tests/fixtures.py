@@ -143,7 +143,7 @@ def vision(policy, codec, source):
 
 
 def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def write_rows(path, rows):

@@ -304,8 +304,6 @@ def test_a_broken_video_costs_its_own_episode_only(codec, tasks, source):
     assert [e.status for e in (first, bad, last)] == ["ok", "video_error", "ok"]
     assert "no such file" in bad.error and not any("broken" in r.id for r in engine.requests)
     assert bad.reward["total"] == 0.0 and rollout.from_dict(bad.to_dict()).context.ids == []
-    assert "broken" in rollout.episode_text(bad, codec)
-    assert "«I saw red red red.\n" in rollout.episode_text(first, codec)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -414,18 +412,18 @@ def test_the_same_command_goes_on_and_another_is_refused(command, tmp_path, toy)
     """After a kill in the middle of a line: the whole rollouts stay, and the file is the same."""
     flags = ("--limit", 2, "--num-generations", 2, "--frames", 4, "--max-new-tokens", 8)
     out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
-    code, printed, err = command(*flags, "--show", 1)
-    assert code == 0 and printed.count("== 0/rl-") == 1 and f"4 rollouts -> {out} | R " in printed
+    code, printed, err = command(*flags)
+    assert code == 0 and f"4 rollouts -> {out} | R " in printed
     assert [(r["task"]["id"], r["sample"], r["K"]) for r in rows_of(out)] == [
         (f"rl-000{i}", s, 4) for i in (0, 1) for s in (0, 1)]
     whole = ids_of(out)
     lines = out.read_text().splitlines(keepends=True)
     part.write_text("".join(lines[2:]) + lines[0][:100])
     out.unlink()
-    code, _, err = command(*flags, "--show", 1, "--temperature", 0.5)
+    code, _, err = command(*flags, "--temperature", 0.5)
     assert code == 2 and "other temperature" in err and part.exists()
     # It changes no episode.
-    assert command(*flags, "--show", 1, "--gpu-memory-utilization", 0.4)[0] == 0
+    assert command(*flags, "--gpu-memory-utilization", 0.4)[0] == 0
     assert ids_of(out) == whole and not part.exists()
     before = out.stat().st_mtime_ns
-    assert command(*flags, "--show", 1)[0] == 0 and out.stat().st_mtime_ns == before  # all is done
+    assert command(*flags)[0] == 0 and out.stat().st_mtime_ns == before  # all is done

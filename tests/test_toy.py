@@ -46,7 +46,7 @@ def test_one_seed_gives_one_world_to_the_byte(toy_as_made, tmp_path):
 
 
 @pytest.mark.parametrize("flags, why", [
-    (("--sft-videos", 0), "--sft-videos"), (("--out", "/proc/nothing"), "--out /proc/nothing")])
+    (("--sft-videos", 0), "--sft-videos"), (("--out", "/proc/nothing"), "/proc/nothing")])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, why, start, tmp_path):
     code, _, err = start(toy_world, "--out", tmp_path / "w", *flags)
     assert code == 2 and why in err and err.count("\n") == 1

@@ -13,7 +13,6 @@ from scripted import AGENT, ANSWER, Scripted, call, calls, play_one, text_of
 from test_rollout import runs
 
 import chat
-import rollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,7 +75,6 @@ def check_sound(codec, episode, num_frames):
     assert inserted[one("<tool_response>")] == inserted[one("</tool_response>")] == answered
     assert not any(i in codec.suppress_tokens for i, flag in zip(context.ids, context.mask) if flag)
     json.dumps(episode.to_dict(), allow_nan=False)
-    rollout.episode_text(episode, codec)
 
 
 @settings(max_examples=80, deadline=None,
