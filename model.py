@@ -647,7 +647,7 @@ def shard(policy, device, replicas=1, shard_inside=None):
     replicas = replicas or world
     if world % replicas:
         raise launch.UserError(f"--dp-replicate {replicas}: {world} ranks cannot be divided so")
-    if replicas == world and device.type == "cpu":
+    if replicas == world and compute_dtype(device) == torch.float32:
         # Every rank holds the whole model in fp32, and reduce_and_clip averages the gradients.
         # FSDP's hooks would cost a third of a toy step.
         return policy
