@@ -81,12 +81,8 @@ class Overheard:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "process: runs a script in a process of its own")
-    share_cores()
-
-
-def share_cores():
-    """Several processes of pytest share out the cores, and what they start inherits its part: two
-    pools of spinning threads on the same cores cost a factor of ten."""
+    # Several processes of pytest share out the cores, and what they start inherits its part: two
+    # pools of spinning threads on the same cores cost a factor of ten.
     if name := os.environ.get("PYTEST_XDIST_WORKER"):
         number, count = int(name.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         cores = sorted(os.sched_getaffinity(0))

@@ -24,7 +24,8 @@ def codec(toy):
 def opened(monkeypatch):
     """The video files that this process opened from now on: one entry for the times of a file, one
     for each set of frames that was decoded."""
-    av = pytest.importorskip("av")
+    import av
+
     names, real = [], av.open
 
     def spy(file, mode=None, **more):
@@ -92,7 +93,6 @@ def album():
 
 @pytest.fixture(scope="module")
 def tasks(toy):
-
     return data.read_tasks(str(toy / "rl.jsonl"))
 
 
@@ -176,14 +176,13 @@ def start(monkeypatch, capsys):
 @pytest.fixture
 def run_grpo(monkeypatch, toy, tmp_path):
     """-> function that runs grpo.main() -> (weights, last row of log.jsonl, run folder)."""
-    from reference import ReferenceEngine
+    import reference
     from safetensors.torch import load_file
 
     import grpo
     import rollout
 
-    monkeypatch.setattr(rollout, "make_engine", lambda ckpt, codec, args, *_,
-                        **__: ReferenceEngine(ckpt, codec, args.max_num_seqs))
+    monkeypatch.setattr(rollout, "make_engine", reference.make_engine)
 
     def run(*flags, out="run"):
         folder = tmp_path / out
@@ -211,37 +210,6 @@ def any_gap(monkeypatch):
     import grpo
 
     monkeypatch.setattr(grpo, "check_gap", lambda *_: None)
-
-
-@pytest.fixture
-def given_rollouts(monkeypatch, codec, source, tasks, any_gap):
-    """Rollouts of grpo.main() are the hand-made group, scored by the real rewards -> list of the
-    calls of rollout.run."""
-    from handmade import SilentEngine, make_group
-
-    import rollout
-
-    seen = []
-
-    def fake_run(sampler, batch, frames, group, step):
-        agent, pay = sampler.agent, sampler.pay
-        seen.append({"agent": agent, "frames": frames, "group": group, "step": step,
-                     "pay": pay, "tasks": [t["id"] for t in batch]})
-        for task in batch:
-            for e in make_group(codec, source, task, step):
-                e.think_open = agent.think_prefix
-                e.reward = rewards.score(e.turns, e.task, e.calls, e.think_open, pay)
-                yield e
-
-    monkeypatch.setattr(rollout, "run", fake_run)
-    monkeypatch.setattr(rollout, "make_engine", lambda *_, **__: SilentEngine())
-    return seen
-
-
-@pytest.fixture
-def hard_tasks(tasks, tmp_path):
-    """Task JSONL of the two tasks with the most colours."""
-    return write_rows(tmp_path / "tasks.jsonl", tasks[:2])
 
 
 @pytest.fixture

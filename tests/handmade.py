@@ -62,8 +62,7 @@ def make_episode(codec, source, task, sample, turns, summaries=(), step=0, frame
 def reward(acc, fmt, tool, weight=1.0):
     base = weight * 0.6 * fmt
     return {"acc": acc, "fmt": fmt, "tool": tool, "paid_task": acc + tool, "paid_fmt": weight * fmt,
-            "paid_base": base, "paid_anchor": weight * fmt - base,
-            "total": acc + weight * fmt + tool}
+            "paid_base": base, "total": acc + weight * fmt + tool}
 
 
 def make_group(codec, source, task, step=0, frames=4, windows=()):
@@ -119,16 +118,3 @@ def record_logps(hf, codec, source, episodes, temperature=1.0, shift=lambda n: 0
 def colourful(toy):
     """RL tasks with several colours first: naming one of them is neither right nor wrong."""
     return sorted(data.read_tasks(str(toy / "rl.jsonl")), key=lambda t: -len(t["answer"].split()))
-
-
-class SilentEngine:
-    """Stands in for an engine if the rollouts are given."""
-
-    def sleep(self):
-        pass
-
-    def wake(self, weights):
-        assert len(list(weights)) > 10
-
-    def close(self, code=0):
-        pass

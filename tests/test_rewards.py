@@ -7,7 +7,6 @@ tag.
 """
 import doctest
 import json
-import statistics
 
 import pytest
 from hypothesis import given, settings
@@ -64,7 +63,7 @@ def test_docstring_example_runs():
 @pytest.mark.parametrize("text, window, num_frames", [
     (json_call(start_time=1.5, end_time="2.5"), (1.5, 2.5), None),
     (json_call(start_time="01:30", end_time="1:00:10"), (90, 3610), None),
-    (json_call(start=-5, end=2, num_frames="8", video_path="/etc/passwd"), (-5, 2), 8),
+    (json_call(start=-5, end=2, num_frames="8"), (-5, 2), 8),
     (CALL.removesuffix("</tool_call>") + "\n", (1, 2), None),
     (CALL.replace('{"start_time": 1, "end_time": 2}', '"{\\"start\\": 1, \\"end\\": 2}"'), (1, 2),
      None), (f"<tool_call>{XML}</tool_call>", (1, 2), None),
@@ -118,10 +117,8 @@ def test_a_call_in_a_closed_thought_is_a_thought_and_in_an_open_one_a_call(text,
     (["<think>hm <answer>B</answer>"], "B")])  # a thought that never closes hides nothing
 def test_final_answer_is_the_last_answer_block_outside_thought(turns, want):
     assert rewards.final_answer(turns, False) == want
-
-
-def test_a_draft_in_the_forced_thought_is_no_answer():
-    assert rewards.final_answer(["draft <answer>A</answer></think> B"], True) is None
+    draft = ["draft <answer>A</answer></think> B"]
+    assert [rewards.final_answer(draft, forced) for forced in (True, False)] == [None, "A"]
 
 
 GRADES = {
@@ -277,9 +274,6 @@ def overlap_oracle(pieces):
 def test_mask_of_a_turn_worked_by_hand():
     pieces = [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"]
     assert rewards.structural_mask(pieces) == [False, True, True, True, False, True]
-    # An empty token inside a tag overlaps no byte of it; near misses are no tags.
-    assert rewards.structural_mask([b"<ans", b"", b"wer>", b"x"]) == [True, False, True, True]
-    assert rewards.structural_mask([b"<answer", b"x>", b"<Answer>", b"."]) == [0, 0, 0, 1]
 
 
 @given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "<think", "answer>", " B ", "\x00"]),
@@ -307,37 +301,18 @@ def test_advantages_equal_hand_computed_values():
     assert rewards.group_advantages([1.0] * 7 + [1.0 - 1e-5], [0.0] * 8)[0][7] == approx(-8.75e-3)
 
 
-@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 1)), min_size=2, max_size=8))
-@settings(max_examples=200)
-def test_the_two_advantages_sum_to_vanilla_grpo(group):
-    reward = [a + f for a, f in group]
-    a_task, a_fmt, sigma = rewards.group_advantages(*zip(*group))
-    assert sigma == approx(statistics.pstdev(reward), abs=1e-9)
-    if sigma < 1e-6:
-        assert a_task == a_fmt == [0.0] * len(group)
-    else:
-        mean = statistics.mean(reward)
-        for r, task, form in zip(reward, a_task, a_fmt, strict=True):
-            assert (task + form) * max(sigma, 1e-3) == approx(r - mean, abs=1e-9)
-
-
 # ------------------------------------------------------------------------------------------------
 # Scores of windows
 
 
-SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)).map(
-    lambda p: (p[0], p[0] + p[1])), max_size=5)
-
-
-@given(SPANS, SPANS.filter(bool))
-def test_window_scores_are_those_of_sets_of_seconds(windows, evidence):
-    """Counted second by second, which is exact for whole seconds."""
-    looked, gold = ({t for a, b in spans for t in range(a, b)} for spans in (windows, evidence))
+@pytest.mark.parametrize("windows, evidence, recall, precision, iou", [
+    # 15 s were looked at, once; 12 s are evidence, 7 s both
+    ([(0, 10), (5, 15)], [(8, 20)], 7 / 12, 7 / 15, 7 / 20),
+    ([(0, 4)], [(8, 12), (10, 14)], 0, 0, 0), ([], [(8, 12)], 0, None, 0)])
+def test_window_scores_worked_by_hand(windows, evidence, recall, precision, iou):
     found = rewards.window_scores(windows, evidence)
-    assert found == {"recall": approx(len(looked & gold) / len(gold)),
-                     "precision": approx(len(looked & gold) / len(looked)) if looked else None,
-                     "iou": approx(len(looked & gold) / len(looked | gold)),
-                     "hit": float(bool(looked & gold))}
+    assert found == {"recall": approx(recall), "iou": approx(iou), "hit": float(recall > 0),
+                     "precision": precision if precision is None else approx(precision)}
 
 
 def test_windows_are_judged_if_they_were_run_and_the_task_has_evidence():
