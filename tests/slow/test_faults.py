@@ -208,7 +208,7 @@ def test_a_scheduler_that_warns_the_launcher_loses_no_step(torchrun, toy, tmp_pa
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     _, out, err = finish(process)
-    assert "stopped after step 3 of 4; the same command goes on" in out, err[-2000:]
+    assert "stopped after step 3; the same command goes on" in out, err[-2000:]
     assert not alive(tmp_path), err[-2000:]
     assert steps_of(tmp_path / "out") == [1, 2, 3]
     goes_on(toy, tmp_path, 4, 6e-3)
