@@ -5,6 +5,7 @@ The agent is a scripted engine behind the real application; the client is openai
 tests/slow/test_serve_page.py opens the page in a browser.
 """
 import base64
+import contextlib
 import json
 import shutil
 import sys
@@ -40,20 +41,15 @@ def agent_of(codec, root, uploads, engine=None, kind="open"):
 
 @pytest.fixture
 def server(codec, toy, tmp_path):
-    """server(root=toy, engine=None, kind="open", **of make_app) -> (client of HTTP, engine)."""
-    opened = []
+    """server(root=toy, kind="open", **of make_app) -> (client of HTTP, engine)."""
+    (tmp_path / "uploads").mkdir()
+    with contextlib.ExitStack() as opened:
+        def start(root=toy, kind="open", **more):
+            agent, engine = agent_of(codec, root, tmp_path / "uploads", kind=kind)
+            client = TestClient(serve.make_app(agent, **more), base_url="http://localhost")
+            return opened.enter_context(client), engine
 
-    def start(root=toy, engine=None, kind="open", **more):
-        uploads = tmp_path / "uploads"
-        uploads.mkdir(exist_ok=True)
-        agent, engine = agent_of(codec, root, uploads, engine, kind)
-        client = TestClient(serve.make_app(agent, **more), base_url="http://localhost")
-        opened.append(client.__enter__())
-        return client, engine
-
-    yield start
-    for client in opened:
-        client.__exit__(None, None, None)
+        yield start
 
 
 def body_of(url=VIDEO, text=QUESTION, **fields):
@@ -68,11 +64,8 @@ def post(http, **fields):
 def test_answers_equal_those_of_the_terminal_for_every_way_to_name_a_video(server, codec, toy):
     http, engine = server()
     client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
-    source = video.VideoSource(str(toy), video.FrameCache())
-    worker = rollout.RolloutWorker(Scripted(codec, answered), codec, source, AGENT)
-    task = {"id": "q", "video": VIDEO, "question": QUESTION, "options": None, "answer": None,
-            "type": "open"}
-    (wanted,) = ask.ask(worker, [task], 8)
+    task = {"id": "q", **serve.question_task(QUESTION, "open"), "video": VIDEO}
+    (wanted,) = ask.ask(agent_of(codec, toy, "none")[0].worker, [task], 8)
     kept = http.put("/videos", content=(toy / VIDEO).read_bytes()).json()["url"]
     # A browser names both codecs of a recording, with a comma between them.
     encoded = base64.b64encode((toy / VIDEO).read_bytes()).decode()
@@ -111,11 +104,10 @@ def test_options_and_the_type_of_a_question(server, codec, toy, monkeypatch):
 
 
 @pytest.mark.parametrize("fields, status", [
-    ({"url": "none.mp4"}, 404), ({"url": "../../etc/passwd"}, 404), ({"url": "/etc/passwd"}, 404),
-    ({"url": "file:%2e%2e/%2e%2e/etc/passwd"}, 404), ({"url": "http://127.0.0.1:9/x.mp4"}, 404),
+    ({"url": "none.mp4"}, 404), ({"url": "file:%2e%2e/%2e%2e/etc/passwd"}, 404),
+    ({"url": "video:../../etc/passwd"}, 404), ({"url": "http://127.0.0.1:9/x.mp4"}, 404),
     ({"url": "rl.jsonl"}, 404), ({"url": "data:video/mp4;base64,@@@"}, 400), ({"url": ""}, 400),
-    ({"url": "video:../../etc/passwd"}, 404), ({"text": " "}, 400), ({"frames": 1025}, 400),
-    ({"frames": 0}, 422), ({"messages": 3}, 422), ({"temperature": "hot"}, 422)])
+    ({"text": " "}, 400), ({"frames": 1025}, 400), ({"frames": 0}, 422), ({"messages": 3}, 422)])
 def test_bad_requests_are_refused(server, toy, fields, status):
     http, _ = server()
     body = {**body_of(), **fields} if "messages" in fields else body_of(**fields)
@@ -135,9 +127,8 @@ def test_an_episode_that_fails_says_why(server, monkeypatch):
 
 def test_the_door_is_guarded(server, toy, tmp_path, start):
     http, _ = server(key="secret")
-    for sent in ({}, {"Authorization": "Bearer wrong"}):
-        response = http.get("/v1/models", headers=sent)
-        assert response.status_code == 401 and "secret" not in response.text
+    response = http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
+    assert response.status_code == 401 and "secret" not in response.text
     assert http.get("/v1/models", headers={"Authorization": "Bearer secret"}).is_success
     assert http.get("/").is_success
     http, _ = server(root=tmp_path)
@@ -154,6 +145,5 @@ def test_the_door_is_guarded(server, toy, tmp_path, start):
     assert response.headers["x-content-type-options"] == "nosniff"
     for path in ("page.html", "%2e%2e/%2e%2e/etc/passwd", "none.mp4"):
         assert http.get("/videos/" + path).status_code == 404
-    for flags, says in (("--host 0.0.0.0", "no variable"), ("--api-key-env NONE", "no variable")):
-        code, out, err = start(serve, *f"--preset toy --ckpt {toy}/init {flags}".split())
-        assert code == 2 and says in err and not out
+    code, _, err = start(serve, *f"--preset toy --ckpt {toy}/init --host 0.0.0.0".split())
+    assert code == 2 and "no variable" in err
