@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from test_video import (  # noqa: F401  # isort: skip
-    BITS, COLUMNS, NATIVE, av, ffmpeg, grainy, images, long_gop, minute, paint, patched, same, seen,
-    shown_by, sizes, with_matrix, write)
+    BITS, COLUMNS, NATIVE, av, ffmpeg, grainy, images, long_gop, minute, paint, same, seen,
+    shown_by, sizes, write)
 
 import video
 from video import FrameCache
@@ -40,6 +40,20 @@ def assert_as_shown_by(ffmpeg, path, exact=True):
 
 
 # ---- the right frames come out of real files
+
+
+def patched(source, path, box, offset, layout, *values):
+    """Copy of an mp4 with numbers overwritten `offset` bytes after the name of its box."""
+    data = bytearray(Path(source).read_bytes())
+    struct.pack_into(layout, data, data.index(box) + offset, *values)
+    Path(path).write_bytes(data)
+    return str(path)
+
+
+def with_matrix(source, path, a, b, c, d):
+    """Copy of an mp4 whose pixels x, y are displayed at a x + c y, b x + d y."""
+    matrix = [round(value * 0x10000) for value in (a, b, 0, c, d, 0, 0, 0)]
+    return patched(source, path, b"tkhd", 44, ">9i", *matrix, 0x40000000)
 
 
 @pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0),
