@@ -135,8 +135,6 @@ T2_PY = OMP_NUM_THREADS=1 $(BIN)/python
 T2_SFT = sft.py --preset toy --batch-size 12 --seed $(SEED)
 T2_RL = grpo.py --preset toy --ckpt $(T2)/sft/last --data $(T2)/toy/rl.jsonl --prompts 6 --steps 20 --lr 3e-4 --temperature 0.7 --max-turns 1 --seed $(SEED)
 T2_EVAL = eval.py --preset toy --data $(T2)/toy/eval.jsonl --frames 4 64 --tools on off --temperature 0.7
-# as it was trained: plain GRPO forces no thought, nor does the cold start before it
-T2_PLAIN = $(if $(filter --vanilla,$($*))$(filter base sft,$*),--no-think-prefix)
 # the flags of each row in grpo.py; unpaid: no row of the paper, accuracy is the only reward
 grpo = --vanilla
 anchoring = --frames 64
@@ -162,12 +160,12 @@ $(T2)/sft/last: | $(T2)/base/last
 $(T2)/rl/%/last: | $(T2)/sft/last
 	$(T2_PY) $(T2_RL) $($*) --out $(@D)
 $(T2)/eval/base/summary.json $(T2)/eval/sft/summary.json: $(T2)/eval/%/summary.json: | $(T2)/%/last
-	$(T2_PY) $(T2_EVAL) --ckpt $(T2)/$*/last --max-turns 1 $(T2_PLAIN) --out $(@D)
+	$(T2_PY) $(T2_EVAL) --ckpt $(T2)/$*/last --max-turns 1 --no-think-prefix --out $(@D)
 # the windows one after another, one call a turn, by the same checkpoint
 $(T2)/eval/sequential/summary.json: | $(T2)/rl/para/last
 	$(T2_PY) $(T2_EVAL) --ckpt $(T2)/rl/para/last --max-turns 3 --max-parallel 1 --out $(@D)
 $(T2)/eval/%/summary.json: | $(T2)/rl/%/last
-	$(T2_PY) $(T2_EVAL) --ckpt $(T2)/rl/$*/last --max-turns 1 $(T2_PLAIN) --out $(@D)
+	$(T2_PY) $(T2_EVAL) --ckpt $(T2)/rl/$*/last --out $(@D)
 
 clean:
 	rm -rf .venv out
