@@ -30,9 +30,11 @@ SPLITS = {
         "starting_timestamp_for_subtitles": 12.5} for n in (0, 1)], ["videos/v.mp4"], "v_1",
         {**PLAIN, "video": "videos/v.mp4", "subtitle_start": 12.5}),
     "lvbench": ("video_info.meta.jsonl", [{"key": "Cm73", "type": "cartoon", "qa": [
-        {"uid": uid, "question": "Then what?\n(A) walk\n(B) run", "answer": "B",
-         "question_type": ["reasoning"], "time_reference": "01:00-01:30"} for uid in (7, 8)]}],
-        ["Cm73.mp4"], "7", {**PLAIN, "video": "Cm73.mp4", "evidence": [[60.0, 90.0]]}),
+        {"uid": uid, "question": "Who (if anyone)?\n(A) A cook\n(B) A. Smith,\n   a sailor",
+         "answer": "B", "question_type": ["reasoning"], "time_reference": time}
+        for uid, time in ((7, "01:00-01:30"), (8, None))]}], ["Cm73.mp4"], "7",
+        {"question": "Who (if anyone)?", "options": ["A cook", "A. Smith, a sailor"],
+         "answer": "B", "type": "mcq", "video": "Cm73.mp4", "evidence": [[60.0, 90.0]]}),
     "mlvu": ("test-0.jsonl", [{
         "question_id": f"Q{n}", "video_name": "v.mp4", "question": "Then what?", "answer": "B",
         "candidates": ["walk", "run"], "task_type": "count"} for n in (0, 1)], ["videos/v.mp4"],
