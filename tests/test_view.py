@@ -29,42 +29,35 @@ def episode(sample=0, turns=TURNS, **more):
     task = {"id": "t0", "video": "film.mp4", "question": "Which?", "options": None, "answer": "red",
             "type": "open", "evidence": [[3, 9]]}
     call = {"turn": 0, "start": 4.01, "end": 19.77, "status": "ok", "summary": "a red square"}
-    spans = [[2 * n, 2 * n + 2] for n in range(len(turns))]
+    spans = [[0, 2], [2, 4]][:len(turns)]
     item = {"spec": {}, "key": "k", "frames": 4, "height": 32, "width": 32,
             "seconds": [2.5, 7.5, 12.5, 17.5]}
     return {
         "task": task, "group": "0/t0", "sample": sample, "K": 4, "policy_step": 0, "status": "ok",
-        "error": None, "vision": [item], "think_open": True,
+        "error": None, "vision": [item], "think_open": True, "subtitles": "",
         "turns": list(turns), "pieces": [[text, ""] for text in turns], "spans": spans,
-        "struct": [end - 1 for _, end in spans], "subtitles": "",
-        **{name: [1 for _ in range(2 * len(turns))] for name in ("ids", "mask", "logps")},
+        "struct": [end - 1 for _, end in spans], "ids": [1] * 4, "mask": [1] * 4, "logps": [1] * 4,
         "finish": ["stop"] * len(turns), "calls": [call],
         "reward": {"total": 2.8, "acc": 1.0, "fmt": 1.0, "tool": 0.8},
         "advantage": {"task": 0.5, "fmt": 0.25}, "timing": {"video_s": 20.0}, **more}
 
 
-@pytest.fixture
-def page_of(tmp_path):
-    """page_of(records) -> the page of a rollout JSONL that holds them."""
-    def page_of(records):
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in records]
-        (tmp_path / "r.jsonl").write_text("\n".join(lines) + "\n")
-        return view.build_page([str(tmp_path / "r.jsonl")])[0]
-
-    return page_of
+def page_of(folder, row, half_written=""):
+    """The page of a rollout JSONL that holds a record."""
+    (folder / "r.jsonl").write_text(json.dumps(row) + "\n" + half_written)
+    return view.build_page([str(folder / "r.jsonl")])[0]
 
 
-def test_a_window_shows_the_frames_that_its_sub_agent_saw(page_of, tmp_path):
+def test_a_window_shows_the_frames_that_its_sub_agent_saw(tmp_path):
     """A film of 30 frames a second, in which each frame has a grey of its own."""
     greys = 20 + np.arange(600) * 37 % 200
     frames = np.broadcast_to(greys[:, None, None, None], (600, 32, 32, 3))
     toy_world.write_video(tmp_path / "film.mp4", frames.astype(np.uint8), fps=30)
     seen = video.crop(str(tmp_path / "film.mp4"), 4.01, 19.77)
-    seconds = [float(second) for second in seen.seconds]  # 4.5 5.467 6.467 ..: thirtieths
-    rounded = [round(second, 3) for second in seconds]
+    rounded = [round(float(second), 3) for second in seen.seconds]  # 4.5 5.467 ..: thirtieths
     row = episode()
     row["calls"][0]["seconds_seen"] = rounded  # as rollout.py and eval.py record them
-    page = page_of([row])
+    page = page_of(tmp_path, row)
     window = page[page.index('class="call"'):]
     assert "4 of 16 frames" in window
     shown = re.findall(r'base64,([^"]+)">([\d.]+) s', window)
@@ -85,11 +78,11 @@ def test_the_credit_of_a_token_is_the_one_that_grpo_gave_it():
     assert view.credits_of(row, 0, "struct") == [(TURNS[0], 0.0)]
 
 
-def test_texts_are_never_markup_and_a_half_written_line_is_counted(page_of):
+def test_texts_are_never_markup_and_a_half_written_line_is_left_out(tmp_path):
     row = episode(turns=[EVIL], finish=["length"], error=EVIL)
     row["task"].update(question=EVIL, answer=EVIL, options=[EVIL], id=EVIL)
     row["calls"][0].update(summary=EVIL, status=EVIL)
-    page = page_of([row, '{"task": {'])
+    page = page_of(tmp_path, row, '{"task": {')
     assert EVIL[:16] not in page and "<img src=x" not in page and "<script" not in page
     assert "cut off" in page and "film.mp4" in page  # the video is not there: the page says so
 
