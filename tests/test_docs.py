@@ -3,7 +3,6 @@ Tests of the changes that docs/hacking.md shows: python -m pytest tests/test_doc
 
 Its diffs are applied to the scripts as they stand.
 """
-import importlib
 import json
 import os
 import re
@@ -47,33 +46,15 @@ def test_the_changes_of_the_guide_fit_the_scripts(section, names):
         assert compile(text, name, "exec") and max(map(len, text.split("\n"))) <= 100
 
 
-def test_the_new_reward_of_the_guide_is_paid(tmp_path, monkeypatch):
-    """Two windows that share two of their three seconds: the weight times 4 of 6."""
-    path = tmp_path / "rewards_with_spread.py"
-    path.write_text(changed("A new reward")["rewards.py"])
-    monkeypatch.syspath_prepend(tmp_path)
-    rewards = importlib.import_module(path.stem)
-    calls = [{"turn": 0, "parseable": True, "status": "ok", "start": start, "end": start + 3.0}
-             for start in (8.0, 9.0)]
-    task = {"type": "open", "answer": "red"}
-    plain, paid = (rewards.score(["<answer>red</answer>"], task, calls, pay=rewards.RewardConfig(
-        spread_weight=weight)) for weight in (0.0, 0.5))
-    assert paid["spread"] == 4 / 6
-    assert paid["total"] - plain["total"] == pytest.approx(0.5 * 4 / 6)
-
-
-def test_a_second_tool_is_one_class_and_one_function(codec, tasks, toy, monkeypatch):
+def test_a_second_tool_is_one_class_and_one_function(codec, tasks, source, monkeypatch):
     """zoom_frame, played: declared, parsed, its picture in the main context, recorded, paid."""
-    scripts = changed("A second tool")
-    assert sorted(scripts) == ["agent_tools.py", "video.py"]
-    for name, text in scripts.items():
+    for name, text in changed("A second tool").items():
         module = ModuleType(f"changed {name}")
         monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look there
         module.__file__ = os.path.join(ROOT, name)
         exec(compile(text, name, "exec"), vars(module))
     monkeypatch.setattr(video, "load", sys.modules["changed video.py"].load)
-    tools = sys.modules["changed agent_tools.py"].TOOLS
-    monkeypatch.setattr(rollout, "TOOLS", tools)
+    monkeypatch.setattr(rollout, "TOOLS", sys.modules["changed agent_tools.py"].TOOLS)
 
     def zoom(**arguments):
         body = json.dumps({"name": "zoom_frame", "arguments": arguments})
@@ -81,19 +62,15 @@ def test_a_second_tool_is_one_class_and_one_function(codec, tasks, toy, monkeypa
 
     text = "Look.\n</think>\n" + call(0, 8) + zoom(time="0:10", x=500, y=250)
     engine = Scripted(codec, [text + zoom(time=99, x=0, y=0) + zoom(time=1, x=2000, y=0), ANSWER])
-    source = video.VideoSource(str(toy), video.FrameCache())
     episode = play_one(engine, tasks, source)
     opening = text_of(codec, episode.context.ids[:episode.spans[0][0]])
-    assert '"name": "zoom_frame"' in opening and "zoom_frame shows you a region" in opening
+    assert '"name": "zoom_frame"' in opening
     assert [c["status"] for c in episode.calls] == ["ok", "ok", "error", "error"]
-    assert "lies outside of the video" in episode.calls[2]["summary"]
-    assert "x must be a whole number" in episode.calls[3]["summary"]
     # The window was summarised by a sub-agent; the zoomed picture stands in the main context.
     assert len(engine.subs()) == 1 and len(episode.context.items) == 2
     item = episode.context.items[1]
     assert item.seconds == [10.0] and item.spec["zoom"] == [500, 250]
-    again = rollout.from_dict(json.loads(json.dumps(episode.to_dict())))
-    frames, whole = source.load(again.context.items[1].spec), video.load(
-        {"video": tasks[0]["video"], "times": [10.0]}, str(toy))
+    whole = source.load({"video": tasks[0]["video"], "times": [10.0]})
+    frames = source.load(item.spec)
     assert frames.images.shape == whole.images.shape and frames.key != whole.key
     assert episode.reward["tool"] >= 0.3

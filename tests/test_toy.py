@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -45,13 +44,6 @@ def test_one_seed_gives_one_world_to_the_byte(toy_as_made, tmp_path):
     assert a == b and len(a) == 48 + 5 + len(list((toy_as_made / "init").iterdir()))
 
 
-@pytest.mark.parametrize("flags, why", [
-    (("--sft-videos", 0), "--sft-videos"), (("--out", "/proc/nothing"), "/proc/nothing")])
-def test_bad_flags_are_one_line_and_exit_code_2(flags, why, start, tmp_path):
-    code, _, err = start(toy_world, "--out", tmp_path / "w", *flags)
-    assert code == 2 and why in err and err.count("\n") == 1
-
-
 # ------------------------------------------------------------------------------------------------
 # Videos and tasks
 
@@ -66,9 +58,9 @@ def nearest(patch):
     return min(names, key=lambda name: np.abs(mean - names[name]).sum())
 
 
-def seconds_of(film, root, **spec):
+def seconds_of(film, root):
     """Frames of a film -> [(second, colour of the border, colour inside or None)]."""
-    frames = video.load({"type": "video", "video": film, **(spec or {"frames": 64})}, str(root))
+    frames = video.load({"video": film, "frames": 64}, str(root))
     return [(int(t), nearest(image[:2]), nearest(image[13:19, 13:19]))
             for t, image in zip(frames.seconds, frames.images)]
 
@@ -100,17 +92,8 @@ def test_the_answer_and_the_evidence_of_a_task_are_in_its_frames(toy):
                 (first, colour), (second, again) = flash
                 assert second == first + 1 and colour == again and a < first and second < b - 1
                 assert colour not in BORDERS and edge in BORDERS and 8 <= b - a <= 24
-            # Every overview shows every border.
-            assert len(scenes_in(seconds_of(task["video"], toy, frames=4))) == 4
             asked_twice.add(len(hits))
     assert asked_twice == {1, 2}
-
-
-def test_of_many_scenes_a_rare_border_is_asked_about():
-    for seed in range(9):
-        scenes, border = toy_world.make_scenes(random.Random(seed), 16)
-        counts = Counter(scene["border"] for scene in scenes)
-        assert 1 <= counts[border] <= 4 or counts[border] == min(counts.values())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -134,9 +117,7 @@ def test_the_data_speaks_the_protocol(toy):
         (kind,) = re.fullmatch(r"\w+-\d{4}-(direct|call|plain|sub)-\d+", row["id"]).groups()
         texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         if kind == "sub":
-            told = row["messages"][1]["content"][1]["text"]
-            start = re.search(r"Window: (\d+)", told)[1]
-            assert "Question: Which colours flash" in told
+            start = re.search(r"Window: (\d+)", row["messages"][1]["content"][1]["text"])[1]
             assert texts[0] == rollout.EMPTY_SUMMARY or all(
                 re.fullmatch(f"{start} ({flashes})", part) for part in texts[0].split(", "))
             continue
@@ -177,8 +158,5 @@ def test_the_fragile_world_has_a_loose_base_and_a_strict_cold_start():
               for style, written in texts.items()}
     assert closed["strict"] == 1.0 and 0.2 < closed["loose"] < 0.4
     assert 0.4 < np.mean(unanswered) < 0.6
-    errors = [call.error for text in texts["loose"]
-              for call in rewards.parse_tool_calls(text, TOOLS, False)]
-    assert len(errors) > 300 and not any(errors)  # loose calls run, too
     few = toy_world.sample_chats(task, draw, fragile="loose", calling=0.0)
     assert not any("-call-" in row["id"] for row in few)
