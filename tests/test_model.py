@@ -120,24 +120,6 @@ def test_packed_sequences_and_shared_prefix_trees_equal_separate_sequences(
         assert relative(gradients(lively, (together * weights).sum()), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("layout", [[(0, 5, [3, 1, 9])], [(0, 1, [2]), (3, 4, []), (7, 6, [5, 5])]])
-def test_attention_in_parts_is_attention_under_the_dense_mask(layout):
-    """Values and gradients of trees, against a softmax over the whole matrix."""
-    torch.manual_seed(0)
-    length = sum(p + sum(branches) for _, p, branches in layout)
-    query, key, value = (torch.randn(1, n, length, 8, requires_grad=True) for n in (4, 2, 2))
-    unseen = ~torch.from_numpy(dense_mask(layout))
-    scores = (query @ key.repeat_interleave(2, 1).mT * 0.3).masked_fill(unseen, -torch.inf)
-    wanted = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
-    weights = torch.randn(1, length, 4, 8)
-    plan = model.AttentionPlan("parts", layout, model.attention_parts(layout))
-    found, _ = model.packed_attention(None, query, key, value, scaling=0.3, plan=plan)
-    assert (found - wanted).abs().max() < 1e-6
-    for a, b in zip(*(torch.autograd.grad((out * weights).sum(), (query, key, value))
-                      for out in (found, wanted))):
-        assert relative(a, b) < 1e-5
-
-
 def test_value_heads_share_key_heads_as_in_transformers():
     """In a gated-delta layer. The toy has one key head."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
