@@ -48,9 +48,7 @@ CPU toy:  torchrun --nproc_per_node 2 grpo.py --preset toy --ckpt sft_out --data
 Adapters: with --lora-rank 64 the 8B trains on one GPU of 80 GB
 """
 import asyncio
-import glob
 import itertools
-import json
 import math
 import os
 import statistics
@@ -127,19 +125,20 @@ def parse_args():
     parser = build_parser()
     # Read twice: --preset and --vanilla change defaults, which any flag still overrides.
     early = parser.parse_args()
+    # A folder of adapters goes on training these adapters, with their rank.
+    rank = checkpoint.adapter_rank(early.ckpt, early.lora_rank)
     lr = 2e-6
     if early.preset == "toy":
         lr = 2e-4  # a toy of a million parameters takes large steps
         parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, beta=0.0,
                             dp_replicate=0, temperature=1.0, **rollout.toy_defaults())
+    if rank > 0:
+        lr *= 10  # adapters start at zero
+    parser.set_defaults(lr=lr, lora_rank=rank)
     if early.vanilla:
         parser.set_defaults(think_prefix=False, answer_suffix=False, format_credit="sequence",
                             anchor=0.0, frames=64)
     args = parser.parse_args()
-    # A folder of adapters goes on training these adapters, with their rank.
-    args.lora_rank = checkpoint.adapter_rank(args.ckpt, args.lora_rank)
-    if args.lr is None:
-        args.lr = 10 * lr if args.lora_rank else lr  # adapters start at zero
     if args.rollouts:
         args.steps = 1
     if args.num_generations < 2:
@@ -157,77 +156,72 @@ def group_by_prompt(episodes):
     was sampled."""
     groups = {}
     for episode in episodes:
-        trained = episode.status in ("ok", "context")  # a broken video says nothing of the policy
-        if trained and 1 in episode.context.mask:
+        # A broken video says nothing of the policy.
+        if episode.status in ("ok", "context") and 1 in episode.context.mask:
             groups.setdefault(episode.group, []).append(episode)
     return list(groups.values())
 
 
-def token_advantages(episode, credit):
+def token_advantages(episode):
     """-> A_it of the header, over context.ids; 0 at tokens that the policy did not sample."""
-    mask = episode.context.mask
     # The prompt, tool responses and forced tokens have mask 0.
-    out = [episode.advantage["task"] * sampled for sampled in mask]
-    credited = []
-    if credit in ("struct", "anchor"):  # Selective Anchoring
-        credited = episode.struct
-    elif credit == "sequence":  # plain GRPO
-        credited = range(len(mask))
-    for t in credited:
-        out[t] += episode.advantage["fmt"] * mask[t]
+    out = [episode.advantage["task"] * sampled for sampled in episode.context.mask]
+    for t in episode.struct:  # Selective Anchoring
+        out[t] += episode.advantage["fmt"]
     return out
 
 
-def token_span(episode, part, items, credit):
-    """A slice of an episode's context, with the numbers that the update needs -> TokenSpan."""
-    context = episode.context
-    # Turns are numbered from 1: each begins with a sampled token after one that was not sampled.
-    begins = [b > a for a, b in zip([0, *context.mask], context.mask)]
-    values = {
-        "advantage": token_advantages(episode, credit)[part],
-        "sampling": context.logps[part],
-        "turn": list(itertools.accumulate(begins))[part],
-    }
-    # The mask marks the sampled tokens among turns, glue and tool responses.
-    return model.TokenSpan(context.ids[part], context.mask[part], values, items)
-
-
-def group_tree(group, credit):
+def group_tree(group):
     """Rollouts of one prompt, with advantages -> Tree [shared prompt | o^1 | .. | o^G]."""
     first = group[0].context
     cut = first.mask.index(1)  # length of the prompt
     branches = []
     for episode in group:
+        context = episode.context
         # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
         # saw, so this is checked although one function built all of them.
-        assert episode.context.ids[:cut] == first.ids[:cut], episode.group
-        windows = episode.context.items[1:]  # --crop-response frames
-        branches.append(token_span(episode, slice(cut, None), windows, credit))
-    prompt = token_span(group[0], slice(cut), [], credit)
+        assert context.ids[:cut] == first.ids[:cut], episode.group
+        mask = context.mask[cut:]  # 1 at the sampled tokens among turns, glue and tool responses
+        # Turns are numbered from 1: each begins with a sampled token after one that was not.
+        begins = [b > a for a, b in zip([0, *mask], mask)]
+        values = {
+            "advantage": token_advantages(episode)[cut:],
+            "sampling": context.logps[cut:],
+            "turn": list(itertools.accumulate(begins)),
+        }
+        windows = context.items[1:]  # --crop-response frames
+        branches.append(model.TokenSpan(context.ids[cut:], mask, values, windows))
+    # Values count at sampled tokens alone, so the prompt needs none.
+    prompt = model.TokenSpan(first.ids[:cut], first.mask[:cut])
     return model.Tree(prompt, first.items[:1], branches)
 
 
 def build_trees(groups, credit):
     """Groups of this rank -> (trees of the groups with a signal, sampled tokens of ALL groups).
-    Sets Episode.advantage = {"task": credited at every sampled token, "fmt": at the tokens that
-    --format-credit names, "sigma"}."""
+    Sets Episode.advantage = {"task": credited at every sampled token, "fmt": at struct(o) as well,
+    "sigma"}."""
     trees, num_tokens = [], 0
     for group in groups:
         # R is composed in rewards.score alone. A term that is added there arrives here by itself.
         task, fmt = [], []  # [G] each
         for episode in group:
             reward = episode.reward
-            # anchor: what R_base pays is credited like the task, at every token.
-            base = reward["paid_base"] if credit == "anchor" else 0.0
-            task.append(reward["paid_task"] + base)
-            fmt.append(reward["paid_fmt"] - base)
+            everywhere = 0.0  # the part of R_fmt that is credited like the task, at every token
+            if credit == "anchor":
+                everywhere = reward["paid_base"]
+            elif credit == "sequence":  # plain GRPO
+                everywhere = reward["paid_fmt"]
+            task.append(reward["paid_task"] + everywhere)
+            fmt.append(reward["paid_fmt"] - everywhere)
         a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
+        if credit == "none":  # R_fmt counts in sigma alone
+            a_fmt = [0.0 for _ in fmt]
         for i, episode in enumerate(group):
             episode.advantage = {"task": a_task[i], "fmt": a_fmt[i], "sigma": sigma}
             num_tokens += sum(episode.context.mask)  # without a signal too: the advantage is 0
         # Test the advantages, not sigma: rounding can leave sigma at 1e-16.
         if any(a_task) or any(a_fmt):
-            trees.append(group_tree(group, credit))
+            trees.append(group_tree(group))
     return trees, num_tokens
 
 
@@ -266,19 +260,6 @@ def policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, beta):
 # Update
 
 
-def forward(policy, reference, pack, temperature):
-    """-> log-probs and entropies of the policy, log-probs of the reference or None: [n] each, at
-    the sampling temperature, as the engine's are."""
-    import torch
-
-    ref_logps = None
-    if reference is not None:  # first: with adapters it is the policy, adapters changed
-        with torch.no_grad():
-            ref_logps, _ = reference(pack, temperature)
-    logp, entropy = policy(pack, temperature)
-    return logp, entropy, ref_logps
-
-
 def update(policy, reference, optimizer, trees, num_tokens, args):
     """
     One optimizer step on one batch -> numbers for the log, the same on every rank: means over the
@@ -304,22 +285,28 @@ def update(policy, reference, optimizer, trees, num_tokens, args):
     # FSDP gathers weights in every forward, with all ranks. So ranks with fewer packs add spare
     # ones, which carry no gradient.
     for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
-        logp, entropy, ref_logps = forward(policy, reference, pack, args.temperature)
+        # All log-probs are at the sampling temperature, as the engine's are. [n] each
+        ref_logps = None
+        if reference is not None:  # first: with adapters it is the policy, adapters changed
+            with torch.no_grad():
+                ref_logps, _ = reference(pack, args.temperature)
+        logp, entropy = policy(pack, args.temperature)
         if not is_real:  # it runs for its collectives alone
             (0.0 * logp.sum()).backward()
             continue
         old_logps = logp.detach()  # one step per batch
-        advantage = model.to_device(pack.values["advantage"], device)  # [n]
-        sampling_logps = model.to_device(pack.values["sampling"], device)  # [n]
-        loss, kl = policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, args.beta)
+        values = {name: model.to_device(x, device) for name, x in pack.values.items()}  # [n] each
+        sampling_logps = values["sampling"]
+        loss, kl = policy_loss(logp, old_logps, sampling_logps, ref_logps, values["advantage"],
+                               args.beta)
         # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
         # multiplies by the number of ranks.
         (world * loss.sum() / n).backward()
         gap = (old_logps - sampling_logps).abs()  # only rounding is allowed [n]
         numbers = torch.stack([torch.ones_like(gap), gap, loss, entropy, kl], 1)  # [n, 5]
         # Recorded rollouts may have more turns than --max-turns allows.
-        turns = pack.values["turn"].long().clamp(max=len(sums) - 1)  # [n]
-        sums.index_add_(0, turns.to(device), numbers.detach().double())
+        turns = values["turn"].long().clamp(max=len(sums) - 1)  # [n]
+        sums.index_add_(0, turns, numbers.detach().double())
 
     norm = model.reduce_and_clip(policy, MAX_GRAD_NORM)
     # The norm covers the gradients of all ranks, so all of them step or none does.
@@ -342,24 +329,20 @@ def means_over_tokens(sums):
     return {**means, "tokens": totals[0].item(), "gap_by_turn": by_turn}
 
 
-def sub_agent_tree(episodes):
-    """-> [the context of one sub-agent of this rank]; [] if none was asked."""
-    for episode in episodes:
-        for call in episode.calls:
-            if "sub" in call:
-                context = call["sub"]
-                items = [chat.VisionItem(**item) for item in context["vision"]]
-                values = {"sampling": context["logps"]}
-                return [model.Tree(model.TokenSpan(context["ids"], context["mask"], values), items)]
-    return []
-
-
-def engine_gap(policy, trees, temperature):
-    """-> mean |log-prob of the engine - of the trainer| over the sampled tokens in the trees of all
-    ranks, in nats, without gradient; None if there is no tree. Collective."""
+def sub_agent_gap(policy, episodes, temperature):
+    """-> mean |log-prob of the engine - of the trainer| in nats, over the sampled tokens of one
+    sub-agent's context of each rank; None if no rank asked a sub-agent. Collective."""
     import torch
 
-    packs = [model.pack_trees(policy.codec, [tree]) for tree in trees]
+    contexts = []
+    for episode in episodes:
+        contexts += [call["sub"] for call in episode.calls if "sub" in call]
+    packs = []
+    for context in contexts[:1]:
+        items = [chat.VisionItem(**item) for item in context["vision"]]
+        values = {"sampling": context["logps"]}
+        span = model.TokenSpan(context["ids"], context["mask"], values)
+        packs.append(model.pack_trees(policy.codec, [model.Tree(span, items)]))
     gaps = []
     for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
         with torch.no_grad():
@@ -370,9 +353,11 @@ def engine_gap(policy, trees, temperature):
     return statistics.fmean(gaps) if gaps else None
 
 
-def gap_tolerance(*dtypes):
-    """The largest mean gap in nats that rounding explains. dtypes: in which engine and trainer
-    compute; the coarser one decides."""
+def gap_tolerance(policy):
+    """The largest mean gap in nats that rounding explains. The coarser of the dtypes in which
+    engine and trainer compute decides."""
+    device = next(policy.parameters()).device
+    dtypes = [model.engine_dtype(policy.codec, device), model.compute_dtype(device)]
     if all(dtype.itemsize == 4 for dtype in dtypes):
         return 1e-3  # fp32; healthy: below 1e-6
     return 0.03  # healthy, on GPUs in bf16 and with adapters: below 1e-3
@@ -380,8 +365,7 @@ def gap_tolerance(*dtypes):
 
 def check_gap(step, stats, policy):
     """Raises RunError, on all ranks alike, if engine and trainer are not the same policy."""
-    device = next(policy.parameters()).device
-    tolerance = gap_tolerance(model.engine_dtype(policy.codec, device), model.compute_dtype(device))
+    tolerance = gap_tolerance(policy)
     for name in ("gap", "gap_sub"):
         gap = stats.get(name)
         if gap is not None and not gap <= tolerance:  # NaN fails this comparison too
@@ -398,52 +382,53 @@ def check_gap(step, stats, policy):
 def rank_tasks(tasks, step, args):
     """-> [(task, its K)] of this rank in a step. Every rank draws the same batch, then takes its
     part."""
-    batch = []
+    # A batch across two epochs may draw a task twice, which then counts once.
+    num_frames = {}  # index of a task -> K
     for i in launch.batch_indices(step, args.prompts, len(tasks), args.seed):
-        task = tasks[i]
-        num_frames = rollout.draw_num_frames(args.frames, args.seed, step, task["id"])
-        batch.append((task, num_frames))
-    # Dealt out by K, the only cost that is known before sampling. By id, since a batch across two
-    # epochs may hold a task twice, as one group.
+        num_frames[i] = rollout.draw_num_frames(args.frames, args.seed, step, tasks[i]["id"])
+    # Dealt out by K, the only cost that is known before sampling.
     rank, world = launch.rank_and_world()
-    by_cost = sorted({(num_frames, str(task["id"])) for task, num_frames in batch})
-    keys = by_cost[rank::world]
-    return [(task, k) for task, k in batch if (k, str(task["id"])) in keys]
+    dealt = sorted(num_frames, key=num_frames.get)[rank::world]
+    return [(tasks[i], k) for i, k in num_frames.items() if i in dealt]
 
 
-def sample_batch(worker, tasks, step, args):
-    """Rollouts of this rank. Without a collective: ranks finish at different times and meet at the
-    update."""
+def sample_batch(worker, decoders, tasks, step, args):
+    """Iterator of this rank's rollouts. Without a collective: ranks finish at different times and
+    meet at the update."""
     from tqdm import tqdm
 
-    # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself.
-    tasks = [task for task, _ in rank_tasks(tasks, step, args)]
-    episodes = rollout.run(worker, tasks, args.frames, args.num_generations, step)
+    # Each rank samples whole groups with its own engine, and fans out to sub-agents by itself. The
+    # engine holds the weights of this step, so its samples are on policy, but for rounding.
+    mine = [task for task, _ in rank_tasks(tasks, step, args)]
+    episodes = rollout.run(worker, mine, args.frames, args.num_generations, step)
     # disable=None: no bar where stderr is a file. Under torchrun each rank has its own.
-    bar = tqdm(episodes, f"rollouts of step {step + 1}", len(tasks) * args.num_generations,
-               leave=False, disable=None)
-    # Episodes come as they finish. Sums and files must not depend on that order.
-    return sorted(bar, key=lambda e: (e.group, e.sample))
-
-
-def prefetch_overviews(decoders, source, tasks, step, args):
-    """Decodes the overviews of a step in the threads `decoders`. Nobody reads the futures: a broken
-    video is counted when its episode comes."""
-    for task, num_frames in rank_tasks(tasks, step, args):
-        decoders.submit(source.load, source.overview_spec(task, num_frames))
+    yield from tqdm(episodes, f"rollouts of step {step + 1}", len(mine) * args.num_generations,
+                    leave=False, disable=None)
+    worker.engine.sleep()  # so the trainer has its memory
+    # While the trainer works, other threads decode the overviews of the next step. Nobody reads the
+    # futures: a broken video is counted when its episode comes.
+    for task, num_frames in rank_tasks(tasks, step + 1, args):
+        decoders.submit(worker.source.load, worker.source.overview_spec(task, num_frames))
 
 
 def recorded_batch(worker, rows):
-    """Rows of --rollouts -> this rank's episodes, rewarded as this run pays."""
+    """Rows of --rollouts -> iterator of this rank's episodes, rewarded as this run pays."""
     rank, world = launch.rank_and_world()
     groups = sorted({row["group"] for row in rows})[rank::world]  # whole ones, as sigma needs them
-    episodes = []
-    for row in sorted(rows, key=lambda row: (row["group"], row["sample"])):
+    for row in rows:
         if row["group"] in groups:
             episode = rollout.from_dict(row)
-            episodes.append(episode)
-            asyncio.run(rollout.score_episode(episode, worker.pay, worker.judge))
-    return episodes
+            yield asyncio.run(rollout.score_episode(episode, worker.pay, worker.judge))
+
+
+def collect(worker, decoders, tasks, step, args):
+    """-> this rank's episodes of a step, from the engine or from --rollouts."""
+    if args.rollouts:
+        episodes = recorded_batch(worker, tasks)
+    else:
+        episodes = sample_batch(worker, decoders, tasks, step, args)
+    # Episodes come as they finish. Sums and files must not depend on that order.
+    return sorted(episodes, key=lambda e: (e.group, e.sample))
 
 
 def evaluate(worker, tasks, step, log, args):
@@ -462,19 +447,25 @@ def evaluate(worker, tasks, step, log, args):
 # The run
 
 
-def read_inputs(args):
-    """-> (tasks or rows of --rollouts, tasks of --val, AgentConfig, VideoSource). Raises UserError
-    for what can be refused before a model is built."""
-    val_tasks = data.read_tasks(args.val) if args.val else []
+def read_tasks(path, source, args):
+    """Task JSONL -> rows; [] without a path. Raises UserError for what can be refused before a
+    model is built."""
+    if not path:
+        return []
+    tasks = data.read_tasks(path)
     # Videos lie beside the file, unless --video-root says otherwise.
+    source.cache.check_present(path, tasks, video.root_of(args, path))
+    return tasks
+
+
+def read_inputs(args):
+    """-> (tasks or rows of --rollouts, tasks of --val, AgentConfig, VideoSource)"""
     agent, source = rollout.agent_settings(args, args.rollouts or args.data)
     if args.rollouts:
-        return launch.read_jsonl(args.rollouts, rollout.RECORD_FIELDS), val_tasks, agent, source
-    tasks = data.read_tasks(args.data)
-    source.cache.check_present(args.data, tasks, source.root)
-    if val_tasks:
-        source.cache.check_present(args.val, val_tasks, video.root_of(args, args.val))
-    return tasks, val_tasks, agent, source
+        tasks = launch.read_jsonl(args.rollouts, rollout.RECORD_FIELDS)
+    else:
+        tasks = read_tasks(args.data, source, args)
+    return tasks, read_tasks(args.val, source, args), agent, source
 
 
 def check_data(args):
@@ -493,19 +484,7 @@ def start_run(args, inputs):
     launch.lock(args.out)
     _, _, device = launch.start_process_group()
     launch.reset_watchdog()  # from here on a phase that hangs ends the run
-    folder, state = checkpoint.resume_point(args, inputs)
-    remove_later_rollouts(args.out, state["step"])
-    return device, folder, state
-
-
-def remove_later_rollouts(out, step):
-    """Removes the rollouts of `step` and later ones, which the run samples anew: with fewer ranks
-    it would not write over all of them. Collective."""
-    if launch.rank_and_world()[0] == 0:
-        for path in glob.glob(f"{glob.escape(out)}/rollouts/step_*"):
-            if os.path.basename(path) >= f"step_{step:06d}":
-                os.remove(path)
-    launch.any_rank(False)  # a barrier: no rank writes before
+    return device, *checkpoint.resume_point(args, inputs)
 
 
 def load_models(ckpt, codec, device, folder, args):
@@ -529,21 +508,15 @@ def load_models(ckpt, codec, device, folder, args):
     return policy, reference, optimizer
 
 
-def engine_weights(policy):
-    """Iterator of (name, full tensor) in the engine's dtype. Collective."""
-    device = next(policy.parameters()).device
-    return checkpoint.full_weights(policy, model.engine_dtype(policy.codec, device))
-
-
-def make_worker(ckpt, policy, folder, agent, source, args):
+def make_worker(ckpt, policy, dtype, folder, agent, source, args):
     """The engine (None with --rollouts), the judge and the rules of an episode -> RolloutWorker.
-    folder: as of load_models. Collective."""
+    dtype: of the engine's weights. folder: as of load_models. Collective."""
     engine = None
     if not args.rollouts:
         # On a GPU the engine shares the device with the trainer, so it starts asleep.
         engine = rollout.make_engine(ckpt, policy.codec, args, sleeping=True)
         if folder:  # it has read --ckpt, but the resumed weights are newer
-            engine.sync(engine_weights(policy))
+            engine.sync(checkpoint.full_weights(policy, dtype))
     pay = rewards.RewardConfig(args.answer_suffix, args.anchor, args.gamma,
                                tool_weight=args.tool_reward)
     # Each rank asks about its own rollouts. All append to one file, and read it when they begin.
@@ -551,21 +524,9 @@ def make_worker(ckpt, policy, folder, agent, source, args):
     return rollout.RolloutWorker(engine, policy.codec, source, agent, pay, judge)
 
 
-def collect(worker, decoders, tasks, step, args):
-    """-> this rank's episodes of a step, from the engine or from --rollouts."""
-    if args.rollouts:
-        return recorded_batch(worker, tasks)
-    # The engine holds the weights of this step, so its samples are on policy, but for rounding.
-    episodes = sample_batch(worker, tasks, step, args)
-    worker.engine.sleep()  # so the trainer has its memory
-    # While the trainer works, other threads decode the frames of the next step.
-    if step + 1 < args.steps:
-        prefetch_overviews(decoders, worker.source, tasks, step + 1, args)
-    return episodes
-
-
-def learn(policy, reference, optimizer, episodes, source, args):
-    """Episodes of this rank -> one update of the weights; numbers for the log. Collective."""
+def learn(policy, reference, optimizer, episodes, source, step, args):
+    """Episodes of this rank -> one update of the weights; numbers for the log. Raises RunError for
+    a gap beyond rounding. Collective."""
     # The frames that the rollouts saw, so that an update reads no file.
     frames = {}
     for episode in episodes:
@@ -577,19 +538,21 @@ def learn(policy, reference, optimizer, episodes, source, args):
         reference.features = policy.features
     # Sub-agents are not trained, so only this shows whether their frames are right. Before the
     # weights move.
-    gap_sub = engine_gap(policy, sub_agent_tree(episodes), args.temperature)
+    gap_sub = sub_agent_gap(policy, episodes, args.temperature)
     # A group lies on one rank, so advantages need no exchange between ranks. The trees hold every
     # sampled token once and every prompt once per group.
     trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
     stats = update(policy, reference, optimizer, trees, num_tokens, args)
-    return {**stats, "gap_sub": gap_sub}
+    stats["gap_sub"] = gap_sub
+    check_gap(step, stats, policy)
+    return stats
 
 
 def write_rollouts(out, step, episodes):
     """Writes the episodes of this rank. A file per rank, because ranks share no file handle."""
     rank, _ = launch.rank_and_world()
-    lines = [json.dumps(episode.to_dict()) + "\n" for episode in episodes]
-    launch.write_atomic(f"{out}/rollouts/step_{step:06d}.rank{rank}.jsonl", "".join(lines))
+    path = f"{out}/rollouts/step_{step:06d}.rank{rank}.jsonl"
+    launch.write_jsonl(path, [episode.to_dict() for episode in episodes])
 
 
 def main():
@@ -608,7 +571,8 @@ def main():
     log = Log(args.out, start, args.steps, args)
 
     policy, reference, optimizer = load_models(ckpt, codec, device, folder, args)
-    worker = make_worker(ckpt, policy, folder, agent, source, args)
+    dtype = model.engine_dtype(codec, device)
+    worker = make_worker(ckpt, policy, dtype, folder, agent, source, args)
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2))
     stop_event = launch.stop_on_signal()
     num_bad = 0  # steps in a row without a finite gradient
@@ -617,15 +581,13 @@ def main():
 
     for step in range(start + 1, args.steps + 1):
         # 1. Rollouts. In seeds and records steps count from 0, as the weights' version does.
-        launch.reset_watchdog()
         began = time.monotonic()
         episodes = collect(worker, decoders, tasks, step - 1, args)
 
         # 2. Update.
-        launch.reset_watchdog()
+        launch.reset_watchdog()  # rollouts are one phase, the update until its log line another
         sampled = time.monotonic()
-        stats = learn(policy, reference, optimizer, episodes, source, args)
-        check_gap(step, stats, policy)
+        stats = learn(policy, reference, optimizer, episodes, source, step, args)
         # A single bad step moves no weight. Three of them would go on for ever.
         num_bad = 0 if math.isfinite(stats["grad_norm"]) else num_bad + 1
         if num_bad == 3:
@@ -633,12 +595,12 @@ def main():
 
         # 3. New weights into the engine, which drops all prefixes and features of the old ones.
         if worker.engine:
-            worker.engine.wake(engine_weights(policy))
+            worker.engine.wake(checkpoint.full_weights(policy, dtype))
 
         # 4. Record and log.
-        seconds = {"rollout_s": sampled - began, "train_s": time.monotonic() - sampled}
+        stats.update(rollout_s=sampled - began, train_s=time.monotonic() - sampled)
         write_rollouts(args.out, step - 1, episodes)
-        log.write({"step": step, **episode_numbers(episodes), **stats, **seconds}, SHOWN)
+        log.write({"step": step, **episode_numbers(episodes), **stats}, SHOWN)
 
         # 5. Evaluate and save.
         last = step == args.steps
@@ -649,7 +611,6 @@ def main():
         # A signal on any rank saves and stops all of them: they must leave at the same step.
         stopping = launch.any_rank(stop_event.is_set())
         if save or stopping:
-            launch.reset_watchdog()
             checkpoint.save_run(policy, optimizer, args.out, step, state)
         if stopping:
             break

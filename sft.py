@@ -387,7 +387,6 @@ def main():
                "tokens_per_s": num_tokens / seconds, "wait_s": waited, "step_s": seconds,
                "skipped_chats": len(set(launch.gather_rows(skipped)))}
         log.write(row, "loss lr grad_norm trained_tokens tokens tokens_per_s wait_s step_s")
-        launch.reset_watchdog()
 
         # 3. The held-out loss, and a checkpoint. `best` links to the one with the lowest loss.
         is_save_step = last or (args.save_every and step % args.save_every == 0)

@@ -10,6 +10,7 @@ and a tracker, and warnings that a run learns nothing.
 What each number means: docs/metrics.md. Reads and writes --out/log.jsonl; writes --out/args.json.
 Used by sft.py and grpo.py.
 """
+import glob
 import importlib
 import json
 import os
@@ -143,15 +144,19 @@ class Log:
     other than 0 it does nothing."""
 
     def __init__(self, out, start, steps, args):
-        """start: the step after which the run goes on. Lines of later steps and a torn last line
-        are dropped. Writes args.json: a run that dies early still says how it was started. Raises
-        UserError if the package of --track is missing."""
+        """start: the step after which the run goes on. Lines and rollouts of later steps and a torn
+        last line are dropped. Writes args.json: a run that dies early still says how it was
+        started. Raises UserError if the package of --track is missing."""
         self.rank = launch.rank_and_world()[0]
         if self.rank != 0:
             return
         self.out, self.start, self.steps = out, start, steps
         self.began = time.monotonic()
         self.rows, self.warned = [], set()
+        # The run samples these steps anew. With fewer ranks it would not write over all files.
+        for path in glob.glob(f"{glob.escape(out)}/rollouts/step_*"):
+            if os.path.basename(path) >= f"step_{start:06d}":
+                os.remove(path)
         path = os.path.join(out, "log.jsonl")
         if start > 0 and os.path.exists(path):
             rows = launch.read_jsonl(path, ("step",), faults=["a line that a kill has torn"])
@@ -159,11 +164,22 @@ class Log:
         launch.write_atomic(os.path.join(out, "args.json"), json.dumps(vars(args), indent=1))
         launch.write_jsonl(path, self.rows)
         self.file = open(path, "a", encoding="utf-8")
-        self.tracker = start_tracker(args.track, out, args) if args.track else None
+        self.tracker = None
+        if args.track:
+            try:
+                self.tracker = importlib.import_module(args.track)
+            except ImportError:
+                raise launch.UserError(f"--track {args.track}: not installed: pip install "
+                                       f"{args.track}") from None
+            # A start that goes on is another run there, of the same name. The tracker's own errors,
+            # of a login or a network, end the run, which goes on with or without --track.
+            name = os.path.basename(os.path.abspath(out))
+            self.tracker.init(project="paravt", name=name, config=vars(args))
 
     def write(self, row, names):
         """Adds a row to log.jsonl and to --track, prints the numbers of these names, and warns once
-        of each new sign."""
+        of each new sign. Ends a phase of the run, on every rank."""
+        launch.reset_watchdog()
         if self.rank != 0:
             return
         step, numbers = row["step"], flat_numbers(row)
@@ -195,18 +211,6 @@ class Log:
             print(f"stopped after step {step}; the same command goes on from {self.out}")
         else:
             print(f"done: {step} steps -> {self.out}/last")
-
-
-def start_tracker(name, out, args):
-    """-> the module of --track, in which a run of the folder's name has begun. A start that goes on
-    is another run there, of the same name. Its own errors, of a login or a network, end the run,
-    which goes on with or without --track."""
-    try:
-        tracker = importlib.import_module(name)
-    except ImportError:
-        raise launch.UserError(f"--track {name}: not installed: pip install {name}") from None
-    tracker.init(project="paravt", name=os.path.basename(os.path.abspath(out)), config=vars(args))
-    return tracker
 
 
 def flat_numbers(row, separator="/", prefix=""):

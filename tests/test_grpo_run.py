@@ -27,10 +27,6 @@ def tasks(toy):
 
 
 # ------------------------------------------------------------------------------------------------
-# Given rollouts
-
-
-# ------------------------------------------------------------------------------------------------
 # --rollouts
 
 
@@ -59,18 +55,6 @@ def same_update(a, b, base, tolerance=2e-3):
     return (moved(a, base) - moved(b, base)).norm() < tolerance * moved(a, base).norm()
 
 
-@pytest.mark.parametrize("flags", [
-    ("--format-credit", "none"), ("--format-credit", "sequence"), ("--temperature", 0.5),
-    ("--lr", 1e-4)], ids=lambda f: " ".join(map(str, f)))
-def test_every_flag_of_the_update_changes_the_update(run_grpo, any_gap, recorded, base, flags):
-    """A knob that does nothing, quietly, is the worst kind. The last of the flags makes the
-    difference, not those that it needs to act."""
-    a, _, _ = run_grpo("--rollouts", recorded, *flags[:-2], out="a")
-    b, _, _ = run_grpo("--rollouts", recorded, *flags, out="b")
-    assert not torch.equal(moved(a, base), torch.zeros_like(moved(a, base)))
-    assert not same_update(a, b, base)
-
-
 @pytest.mark.parametrize("name", ["gap", "gap_sub"])
 def test_a_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path, name):
     """Rollouts of other weights, or windows of other frames: log-probs are off by 0.05 nats."""
@@ -83,8 +67,6 @@ def test_a_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path, 
     with pytest.raises(launch.RunError, match=f"^step 1: {name}, .* is 0.050 nats, tolerance"):
         run_grpo("--rollouts", shifted)
     assert not (tmp_path / "run" / "last").exists()
-    # The coarser of the two dtypes decides: a trainer in bf16 rounds beside an engine in fp32.
-    assert grpo.gap_tolerance(torch.float32, torch.bfloat16) == 0.03
 
 
 def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base,

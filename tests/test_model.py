@@ -225,7 +225,7 @@ def one_grpo_update(toy):
         group = make_group(codec, source, task)
         for number, episode in enumerate(group):
             episode.advantage = {"task": number - 1.5, "fmt": 0.5}
-        trees.append(grpo.group_tree(group, "struct"))
+        trees.append(grpo.group_tree(group))
         num_tokens += sum(sum(episode.context.mask) for episode in group)
     args = grpo.build_parser().parse_args(["--ckpt", "none", "--data", "none"])
     optimizer = model.adamw(model.trained_parameters(policy), 1e-3, 0.999, device)

@@ -71,11 +71,9 @@ def test_a_window_shows_the_frames_that_its_sub_agent_saw(tmp_path):
 
 def test_the_credit_of_a_token_is_the_one_that_grpo_gave_it():
     row = episode()
-    assert view.credits_of(row, 0, "struct") == [(TURNS[0], 0.5), ("", 0.75)]
-    assert view.credits_of(row, 1, "none") == [(TURNS[1], 0.5)]
-    assert view.credits_of(row, 0, "sequence") == [(TURNS[0], 0.75)]
+    assert view.credits_of(row, 0) == [(TURNS[0], 0.5), ("", 0.75)]
     del row["advantage"]  # of an evaluation
-    assert view.credits_of(row, 0, "struct") == [(TURNS[0], 0.0)]
+    assert view.credits_of(row, 0) == [(TURNS[0], 0.0)]
 
 
 def test_texts_are_never_markup_and_a_half_written_line_is_left_out(tmp_path):

@@ -75,7 +75,7 @@ def sample(worker, tasks, step):
 
 def pack_groups(codec, groups):
     """Groups of rollouts -> one pack, in which those of a group share their prompt."""
-    return model.pack_trees(codec, [grpo.group_tree(group, "none") for group in groups])
+    return model.pack_trees(codec, [grpo.group_tree(group) for group in groups])
 
 
 @torch.no_grad()
@@ -155,7 +155,7 @@ def check_rank(args):
     policy = load_policy(ckpt, codec, device, source)
     engine = rollout.make_engine(ckpt, codec, args, sleeping=True)
     worker = rollout.RolloutWorker(engine, codec, source, agent)
-    tolerance = grpo.gap_tolerance(model.engine_dtype(codec, device))
+    tolerance = grpo.gap_tolerance(policy)
     groups = sample(worker, tasks, 0)
     row("engine: gap to the trainer, nats", engine_gap(policy, groups, args.temperature), tolerance)
     bounds = BOUNDS[device.type]

@@ -174,14 +174,14 @@ def frames_of(run, name, times, limit, cache):
     return [(second, jpeg_url(image, 70)) for image, second in zip(frames.images, frames.seconds)]
 
 
-def credits_of(row, turn, format_credit):
+def credits_of(row, turn):
     """The text of a turn -> [(text, credit of its tokens)], neighbours of equal credit joined."""
     if not row.get("advantage"):  # of an evaluation
         return [(row["turns"][turn], 0.0)]
     import grpo  # torch takes seconds
 
     start, end = row["spans"][turn]
-    credit = grpo.token_advantages(rollout.from_dict(row), format_credit)[start:end]
+    credit = grpo.token_advantages(rollout.from_dict(row))[start:end]
     parts = []
     tokens = zip(credit, row["pieces"][turn])
     for credit, run_of_tokens in itertools.groupby(tokens, key=lambda token: token[0]):
