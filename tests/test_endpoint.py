@@ -95,8 +95,7 @@ def test_a_text_that_is_refused_is_counted_and_never_an_answer(status, tasks, fr
 
 
 @pytest.mark.parametrize("reply", [
-    401, 500, (302, "", {"Location": "http://127.0.0.1:9/v1"}), b"not json",
-    b'{"choices": []}', b'{"choices": [{"message": {"content": [1]}}]}',
+    401, 500, b"not json", b'{"choices": []}', b'{"choices": [{"message": {"content": [1]}}]}',
     b'{"choices": [{"finish_reason": "error", "message": {"content": "A"}}]}',
     b'{"error": "busy", "choices": [{"finish_reason": "stop", "message": {"content": "A"}}]}'])
 def test_whatever_else_a_server_says_ends_the_run(reply, tasks, frames_of, no_retries):
@@ -127,14 +126,9 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
         ask(server, tasks, frames_of, key_variable="SOME_KEY")
     assert "s3cret" not in json.dumps([good.to_dict(), str(refused.value), server.asked])
     assert "***" in str(refused.value)
-    monkeypatch.setenv("SOME_KEY", "two\nlines")
-    with pytest.raises(launch.UserError, match="SOME_KEY holds no key"):
-        endpoint.OpenAIEngine(["http://x"], "m", key_variable="SOME_KEY")
 
 
-@pytest.mark.parametrize("reply", [
-    (401, {"error": "Unauthorized"}), (404, {"error": {"message": "The model does not exist."}}),
-    (503, "loading")])
+@pytest.mark.parametrize("reply", [(401, {"error": "Unauthorized"}), (503, "loading")])
 def test_a_server_that_refuses_is_found_before_the_run(reply, no_retries):
     with Server(ANSWER, probe=(*reply, {})) as server:
         engine = endpoint.OpenAIEngine([server.url], "m")

@@ -4,21 +4,18 @@ Tests of evaluation/systems.py and protocol_loop.py: python -m pytest tests/test
 Each system of the paper's table is played by a script: what it is shown, how its calls are read,
 what it gets back, when it has to answer, what is graded.
 """
-import doctest
 import hashlib
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from scripted import Server
 
 import chat
 import eval as evaluation
 import rollout
-from evaluation import benchmarks, endpoint, frame_sources, results, systems
+from evaluation import benchmarks, endpoint, results, systems
 
 STORED = Path(__file__).with_name("protocols.json")
 OPENINGS = Path(__file__).with_name("openings.json")
@@ -92,16 +89,6 @@ def test_an_endpoint_is_sent_what_is_stored(name, toy, monkeypatch):
     assert sent == stored(STORED, name, sent), "written to tests/protocols.json: is it meant?"
 
 
-def test_every_row_of_the_papers_table_has_an_entry():
-    """As docs/evaluation.md names it."""
-    text = Path(ROOT, "docs", "evaluation.md").read_text()
-    rows = [line.split(" | ") for line in text.splitlines() if line.count(" | ") == 2]
-    for system in benchmarks.paper_table():
-        name = system.removesuffix("-7B")
-        (entry,) = [cells[1] for cells in rows if name in cells[0]]
-        assert set(re.findall("`([a-z0-9-]+)`", entry)) & set(systems.all_systems()), system
-
-
 def tasks_of(split):
     """Made-up tasks of a benchmark, None: of --data."""
     options = ["a red kite", "a blue {kite}", 'no kite: "none"', "two kites", "a kite\\line"]
@@ -164,10 +151,6 @@ def test_first_messages_calls_and_frames_are_those_that_are_stored(name, toy, mo
     assert found == stored(OPENINGS, name, found), "written to tests/openings.json: is it meant?"
 
 
-# ------------------------------------------------------------------------------------------------
-# crop_video agents
-
-
 CROP = ('<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}\n'
         "</tool_call>")
 
@@ -202,6 +185,3 @@ def test_sages_first_tool_is_read(text, calls):
     answer = ["B"] if text == "B" else [text, '<json>{"final_answer": "(B) blue"}</json>']
     assert "B" in systems.sage_final(answer)
 
-
-def test_example_of_the_publishers_frames_runs():
-    assert doctest.testmod(frame_sources) == (0, 1)
