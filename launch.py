@@ -44,7 +44,6 @@ class RunError(Exception):
     """A run that cannot go on: one line on stderr, exit code 1."""
 
 
-
 def run_main(main):
     """Runs a script's main(). What a user can mend becomes one line and an exit code, all else a
     traceback and exit code 1. Crash-only: nothing is tried twice, the same command goes on."""
@@ -190,14 +189,12 @@ def cores():
     return max(1, len(os.sched_getaffinity(0)) // int(ranks))
 
 
-def use_gpu(cpu=False):
-    """Whether this process computes on a GPU. Never with `cpu`, nor if CUDA_VISIBLE_DEVICES is set
-    and empty. Raises UserError if the machine or the build of torch shows that there should be a
-    GPU: an 8B would train in fp32 on the CPU."""
+def use_gpu():
+    """Whether this process computes on a GPU. Never if CUDA_VISIBLE_DEVICES is set and empty.
+    Raises UserError if the machine or the build of torch shows that there should be a GPU: an 8B
+    would train in fp32 on the CPU."""
     import torch
 
-    if cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA starts, so that vLLM sees none either
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     if not torch.cuda.is_available() and (torch.version.cuda or shutil.which("nvidia-smi")):
@@ -209,18 +206,17 @@ def use_gpu(cpu=False):
 PATIENCE = 3600.0  # seconds that a phase of a run may take
 
 
-def start_process_group(cpu=False):
-    """Joins torchrun's process group, or makes one of a single process -> (rank, world, device).
-    cpu: see use_gpu. A collective has no deadline of its own, because ranks of an evaluation end
-    hours apart; the watchdog ends a rank that hangs."""
+def start_process_group():
+    """Joins torchrun's process group, or makes one of a single process -> (rank, world, device). A
+    collective has no deadline of its own, because ranks of an evaluation end hours apart; the
+    watchdog ends a rank that hangs."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    gpu = use_gpu(cpu)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if gpu:
+    if use_gpu():
         backend = "cpu:gloo,cuda:nccl"
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -233,11 +229,11 @@ def start_process_group(cpu=False):
         torch.set_flush_denormal(True)  # tiny models make denormals, which run in microcode
         warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     if not dist.is_initialized():
-        wait = timedelta(days=30)
-        alone = {}
+        store = None  # torchrun's
         if "RANK" not in os.environ:
-            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=wait, **alone)
+            store = dist.HashStore()
+        dist.init_process_group(backend, timeout=timedelta(days=30), store=store, rank=rank,
+                                world_size=world)
     return rank, world, device
 
 
@@ -246,7 +242,7 @@ def end_process_group(engine=None, code=0):
     ranks it does not return, nor with an exit code above 0."""
     import torch.distributed as dist
 
-    several = rank_and_world()[1] > 1
+    world = rank_and_world()[1]
     if engine:
         any_rank(False)  # a barrier: closing vLLM may end the group, and rank 0 may still write
         engine.close(code)
@@ -254,7 +250,7 @@ def end_process_group(engine=None, code=0):
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()  # the process may have more to do
     sys.stdout.flush()
-    if engine and several:  # threads of gloo and vLLM have aborted sys.exit, once in 20 runs
+    if engine and world > 1:  # threads of gloo and vLLM have aborted sys.exit, once in 20 runs
         os._exit(code)
     if code:
         sys.exit(code)
@@ -341,11 +337,10 @@ def read_jsonl(path, required=(), fault=None, faults=None):
     that gets those lines instead (--check); such rows are left out."""
     rows = []
     try:
-        with open(path, encoding="utf-8-sig") as file:  # editors put a byte order mark
-            lines = list(file)
+        text = read_file(path).decode("utf-8-sig")  # editors put a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}; tools/convert.py reads parquet") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             row, problem = read_row(line, required, fault)
             if problem is None:

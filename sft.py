@@ -290,7 +290,7 @@ def forward_backward(policy, packs):
 
 
 def held_out_loss(policy, chats, args, rank, world):
-    """Nats per token of the held-out chats; None if none can be read. Collective."""
+    """Nats per token of the held-out chats. Collective."""
     import torch
 
     nats, tokens = 0.0, 0
@@ -305,7 +305,7 @@ def held_out_loss(policy, chats, args, rank, world):
             loss, n = forward_backward(policy, packs)
         nats += loss * n
         tokens += n
-    return nats / tokens if tokens else None
+    return nats / max(1, tokens)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -393,8 +393,7 @@ def main():
         if is_save_step and val:
             value = held_out_loss(policy, val, args, rank, world)  # on every rank the same
             log.write({"step": step, "val_loss": value}, "val_loss")
-            if value is not None:
-                checkpoint.note_best(state, -value, step)
+            checkpoint.note_best(state, -value, step)
         # A signal on any rank stops all of them, after a checkpoint.
         stopping = launch.any_rank(stop_event.is_set())
         if is_save_step or stopping:

@@ -183,7 +183,8 @@ def main():
     if args.video:
         compare_frames(args.video)
     if args.ckpt:
-        launch.start_process_group(cpu=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the trainer beside it has use_cpu
+        launch.start_process_group()
         compare_update(args.ckpt)
 
 

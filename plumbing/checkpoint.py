@@ -84,10 +84,8 @@ def adapter_config(ckpt):
 
 def base_of(ckpt):
     """Checkpoint folder -> the folder of the whole weights: itself, or the base of its adapters."""
-    config = adapter_config(ckpt)
-    if not config:
-        return ckpt
-    return resolve(config["base_model_name_or_path"])
+    base = adapter_config(ckpt).get("base_model_name_or_path")
+    return resolve(base) if base else ckpt
 
 
 def adapter_rank(ckpt, rank):
@@ -282,22 +280,20 @@ def read_weights(hf, base, ckpt):
 
 def merged_weights(ckpt):
     """Iterator of (name, tensor) of a checkpoint in host memory, with its adapters added."""
-    from safetensors import safe_open
     from safetensors.torch import load_file
 
     adapters = {}
     if base_of(ckpt) != ckpt:
         adapters = load_file(f"{ckpt}/adapter_model.safetensors")
-    paths = all_files(base_of(ckpt))
-    for path in [path for path in paths if path.endswith(".safetensors")]:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                tensor = file.get_tensor(name)
-                stem = name.removesuffix("weight")
-                a = adapters.get(peft_name(f"{stem}lora_A"))
-                if a is not None:
-                    tensor = with_adapters(tensor, a, adapters[peft_name(f"{stem}lora_B")])
-                yield name, tensor
+    for path in all_files(base_of(ckpt)):
+        if not path.endswith(".safetensors"):
+            continue
+        for name, tensor in load_file(path).items():  # a file has at most some gigabytes
+            stem = name.removesuffix("weight")
+            a = adapters.get(peft_name(f"{stem}lora_A"))
+            if a is not None:
+                tensor = with_adapters(tensor, a, adapters[peft_name(f"{stem}lora_B")])
+            yield name, tensor
 
 
 # ------------------------------------------------------------------------------------------------

@@ -6,12 +6,11 @@ subtitles.
   chat       {"id", "messages": [{"role", "content"}, ..], "tools"?}, one a line
   fault      a label that earns less than 1 when the model writes that very label; an id twice; two
              turns in a row; a field of another trainer's format; ..
-  subtitles  aligned: the lines that are spoken while a frame of the overview is shown; full: all.
-             Sub-agents, which see one window, get none
+  subtitles  the lines that are spoken while a frame of the overview is shown. Sub-agents, which see
+             one window, get none
 
 Reads JSONL and files of subtitles; writes nothing. Used by sft.py, rollout.py, grpo.py and eval.py.
 """
-import codecs
 import functools
 import html
 import json
@@ -281,9 +280,9 @@ def unread_field(item, fields):
 
 
 # ------------------------------------------------------------------------------------------------
-# Subtitles. A task may name a file in "subtitles": SRT, WebVTT, or JSON as LongVideoBench and
-# Video-MME-v2 ship it, relative to the folder of the videos. "subtitle_start" is the second of the
-# file at which the video begins. Not read by ffmpeg, which takes "a < b and c > d" for a tag.
+# Subtitles. A task may name a file in "subtitles": SRT, WebVTT, or JSON as LongVideoBench ships it,
+# relative to the folder of the videos. "subtitle_start" is the second of the file at which the
+# video begins. Not read by ffmpeg, which takes "a < b and c > d" for a tag.
 
 
 def task_subtitles(task, seconds, root):
@@ -305,11 +304,7 @@ def read_subtitles(path):
     """SRT, WebVTT or JSON file -> [(start, end, text)] in seconds of the file, in time order.
     Raises UserError naming the file."""
     try:
-        content = launch.read_file(path)
-        encoding = "utf-8-sig"
-        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # editors of Windows
-            encoding = "utf-16"
-        text = content.decode(encoding)
+        text = launch.read_file(path).decode("utf-8-sig")
         # By the first sign, not by the name: in a Hub cache that is a blob's, without an ending.
         if text.lstrip().startswith(("[", "{")):
             cues = json_cues(text)
@@ -318,9 +313,9 @@ def read_subtitles(path):
     except (OSError, ValueError, KeyError, TypeError) as error:
         # Another encoding is not guessed: a wrong guess shows the model wrong words.
         raise launch.UserError(
-            f"{path}: unreadable subtitles ({error}); if they are not UTF-8 or UTF-16, convert "
-            "them, as with iconv -f GB18030 -t UTF-8, or -f CP1252; or set subtitles to null in "
-            "the tasks") from None
+            f"{path}: unreadable subtitles ({error}); if they are not UTF-8, convert them, as with "
+            "iconv -f GB18030 -t UTF-8, or -f CP1252; or set subtitles to null in the tasks"
+        ) from None
     lines, above, shown_until = [], [], 0.0  # above: rows of the cue before
     for start, end, text in sorted(cues):
         rows = plain_rows(text)
@@ -363,20 +358,15 @@ def to_seconds(stamp):
 
 def json_cues(text):
     """As LongVideoBench ships them, {"timestamp": [start, end or null], "text"} or {"start", "end",
-    "line"}, or Video-MME-v2, words with "start_time" and "end_time", one a line -> [(start, end,
-    text)] in seconds of the file."""
-    if text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    "line"} -> [(start, end, text)] in seconds of the file."""
     cues, later = [], None  # later: where the cue after this one begins
-    for row in reversed(rows):
-        row = {name.removesuffix("_time"): value for name, value in row.items()}
-        start, end = row.get("timestamp") or (row["start"], row["end"])
+    for row in reversed(json.loads(text)):
+        if "timestamp" in row:
+            (start, end), text = row["timestamp"], row["text"]
+        else:
+            start, end, text = row["start"], row["end"], row["line"]
         if end is None:  # open: until the next one begins
             end = later or start
-        text = row["text"] if "text" in row else row["line"]
-        if start is not None:
-            cues.append((to_seconds(start), to_seconds(end), text))
-            later = start
+        cues.append((to_seconds(start), to_seconds(end), text))
+        later = start
     return cues

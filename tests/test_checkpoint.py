@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from album import logprobs, response
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import launch
-from evaluation.results import digest_of_files
 from model import TokenSpan, Tree
 from plumbing import checkpoint
 
@@ -72,19 +71,6 @@ def test_weights_that_do_not_fit_are_one_line(toy, codec, process_group, tmp_pat
     damage(folder / "model.safetensors")
     with pytest.raises(launch.UserError, match=str(folder)):
         checkpoint.load_policy(str(folder), codec, CPU)
-
-
-def test_every_tensor_enters_the_digest_of_a_checkpoint(tmp_path):
-    """An adapter that was merged into one matrix leaves all others as they were."""
-    tensors = {f"layer{i}": torch.full((1024, 512), float(i)) for i in range(2)}
-    digests = set()
-    for name in [None, *tensors]:
-        changed = {k: v + (k == name) for k, v in tensors.items()}
-        save_file(changed, tmp_path / "model.safetensors")
-        digests.add(digest_of_files(checkpoint.all_files(str(tmp_path))))
-    (tmp_path / "config.json").write_text("{}")
-    digests.add(digest_of_files(checkpoint.all_files(str(tmp_path))))
-    assert len(digests) == 4
 
 
 # ------------------------------------------------------------------------------------------------
@@ -236,17 +222,3 @@ def test_a_published_folder_appears_whole(tmp_path):
         (tmp_path / "temp" / text).write_text("x")
         launch.publish_folder(str(tmp_path / "temp"), str(tmp_path / "ckpt"))
     assert os.listdir(tmp_path) == ["ckpt"] and os.listdir(tmp_path / "ckpt") == ["new"]
-
-
-def test_large_weights_become_several_files_with_an_index(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    real = huggingface_hub.save_torch_state_dict
-    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict",
-                        lambda *given, **more: real(*given, **{**more, "max_shard_size": 100}))
-    weights = {name: torch.full((20,), float(i)) for i, name in enumerate("abc")}
-    checkpoint.save_files(str(tmp_path), {}, weights)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(set(index.values())) == 3
-    for name, file in index.items():
-        assert torch.equal(load_file(tmp_path / file)[name], weights[name])

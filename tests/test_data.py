@@ -25,16 +25,13 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
 
 
 @pytest.mark.parametrize("task, wanted", [
-    *[(labelled("open", "x") | {"evidence": e}, "list of windows") for e in (5, [5, 10])],
-    (labelled("grounding", [0, 10**400]), "in seconds"), (labelled("mcq", "Apple", FOUR), "letter"),
+    (labelled("open", "x") | {"evidence": [5, 10]}, "list of windows"),
+    (labelled("mcq", "Apple", FOUR), "letter"), (labelled("mcq", "b", FOUR), "capital letter"),
+    (labelled("mcq", "E", FOUR), "letter"), (labelled("mcq", 1, FOUR), "the capital letter of"),
     (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", [-1, 5]), "<= start"),
-    (labelled("grounding", [1, 2, 3]), "in sec"), (labelled("mcq", "b", FOUR), "capital letter"),
+    (labelled("grounding", [25, 25]), "<= start"), (labelled("grounding", [1, 2, 3]), "in sec"),
     (labelled("open", "a </answer> b"), "no tags"), (labelled("list", ", ,"), "letter or a digit"),
-    (labelled("mcq", "A. Milne", FOUR), "letter"), (labelled("grounding", [25, 25]), "<= start"),
-    (labelled("grounding", [None, 5]), "in sec"), (labelled("open", "<b></b>"), "a letter or"),
-    (labelled("mcq", 1, FOUR), "the capital letter of"), (labelled("grounding", "1 - 5"), "in sec"),
-    (labelled("mcq", "A, B", FOUR), "letter"), (labelled("mcq", "E", FOUR), "letter"),
-    (labelled("open", 4), "a text"), (labelled("mcq", "c", ["e", "c", "a"]), "capital letter")])
+    (labelled("open", 4), "a text")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
     path = write_rows(tmp_path / "tasks.jsonl", [labelled("open", "fine"), {**task, "id": "u"}])
     with pytest.raises(launch.UserError) as e:
@@ -44,11 +41,9 @@ def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, w
 
 @pytest.mark.parametrize("task", [
     labelled("open", "She says: \"no, thanks\".\nThen she leaves."), labelled("mcq", "D", FOUR),
-    labelled("grounding", [24.296875, 30.40000057220459]), labelled("mcq", "B", ["B", "A", "C"]),
+    labelled("grounding", [24.296875, 30.40000057220459]), labelled("open", "一只红色的狗"),
     labelled("mcq", "Z", [str(n) for n in range(26)]), labelled("list", "16 red, 40 blue"),
-    labelled("mcq", "A", ["J. Cole", "B. Dylan"]), labelled("mcq", "A", ["是", "不是"]),
-    labelled("open", "一只红色的狗"), labelled("open", "-0.5"), labelled("list", "红, 蓝"),
-    labelled("open", "5 %"), labelled("open", "the"), labelled("mcq", "A", ["C", "B", "A"])])
+    labelled("open", "-0.5"), labelled("list", "红, 蓝"), labelled("open", "the")])
 def test_labels_of_every_kind_are_read(tmp_path, task):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(task), encoding="utf-8-sig")

@@ -82,9 +82,3 @@ def test_a_prompt_of_training_is_that_of_evaluation(toy, codec, data, tmp_path, 
 def test_markup_goes_and_text_stays(tmp_path, text, wanted):
     (tmp_path / "a.srt").write_text(f"1\n00:00:01,000 --> 00:00:02,000\n{text}\n")
     assert [row for *_, row in data_py.read_subtitles(str(tmp_path / "a.srt"))] == [wanted]
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_the_mark_of_a_file_tells_its_encoding(tmp_path, encoding):
-    (tmp_path / "a.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nGrüße, 你好\n", encoding)
-    assert data_py.read_subtitles(str(tmp_path / "a.srt")) == [(1, 2, "Grüße, 你好")]
