@@ -73,7 +73,7 @@ def test_videos_alone_lead_to_an_evaluation(toy, tmp_path):
 
     with Server(Teacher()) as server:
         asked = "--base-url", server.url, "--model", "m"
-        stage("tools/draft.py", tmp_path, *asked, "--out", tasks, "--questions", 8, "--seconds", 3)
+        stage("tools/draft.py", tmp_path, *asked, "--out", tasks, "--questions", 8)
         assert "no fault" in stage("grpo.py", *toy_flags, "--ckpt", toy / "init", "--data", tasks,
                                   "--check", "--out", tmp_path / "grpo")
         stage("eval.py", *asked, "--data", tasks, "--frames", 8, "--out",
