@@ -124,6 +124,8 @@ FAULTS = {
         rollout.Context, "add_sampled", shifted),
     "a forced prefix that is scored": lambda fault: fault.patch.setattr(
         rollout.Context, "add_masked", scored),
+    "a stale prefix cache": lambda fault: fault.patch.setattr(
+        "vllm.v1.engine.llm_engine.LLMEngine.reset_prefix_cache", lambda *_: None),
     "adapters not merged": lambda fault: fault.patch.setattr(
         checkpoint, "with_adapters", lambda weight, a, b: weight),
     "responses of a turn swapped": lambda fault: fault.replace(
@@ -154,9 +156,14 @@ def cold(toy, tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_fault_looks_like(toy, cold, name, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(rollout, "make_engine", reference.make_engine)
+    if name != "a stale prefix cache":  # the reference engine has none
+        monkeypatch.setattr(rollout, "make_engine", reference.make_engine)
     words = ["grpo.py", "--preset", "toy", "--ckpt", cold, "--data", toy / "rl.jsonl", "--steps", 2,
              "--prompts", 3, "--num-generations", 4, "--frames", 8, "--out", tmp_path]
+    if name == "a stale prefix cache":  # the same prompts in both steps, longer than a block
+        lines = (toy / "rl.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "three.jsonl").write_text("".join(lines[:3]))
+        words += ["--data", tmp_path / "three.jsonl", "--video-root", toy, "--frames", 64]
     if name == "adapters not merged":
         words += ["--lora-rank", 8]
     if name == "responses of a turn swapped":
