@@ -285,7 +285,7 @@ def evaluate(args):
     system, prompts = systems.make_system(args)
     suites = load_suites(args, weights, prompts)
     if world > 1:
-        launch.start_process_group(bool(args.base_url))
+        launch.start_process_group()
         launch.any_rank(False)  # a barrier: all ranks have read the records before any rank appends
     # Reading benchmarks and hashing weights may have taken minutes.
     launch.reset_watchdog()

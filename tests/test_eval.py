@@ -277,11 +277,12 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, drop, why, world):
 
 
 @pytest.mark.process
-def test_command_line_runs_on_the_toy_world(toy, tmp_path):
+def test_command_line_runs_on_the_toy_world_on_two_ranks(toy, tmp_path):
     done = run_script("eval.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
                       toy / "eval.jsonl", "--frames", 4, "--max-new-tokens", 16, "--limit", 3,
-                      "--out", tmp_path / "out", reference=True)
+                      "--out", tmp_path / "out", reference=True, ranks=2)
     assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "out").glob("records.rank?.jsonl"))) == 2
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["results"][0]["n"] == 3 and summary["checkpoint"] == str(toy / "init")
     assert done.stdout.split()[:3] == ["bench", "K", "tools"]
