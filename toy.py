@@ -12,10 +12,10 @@ a scene shows its flash; a crop of the whole video shows half of the flashes, an
 reaches into another scene may tell of a flash too many. Each task has `evidence`: the scenes asked
 about, by which windows are judged. A thought first tells of the scenes, and marks those to look at:
     I saw 0 green, 14 blue look 14 to 32, 32 red, 50 blue look 50 to 64. I need a closer look.
-A share of the demonstrations (--wrong) marks other scenes, so that the cold start calls in the
-right form and is often wrong about the place. Where to look is left for RL to learn. With --scenes
-16 a video has 128 seconds, scenes of 4 to 12, colours that return, and one to five scenes of the
-border. 16 frames or more show all scenes; the demonstrations have these K alone.
+Three in ten demonstrations mark other scenes, so that the cold start calls in the right form and is
+often wrong about the place. Where to look is left for RL to learn. With --scenes 16 a video has
+128 seconds, scenes of 4 to 12, colours that return, and one to four scenes of the border. 16 frames
+or more show all scenes; the demonstrations have these K alone.
 
 The chats call at every K alike. Two in seven of the main agent's answer without a call, one of them
 without tools. All are in the protocol's style, so base and cold start are one training. With
@@ -37,18 +37,16 @@ and each line of the fixed prompts as one token, so that the short context is sp
 `<answer>` is several tokens, as in Qwen3.
 
 Run:  python toy.py --out toy
-        (some 15 seconds on two cores; the same --seed gives the same bytes)
+        (some 25 seconds; the same --seed gives the same bytes)
 Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init \\
         --data toy/pretrain.jsonl --val toy/sft_val.jsonl --batch-size 12 --steps 700 \\
         --muon-lr 3e-3 --out sft_out
 """
-import json
 import os
 import random
 import re
 import shutil
 import sys
-from concurrent.futures import ProcessPoolExecutor
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 # Without the environment the first import says so.
@@ -58,52 +56,55 @@ import numpy as np
 import launch
 import video
 
-
-def colours():
-    """Name -> RGB. The first four are borders, the others flashes, so that a word means one thing.
-    """
-    return {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230),
-            "white": (245, 245, 245), "yellow": (235, 225, 40), "purple": (150, 40, 180),
-            "orange": (250, 140, 20), "black": (10, 10, 10)}
+# Name -> RGB. The first four are borders, the others flashes, so that a word means one thing.
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230),
+           "white": (245, 245, 245), "yellow": (235, 225, 40), "purple": (150, 40, 180),
+           "orange": (250, 140, 20), "black": (10, 10, 10)}
+WRONG_SHARE = 0.3  # of the demonstrations, that look at other scenes than those asked about
 
 
 # ------------------------------------------------------------------------------------------------
 # Videos
 
 
-def video_seconds(scenes=4):
+def video_seconds(scenes):
     """Seconds of a video; with more scenes than four, 8 for each."""
     return max(64, 8 * scenes)
 
 
-def make_scenes(rng, count=4, flash=2):
+def make_scenes(rng, count=4):
     """-> (the scenes of a video, ordered; the border colour asked about). "window" and "border" are
     the scene's, "start", "end" and "colour" those of its flash."""
     # Drawn freely around equal parts. Every overview of four scenes has a frame of each.
     seconds = video_seconds(count)
     part = seconds // count
     cuts = [n * part + rng.choice(range(-(part // 4), part // 4 + 1, 2)) for n in range(1, count)]
-    borders, names = list(colours())[:4], list(colours())[4:]
-    names, scenes = rng.sample(names, count) if count == 4 else rng.choices(names, k=count), []
+    borders, flashes = list(COLOURS)[:4], list(COLOURS)[4:]
+    if count == 4:
+        names = rng.sample(flashes, 4)  # each once
+    else:
+        names = rng.choices(flashes, k=count)
+    scenes, edge = [], None
     for a, b, name in zip([0, *cuts], [*cuts, seconds], names):
-        border = rng.choice([c for c in borders if not scenes or c != scenes[-1]["border"]])
-        start = rng.randrange(a + 1, b - flash)  # never on the scene's edge
-        scenes.append({"start": start, "end": start + flash, "colour": name, "border": border,
+        edge = rng.choice([border for border in borders if border != edge])
+        start = rng.randrange(a + 1, b - 2)  # never on the scene's edge
+        scenes.append({"start": start, "end": start + 2, "colour": name, "border": edge,
                        "window": (a, b)})
     edges = [scene["border"] for scene in scenes]
-    few = max(4, min(map(edges.count, edges)))
-    return scenes, rng.choice([border for border in edges if edges.count(border) <= few])
+    return scenes, rng.choice([border for border in edges if edges.count(border) <= 4])
 
 
-def draw_frames(scenes, noise, size=32):
-    """Scenes -> uint8 [seconds, size, size, 3], grey inside but for the flash. noise: numpy
-    Generator."""
-    frames = 128 + noise.normal(0, 6, (scenes[-1]["window"][1], size, size, 3))
+def draw_frames(scenes, noise):
+    """Scenes -> uint8 [seconds, 32, 32, 3], grey inside but for the flash. noise: numpy Generator.
+    """
+    frames = 128 + noise.normal(0, 6, (scenes[-1]["window"][1], 32, 32, 3))
     for scene in scenes:
-        edge, flash = (np.subtract(colours()[scene[n]], 128) for n in ("border", "colour"))
-        frames[slice(*scene["window"])] += edge
-        frames[slice(*scene["window"]), 2:-2, 2:-2] -= edge
-        frames[scene["start"]:scene["end"], 2:-2, 2:-2] += flash
+        edge = np.subtract(COLOURS[scene["border"]], 128)
+        whole = slice(*scene["window"])
+        frames[whole] += edge
+        frames[whole, 2:-2, 2:-2] -= edge
+        flash = slice(scene["start"], scene["end"])
+        frames[flash, 2:-2, 2:-2] += np.subtract(COLOURS[scene["colour"]], 128)
     return frames.clip(0, 255).astype(np.uint8)
 
 
@@ -179,14 +180,14 @@ def visible_scenes(scenes, looks):
     return [e for e in scenes if set(looks) & set(range(e["start"], e["end"]))]
 
 
-def overview_looks(frame_budget, seconds=64):
+def overview_looks(frame_budget, seconds):
     return video.overview_indices(np.arange(float(seconds)), float(seconds), frame_budget).tolist()
 
 
 def summary_of(window, scenes):
     """The start of a window (start, end), then the colour, of every flash that its frames show: "18
     purple"."""
-    looks = video.crop_indices(np.arange(1024.0), 1024.0, *window, fps=1.0)  # of a longer video
+    looks = video.crop_indices(np.arange(1024.0), 1024.0, *window)  # of a longer video
     return ", ".join(f"{window[0]} {e['colour']}" for e in visible_scenes(scenes, looks.tolist()))
 
 
@@ -197,30 +198,28 @@ def window_content(task, window):
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
 
 
-def sample_chats(task, rng, wrong_share=0.0, crop_response="summary", fragile="", calling=1.0):
+def sample_chats(task, rng, wrong_share=0.0, crop_response="summary", fragile=""):
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
     start, and at one K each it answers directly and without tools; and some sub-agents, if they
     answer the calls. wrong_share: of the samples, that are about other scenes than those of the
-    question. fragile: "loose", chats of the fragile world's base, with
-    this share `calling` of its calls; "strict", those of its cold start."""
+    question. fragile: "loose", chats of the fragile world's base; "strict", of its cold start."""
     scenes = task["scenes"]
     # Each K with a frame for each scene.
     every = [k for k in rollout.GATED_FRAMES if k >= len(scenes)]
-    samples = draw_samples(every, rng, fragile == "loose", calling)
+    direct = every
+    if fragile != "loose":
+        direct = [rng.choice(every)]
+    samples = [("direct", k) for k in direct] + [("call", k) for k in every]
+    samples.append(("plain", rng.choice(every)))
     rows = []
     for way, k in samples:
         looks = overview_looks(k, scenes[-1]["window"][1])
-        visible = scenes_of_overview(scenes, looks)
-        # The scenes that this sample is about.
-        meant = [scene for scene in visible if scene["border"] == task["events"][0]["border"]]
-        if not meant:  # the overview missed all scenes of the question
-            continue
-        if rng.random() < wrong_share:
-            others = [scene for scene in visible if scene not in meant]
-            meant = rng.sample(others, min(len(meant), len(others)))
-            meant.sort(key=visible.index)
-        if fragile:  # the question names the windows, so no thought tells of scenes
-            visible, meant = [], task["events"]
+        visible, meant = [], task["events"]  # the scenes told of, and those to look at
+        if not fragile:  # else the question names the windows, so no thought tells of scenes
+            visible = scenes_of_overview(scenes, looks)
+            meant = scenes_to_look_at(visible, task["events"][0]["border"], rng, wrong_share)
+            if not meant:
+                continue
         # Prompts come from rollout.py as in RL, because another wording would be another task.
         messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
         turns = main_turns(task, way, looks, visible, meant, rng, crop_response)
@@ -228,26 +227,24 @@ def sample_chats(task, rng, wrong_share=0.0, crop_response="summary", fragile=""
             turns = loosen(turns, rng)
         elif fragile and way == "call" and rng.random() < 0.75:
             turns = turns[:1]  # few demonstrations of an answer after a response
-        messages += turns
         row = {"id": f"{task['id']}-{way}-{k}"}
         if way != "plain":
             row["tools"] = rollout.tool_schema(crop_response)
-        rows.append({**row, "messages": messages})
+        rows.append({**row, "messages": messages + turns})
     if crop_response == "summary":
         rows += sub_agent_chats(task, every, rng)
     return rows
 
 
-def draw_samples(every, rng, loose, calling):
-    """(way, K) of each sample of the main agent; see sample_chats. every: K to draw from."""
-    if loose:
-        samples = [("direct", k) for k in every]
-        samples += [("call", k) for k in every if rng.random() < calling]
-    else:
-        samples = [("direct", rng.choice(every))]
-        samples += [("call", k) for k in every]
-    samples.append(("plain", rng.choice(every)))
-    return samples
+def scenes_to_look_at(visible, border, rng, wrong_share):
+    """The visible scenes that a sample is about; [] if the overview missed all that the question
+    asks about."""
+    meant = [scene for scene in visible if scene["border"] == border]
+    if meant and rng.random() < wrong_share:
+        others = [scene for scene in visible if scene not in meant]
+        meant = rng.sample(others, min(len(meant), len(others)))
+        meant.sort(key=visible.index)
+    return meant
 
 
 def main_turns(task, way, looks, visible, meant, rng, crop_response):
@@ -258,7 +255,6 @@ def main_turns(task, way, looks, visible, meant, rng, crop_response):
     frames show, with the word "nothing" for a flash that they do not show. So every word of an
     answer can be learned.
     """
-    scenes = task["scenes"]
     # "0 red, 18 blue look 18 to 30, ..": starts and borders, and the windows to look at.
     listed = []
     for scene in visible:
@@ -266,30 +262,30 @@ def main_turns(task, way, looks, visible, meant, rng, crop_response):
         look = f" look {start} to {end}" if scene in meant else ""
         listed.append(f"{start} {scene['border']}{look}")
     evidence = f"I saw {', '.join(listed)}. " if listed else ""
+    calls, responses, flashes = [], [], []
+    for scene in meant:
+        window, summary = scene["window"], ""
+        if way == "call":
+            calls.append(call_text(*window))
+            summary = summary_of(window, task["scenes"])
+            content = summary or rollout.EMPTY_SUMMARY
+            if crop_response == "frames":
+                content = [window_content(task, window)]
+            responses.append({"role": "tool", "content": content})
+        # All that the crop of a window showed, else what the overview did. So a window that is too
+        # wide spoils the answer.
+        if not summary:
+            colour = scene["colour"] if visible_scenes([scene], looks) else "nothing"
+            summary = f"{window[0]} {colour}"
+        flashes.append(summary)
     messages = []
     if way == "call":
         # One call per window, then the responses to all calls of the turn.
-        text = thought_text(evidence + "I need a closer look.", rng)
+        text = thought_text(evidence + "I need a closer look.", rng) + "\n".join(calls)
+        messages = [{"role": "assistant", "content": text}, *responses]
         evidence = ""  # the first thought alone tells it
-        calls = "\n".join(call_text(*scene["window"]) for scene in meant)
-        messages.append({"role": "assistant", "content": text + calls})
-        for scene in meant:
-            content = summary_of(scene["window"], scenes) or rollout.EMPTY_SUMMARY
-            if crop_response == "frames":
-                content = [window_content(task, scene["window"])]
-            messages.append({"role": "tool", "content": content})
-    # All that the crop of a window showed, else what the overview did. So a window that is too
-    # wide spoils the answer.
-    flashes = []
-    for scene in meant:
-        summary = summary_of(scene["window"], scenes) if way == "call" else ""
-        if not summary:
-            colour = scene["colour"] if visible_scenes([scene], looks) else "nothing"
-            summary = f"{scene['window'][0]} {colour}"
-        flashes.append(summary)
-    flashes = ", ".join(flashes)
-    text = thought_text(f"{evidence}I saw {flashes}.", rng)
-    answer = re.sub(r"\d+ ", "", flashes)  # the question names no time
+    text = thought_text(f"{evidence}I saw {', '.join(flashes)}.", rng)
+    answer = re.sub(r"\d+ ", "", ", ".join(flashes))  # the question names no time
     messages.append({"role": "assistant", "content": f"{text}<answer>{answer}</answer>"})
     return messages
 
@@ -355,7 +351,7 @@ def sub_agent_chats(task, every, rng):
 # Checkpoint
 
 
-def chat_template(base="qwen3_vl"):
+def chat_template(base):
     """ChatML. Consecutive tool messages fold into one user turn, as in Qwen's own templates. Those
     of Qwen3.5 open a thought and ask for calls in XML."""
     form, start = "JSON between <tool_call> and </tool_call>", "<|im_start|>assistant\n"
@@ -402,7 +398,7 @@ def fixed_phrases(base, crop_response):
     return [line for line in lines if line] + call
 
 
-def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary", fragile=False):
+def build_tokenizer(rng, base, scenes, crop_response, fragile):
     """Byte-level BPE trained on this world's own texts -> PreTrainedTokenizerFast."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -443,22 +439,21 @@ def build_tokenizer(rng, base="qwen3_vl", scenes=4, crop_response="summary", fra
     return tokenizer
 
 
-def random_model(tokenizer, seed, hidden, layers, heads, mlp, base, vocab):
+def random_model(tokenizer, seed, base):
     """A random model of this model_type in transformers' own class."""
     import torch
     import transformers
 
     one = tokenizer.convert_tokens_to_ids
-    axis = hidden // heads // 2  # rotary pairs of a head, shared out over time, height, width
-    text = dict(vocab_size=vocab or len(tokenizer), hidden_size=hidden, intermediate_size=mlp,
-                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-                head_dim=hidden // heads, max_position_embeddings=4096,
-                rope_scaling={"mrope_interleaved": True,
-                              "mrope_section": [axis - 2 * (axis // 3), axis // 3, axis // 3],
-                              "rope_type": "default"}, rope_theta=10000.0, tie_word_embeddings=True)
+    # 16 rotary pairs of a head are shared out over time, height, width.
+    rope = {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"}
+    text = dict(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384,
+                num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+                max_position_embeddings=4096, rope_scaling=rope, rope_theta=10000.0,
+                tie_word_embeddings=True)
     # One block, one deepstack level; 32 x 32 pixels are 2 x 2 patches, merged into one token.
     vision = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=16,
-                  spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=hidden,
+                  spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=128,
                   num_position_embeddings=16, deepstack_visual_indexes=[0])
     config_class = transformers.Qwen3VLConfig
     model_class = transformers.Qwen3VLForConditionalGeneration
@@ -466,17 +461,16 @@ def random_model(tokenizer, seed, hidden, layers, heads, mlp, base, vocab):
         config_class = transformers.Qwen3_5Config
         model_class = transformers.Qwen3_5ForConditionalGeneration
         del vision["deepstack_visual_indexes"], text["rope_scaling"], text["rope_theta"]
-        # Every second layer is gated-delta, in published checkpoints three of four: with one layer
-        # of attention the toy takes twice the steps to learn to copy a summary.
-        kinds = ["full_attention" if n % 2 else "linear_attention" for n in range(layers)]
         # A quarter of a head is rotated: 16 of 64 dimensions, 8 pairs. vLLM's kernels for CPUs want
         # linear heads of 128.
-        text |= dict(head_dim=2 * hidden // heads, rope_parameters={
-            "mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default",
-            "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        text |= dict(head_dim=64, rope_parameters={
+            **rope, "mrope_section": [4, 2, 2], "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25},
             linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128,
             linear_value_head_dim=128, linear_conv_kernel_dim=4, mamba_ssm_dtype="float32",
-            layer_types=kinds)
+            # Every second layer is gated-delta, in published checkpoints three of four: with one
+            # layer of attention the toy takes twice the steps to learn to copy a summary.
+            layer_types=["linear_attention", "full_attention"] * 2)
     config = config_class(text_config=text, vision_config=vision,
                           image_token_id=one("<|image_pad|>"), video_token_id=one("<|video_pad|>"),
                           vision_start_token_id=one("<|vision_start|>"),
@@ -486,19 +480,18 @@ def random_model(tokenizer, seed, hidden, layers, heads, mlp, base, vocab):
     policy = model_class(config)
     # Rows of length 1. With transformers' 0.02 the first layers drown the embeddings, and the toy
     # needs twice the steps.
-    torch.nn.init.normal_(policy.get_input_embeddings().weight, std=hidden ** -0.5)
+    torch.nn.init.normal_(policy.get_input_embeddings().weight, std=128**-0.5)
     return policy
 
 
-def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="qwen3_vl",
-               scenes=4, vocab=0, crop_response="summary", fragile=False):
+def build_init(folder, rng, seed, base, scenes, crop_response, fragile):
     """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
-    vocab: ids of the model, if more than the tokenizer's: published ones are padded, too."""
+    """
     launch.import_shim()
     import transformers
 
     tokenizer = build_tokenizer(rng, base, scenes, crop_response, fragile)
-    policy = random_model(tokenizer, seed, hidden, layers, heads, mlp, base, vocab)
+    policy = random_model(tokenizer, seed, base)
     # The same mean and std for images as for videos, because vLLM normalises both with those of the
     # image processor.
     images = transformers.Qwen2VLImageProcessor(
@@ -512,12 +505,6 @@ def build_init(folder, rng, seed, hidden=128, layers=4, heads=4, mlp=384, base="
     shutil.rmtree(temp, ignore_errors=True)  # of a kill
     policy.save_pretrained(temp)
     processor.save_pretrained(temp)
-    # transformers 5 rebuilds the stock pre-tokenizer when a Qwen2Tokenizer is loaded. Under
-    # that name every id after the first number would change without an error.
-    path = os.path.join(temp, "tokenizer_config.json")
-    with open(path) as f:
-        config = json.load(f) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    launch.write_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     launch.publish_folder(temp, folder)
     return sum(p.numel() for p in policy.parameters())
 
@@ -527,22 +514,17 @@ def main():
     add = parser.add_argument
     add("--out", default="toy", help="folder to write")
     add("--seed", type=int, default=0, help="of videos, texts and weights")
-    add("--scenes", type=int, default=4, choices=range(4, 33), metavar="N",
-        help="scenes of a video, 4 to 32")
-    add("--wrong", type=launch.amount, default=0.3,
-        help="share of demonstrations that look at other scenes than those asked about")
+    add("--scenes", type=int, default=4, choices=[4, 16], help="of a video")
     add("--crop-response", choices=["summary", "frames"], default="summary",
         help="the response to a call in the chats, as in rollout.py")
     add("--fragile", action="store_true",
         help="the world of Table 2: windows are named, the base is loose, the cold start short")
-    add("--calling", type=launch.amount, default=1.0,
-        help="--fragile: share of the base's chats with calls that is kept")
     add("--base-videos", type=launch.positive, default=480, help="of the pretraining split")
     add("--sft-videos", type=launch.positive, default=96, help="of the cold-start split")
     add("--rl-videos", type=launch.positive, default=160, help="of the RL split, one task each")
     add("--eval-videos", type=launch.positive, default=64, help="held-out, one task each")
-    add("--base", choices=["qwen3-vl", "qwen3.5"], default="qwen3-vl",
-        help="family of the base checkpoint; videos and rows are the same for both")
+    add("--base", choices=["qwen3_vl", "qwen3_5"], default="qwen3_vl",
+        help="model_type of the checkpoint; videos and rows are the same for both")
     args = parser.parse_args()
     launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
@@ -552,32 +534,24 @@ def main():
               ("val", "sft_val", 24), ("rl", "rl", args.rl_videos),
               ("eval", "eval", args.eval_videos)]
     print(f"{args.out}: drawing videos", flush=True)
-    # Drawn here in one order, and encoded in a second process.
-    with ProcessPoolExecutor(1) as pool:
-        encoded = []
-        for split, name, count in splits:
-            rows = []  # SFT chats, or tasks
-            for i in range(count):
-                # Every split draws its own videos, so that none is seen in two of them.
-                task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes), args.fragile)
-                path = os.path.join(args.out, task["video"])
-                encoded.append(pool.submit(write_video, path, draw_frames(task["scenes"], noise)))
-                if split in ("rl", "eval"):
-                    rows.append(task)
-                else:
-                    fragile = ""
-                    if args.fragile:
-                        fragile = "loose" if split == "base" else "strict"
-                    rows += sample_chats(task, style, args.wrong, args.crop_response, fragile,
-                                         args.calling)
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            launch.write_atomic(os.path.join(args.out, f"{name}.jsonl"), text)
-        parameters = build_init(os.path.join(args.out, "init"), rng, args.seed, scenes=args.scenes,
-                                base=re.sub("[-.]", "_", args.base),
-                                crop_response=args.crop_response, fragile=args.fragile)
-        for video_file in encoded:
-            video_file.result()  # raises the error of that process
-    print(f"{args.out}: {len(encoded)} videos, random checkpoint of {parameters / 1e6:.2f} M "
+    for split, name, count in splits:
+        rows = []  # SFT chats, or tasks
+        for i in range(count):
+            # Every split draws its own videos, so that none is seen in two of them.
+            task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes), args.fragile)
+            write_video(f"{args.out}/{task['video']}", draw_frames(task["scenes"], noise))
+            if split in ("rl", "eval"):
+                rows.append(task)
+                continue
+            fragile = ""
+            if args.fragile:
+                fragile = "loose" if split == "base" else "strict"
+            rows += sample_chats(task, style, WRONG_SHARE, args.crop_response, fragile)
+        launch.write_jsonl(f"{args.out}/{name}.jsonl", rows)
+    num_parameters = build_init(f"{args.out}/init", rng, args.seed, args.base, args.scenes,
+                                args.crop_response, args.fragile)
+    num_videos = sum(count for _, _, count in splits)
+    print(f"{args.out}: {num_videos} videos, random checkpoint of {num_parameters / 1e6:.2f} M "
           "parameters")
 
 

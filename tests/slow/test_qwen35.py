@@ -27,7 +27,7 @@ from plumbing import checkpoint, data, qwen35
 def world35(tmp_path_factory):
     """A small toy world on a random Qwen3.5."""
     out = tmp_path_factory.mktemp("qwen35") / "toy"
-    done = run_script("toy.py", "--base", "qwen3.5", "--out", out, "--base-videos", "4",
+    done = run_script("toy.py", "--base", "qwen3_5", "--out", out, "--base-videos", "4",
                       "--sft-videos", "2", "--rl-videos", "3", "--eval-videos", "2")
     assert done.returncode == 0, done.stderr
     return out
