@@ -3,16 +3,21 @@ that every test finds. More fixtures are in fixtures.py."""
 import faulthandler
 import fcntl
 import functools
-import json
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
+import preloaded
 import pytest
 from fixtures import *  # noqa: F403
 
@@ -28,17 +33,22 @@ SLOW = Path(ROOT, "tests", "slow")
 
 def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
     """Run a script in a process of its own -> CompletedProcess. ranks > 0: so many processes, with
-    the environment that torchrun gives them; .killed: one had to be. reference: with the reference
-    engine for vLLM."""
+    the environment that torchrun gives them, and one that fails ends the others; .killed: one had
+    to be. reference: with the reference engine for vLLM."""
     driver = [os.path.join(ROOT, "tests", "reference.py")] if reference else []
     command = [*driver, os.path.join(ROOT, name), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
-        files = {kind: os.path.join(folder, kind) for kind in ("out", "err")}
-        requests, answers = preloaded()
-        print(json.dumps({"argv": command, "ranks": ranks, "timeout": timeout, **files}),
-              file=requests, flush=True)
-        code, killed = json.loads(answers.readline())
-        written = [Path(files[kind]).read_text() for kind in ("out", "err")]
+        files = [os.path.join(folder, kind) for kind in ("out", "err")]
+        group = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": free_port()}
+        processes = []
+        for rank in range(max(1, ranks)):
+            own = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks else {}
+            own = {name: str(value) for name, value in own.items()}
+            processes.append(forks().Process(target=preloaded.become, args=(command, own, *files)))
+            processes[-1].start()
+        code, killed = wait(processes, timeout)
+        written = [Path(file).read_text() for file in files]
     if code is None:
         raise subprocess.TimeoutExpired(command, timeout, *written)
     done = subprocess.CompletedProcess(command, code, *written)
@@ -46,18 +56,39 @@ def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
     return done
 
 
-@functools.cache
-def preloaded():
-    """The process that scripts are forked from, one for each process of pytest -> (requests,
-    answers); it ends with its requests."""
-    if "PYTEST_XDIST_WORKER" in os.environ:  # a fork of this one, which needs the imports as well
-        import preloaded
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
-        return preloaded.split()
-    command = [sys.executable, os.path.join(ROOT, "tests", "preloaded.py")]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                               cwd=ROOT)
-    return process.stdin, process.stdout
+
+def wait(processes, seconds):
+    """-> (the first exit code that is not 0, else 0; None where one is still there after so long,
+    whether one had to be killed)."""
+    end, left, code = time.monotonic() + seconds, list(processes), 0
+    while left and multiprocessing.connection.wait([p.sentinel for p in left],
+                                                   end - time.monotonic()):
+        for process in [p for p in left if p.exitcode is not None]:
+            left.remove(process)
+            if process.exitcode and not code:
+                code = process.exitcode
+                end = min(end, time.monotonic() + 5)  # the others' time to go
+                for other in left:
+                    other.terminate()
+    for process in left:
+        os.killpg(process.pid, signal.SIGKILL)
+    return None if left and not code else code, bool(left)
+
+
+@functools.cache
+def forks():
+    """Python's server of forks, with the imports of preloaded.py. It starts with the first
+    process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    with mock.patch.dict(os.environ, PYTHONPATH=f"{ROOT}:{ROOT}/tests"):
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 class Overheard:
@@ -87,7 +118,6 @@ def pytest_configure(config):
         number, count = int(name.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number % len(cores)::count])
-        preloaded()  # now, while there are no threads that a fork would lose
 
 
 def pytest_addoption(parser):
@@ -95,8 +125,6 @@ def pytest_addoption(parser):
     add("--fast", action="store_true",
         help="leave out tests marked `process`, and what builds vLLM's engine")
     add("--all", action="store_true", help="also the tests in tests/slow")
-    add("--all-faults", action="store_true",
-        help="test_file_faults strikes at every file operation, not at a sample of them")
     add("--kills", type=int, default=2, help="of a run, in the tests of test_survival that kill")
 
 
@@ -108,16 +136,10 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Long files first: with a file to each of two processes, a long one at the end would leave the
-    other idle."""
     if config.getoption("--fast"):
         made = {"vllm_engines", "training", "recorded", "saved", "world35", "published"}
         items[:] = [item for item in items if not item.get_closest_marker("process")
                     and not made & set(item.fixturenames)]
-    long = [f"test_{name}.py" for name in (  # the second begins while the toy world is made
-        "sft", "faults", "survival", "file_faults", "published", "fake_gpu", "hostile", "video",
-        "grpo_run", "engine", "toy", "grpo", "eval", "model", "identity", "rollout")]
-    items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -49,12 +49,6 @@ def moved(weights, base):
     return torch.cat([(weights[n] - base[n]).flatten() for n in sorted(base)])
 
 
-def same_update(a, b, base, tolerance=2e-3):
-    """Adam's first step is lr * sign(g) for all but tiny g, so rounding shows up magnified where
-    the gradient vanishes."""
-    return (moved(a, base) - moved(b, base)).norm() < tolerance * moved(a, base).norm()
-
-
 @pytest.mark.parametrize("name", ["gap", "gap_sub"])
 def test_a_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path, name):
     """Rollouts of other weights, or windows of other frames: log-probs are off by 0.05 nats."""
@@ -96,8 +90,10 @@ def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
         logs.append(json.loads((out / "log.jsonl").read_text()))
         found.append(load_file(out / "last" / "model.safetensors"))
     a, b = logs
-    assert same_update(*found, base)
-    for key in ("grad_norm", "tokens", "total", "entropy", "kappa", "kl"):
+    one, two = (moved(weights, base) for weights in found)
+    # Adam's first step is lr * sign(g) for all but tiny g: rounding shows up magnified.
+    assert (one - two).norm() < 2e-3 * one.norm()
+    for key in ("grad_norm", "tokens", "total", "loss", "gap", "entropy", "kappa", "kl"):
         assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-7), key
     assert a["tokens"] > 50 and a["grad_norm"] > 0 and b["gap_sub"] < 1e-4
 
@@ -129,16 +125,10 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     flags = ("--data", toy / "rl.jsonl", "--steps", 2, *LIVE)
     plain, _, folder = run_grpo(*flags, out="plain")
 
-    seen, real_run = [], rollout.run
-    monkeypatch.setattr(rollout, "run", lambda sampler, mine, *given, **named: seen.append(
-        (len(mine), *given[1:])) or real_run(sampler, mine, *given, **named))
     weights, _, other = run_grpo(*flags, "--val", held, "--save-every", 1, out="held")
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
     ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
     assert ids[0] == ids[1]
-    # Before the first step and after each, one rollout a task, seeds of step 0.
-    assert seen == [(3,), (2, 3, 0), (3,), (2, 3, 1), (3,)]
-
     log = rows_of(other / "log.jsonl")
     values = {row["step"]: row["val"] for row in log if "val" in row}
     assert sorted(values) == [0, 1, 2] and [row["step"] for row in log] == [0, 1, 1, 2, 2]
@@ -199,12 +189,9 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
 
 
 @pytest.mark.parametrize("flags,word", [
-    (("--num-generations", 1), "--num-generations"), (("--lr", -1), "--lr"),
-    (("--rollouts", "none.jsonl"), "none.jsonl"), (("--format-credit", "some"), "--format-credit"),
-    (("--temperature", -1), "--temperature"), (("--val", "gone.jsonl"), "gone.jsonl"),
-    (("--prompts", 0), "--prompts"), (("--frames", "many"), "--frames"),
-    (("--ckpt", "nowhere"), "nowhere"), (("--preset", "huge"), "--preset"),
-    (("--data", "gone.jsonl"), "gone.jsonl")],
+    (("--num-generations", 1), "--num-generations"), (("--rollouts", "none.jsonl"), "none.jsonl"),
+    (("--val", "gone.jsonl"), "gone.jsonl"), (("--frames", "many"), "--frames"),
+    (("--ckpt", "nowhere"), "nowhere"), (("--data", "gone.jsonl"), "gone.jsonl")],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "")
 def test_bad_values_and_missing_files_are_one_line(monkeypatch, start, toy, tmp_path, flags, word):
     """Told before any model is loaded, with exit code 2, naming the flag or the file."""
@@ -236,10 +223,3 @@ def test_two_ranks_with_vllm_end_to_end(toy, tmp_path):
     rows = read_rollouts(tmp_path / "out")
     assert len(rows) == 8 and len(list((tmp_path / "out" / "rollouts").iterdir())) == 4
     assert all(len(r["ids"]) == len(r["mask"]) == len(r["logps"]) and any(r["mask"]) for r in rows)
-    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
-
-    hf, loading = Qwen3VLForConditionalGeneration.from_pretrained(
-        tmp_path / "out" / "last", output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    assert AutoProcessor.from_pretrained(tmp_path / "out" / "last").chat_template
-    assert hf.config.model_type == "qwen3_vl"
