@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import chat
 from engine import Completion, Request
-from plumbing.judge import ChatClient, Refused, base_url, message_text, open_judge, read_verdicts
+from plumbing.judge import ChatClient, Refused, base_url, open_judge, read_verdicts
 
 # ------------------------------------------------------------------------------------------------
 # Flags
@@ -105,7 +105,7 @@ class OpenAIEngine(ChatClient):
             answer, choice = await self.chat(body)
         except Refused as error:
             return Completion(request.id, error=str(error))
-        message, text = choice.message, message_text(choice.message)
+        message, text = choice.message, choice.message.content
         if message.tool_calls:
             return Completion(request.id, error="start the server without --tool-call-parser")
         # Gateways name the limit in three ways.

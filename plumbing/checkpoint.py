@@ -21,6 +21,7 @@ dialect: the small files of a checkpoint are copied byte for byte.
 Reads and writes checkpoint folders; reads the Hub, or its cache alone with HF_HUB_OFFLINE=1.
 """
 import contextlib
+import glob
 import json
 import os
 import re
@@ -30,7 +31,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -90,12 +93,8 @@ def base_of(ckpt):
 
 def adapter_rank(ckpt, rank):
     """--ckpt, --lora-rank -> the rank of the adapters that a stage trains; 0: all weights are
-    trained. Raises UserError if the checkpoint holds adapters of another rank."""
-    saved = adapter_config(resolve(ckpt)).get("r", rank)
-    if rank not in (0, saved):
-        raise launch.UserError(f"--lora-rank {rank}: {ckpt} holds adapters of rank {saved}: leave "
-                               "the flag out to train these, or merge them first (tools/merge.py)")
-    return saved
+    trained. If the checkpoint holds adapters of another rank, loading refuses them."""
+    return rank or adapter_config(resolve(ckpt)).get("r", 0)
 
 
 def small_files(folder):
@@ -103,18 +102,18 @@ def small_files(folder):
     processor, chat template."""
     files = {}
     for name in sorted(os.listdir(folder)):
-        # These describe the weights beside them.
-        of_weights = name.endswith(".index.json") or name in ("adapter_config.json", "state.json")
-        if name.endswith((".json", ".jinja", ".txt")) and not of_weights:
+        # Others describe the weights beside them.
+        of_weights = ("index.json", "adapter_config.json", "state.json")
+        if name.endswith((".json", ".jinja", ".txt")) and not name.endswith(of_weights):
             files[name] = launch.read_file(f"{folder}/{name}")
     return files
 
 
 def all_files(ckpt):
     """-> paths of all files of a checkpoint folder, and of the base of its adapters."""
-    paths = []
-    for folder in {ckpt, base_of(ckpt)}:
-        paths += [entry.path for entry in os.scandir(folder) if entry.is_file()]
+    paths = set()
+    for folder in (ckpt, base_of(ckpt)):
+        paths.update(glob.glob(f"{glob.escape(folder)}/*.*"))  # train_state/ has no dot
     return sorted(paths)
 
 
@@ -124,8 +123,7 @@ def all_files(ckpt):
 
 class LoraLinear(torch.nn.Linear):
     def forward(self, x):
-        y = F.linear(x, self.weight, self.bias)
-        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=2)
+        return super().forward(x) + 2 * F.linear(F.linear(x, self.lora_A), self.lora_B)
 
 
 def add_adapters(hf, rank):
@@ -145,18 +143,17 @@ def add_adapters(hf, rank):
 def start_adapters(hf):
     """Gives new adapters their first values: A is small and random, B is zero, so that the adapted
     model equals the base."""
-    from torch.distributed.tensor import distribute_tensor
-
     draw = torch.Generator().manual_seed(0)  # every rank draws the same
+    values = {}
     for name, p in hf.named_parameters():
-        if name.endswith("lora_B"):
-            p.detach().zero_()
         if name.endswith("lora_A"):
             bound = p.shape[1] ** -0.5
-            value = torch.empty(p.shape).uniform_(-bound, bound, generator=draw).to(p.device)
-            if hasattr(p, "device_mesh"):  # this rank's part
-                value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
-            p.detach().copy_(value)
+            values[name] = torch.empty(p.shape).uniform_(-bound, bound, generator=draw)
+        if name.endswith("lora_B"):
+            values[name] = torch.zeros(p.shape)
+    # Each rank takes its own rows.
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(hf, values, options=options)
 
 
 def peft_name(name):
@@ -285,9 +282,8 @@ def merged_weights(ckpt):
     adapters = {}
     if base_of(ckpt) != ckpt:
         adapters = load_file(f"{ckpt}/adapter_model.safetensors")
-    for path in all_files(base_of(ckpt)):
-        if not path.endswith(".safetensors"):
-            continue
+    base = glob.escape(base_of(ckpt))
+    for path in sorted(glob.glob(f"{base}/*.safetensors")):
         for name, tensor in load_file(path).items():  # a file has at most some gigabytes
             stem = name.removesuffix("weight")
             a = adapters.get(peft_name(f"{stem}lora_A"))
@@ -314,14 +310,13 @@ def full_weights(policy, dtype):
         tied = name == "lm_head.weight" and policy.hf.config.tie_word_embeddings
         if tied or ".lora_" in name:
             continue
-        tensor = tensor.detach()
         if not name.endswith(policy.codec.base.keep_fp32):
             tensor = tensor.to(dtype)  # before the gather: bf16 is half the traffic
         full = whole_tensor(tensor)
         stem = name.removesuffix("weight")
         if f"{stem}lora_A" in state:
-            a = whole_tensor(state[f"{stem}lora_A"].detach())
-            b = whole_tensor(state[f"{stem}lora_B"].detach())
+            a = whole_tensor(state[f"{stem}lora_A"])
+            b = whole_tensor(state[f"{stem}lora_B"])
             full = with_adapters(full, a, b)
         yield name, full
 
@@ -353,7 +348,7 @@ def save_run(policy, optimizer, out, step, state):
         # config.json states the dtype of the weights beside it: from_pretrained casts to that.
         stated = str(dtype).removeprefix("torch.").encode()
         files["config.json"] = re.sub(
-            rb'(dtype": )"\w+"', rb'\1"' + stated + b'"', files["config.json"])
+            rb'("(?:torch_)?dtype": )"\w+"', rb'\1"' + stated + b'"', files["config.json"])
     # Gathering is a collective, so every rank runs it to its end. Rank 0 keeps the tensors.
     rank, world = launch.rank_and_world()
     # A copy, because a gathered tensor is a part of a larger one, which safetensors refuses.
@@ -397,9 +392,8 @@ def save_files(folder, files, weights):
 def step_folders(out):
     """Checkpoints of a run, the newest first. Each has its name since all of it is on the disk."""
     # Not step_000010_keep, a copy that a user made.
-    names = [name for name in os.listdir(out) if re.fullmatch(r"step_\d{6,}", name)]
-    names.sort(key=lambda name: int(name[5:]), reverse=True)
-    return [f"{out}/{name}" for name in names]
+    names = [name for name in os.listdir(out) if re.fullmatch(r"step_\d{6}", name)]
+    return [f"{out}/{name}" for name in sorted(names, reverse=True)]
 
 
 def tidy(out, state):

@@ -51,25 +51,22 @@ def bare_options(options):
 TASK_FIELDS = ("id", "video", "question", "answer", "type")
 
 
-def read_tasks(path, faults=None, unlabelled=False):
+def read_tasks(path, faults=None):
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
-    a list `faults` the line goes there, and the row is left out. unlabelled: an answer may be null.
-    """
+    a list `faults` the line goes there, and the row is left out."""
     ids = set()  # ids name groups, seeds and records: two tasks of one id would be mixed up
 
     def fault(row):
         if str(row["id"]) in ids:
             return f"task ids are not unique: {row['id']} is there twice"
-        problem = task_fault(row, unlabelled)
-        if problem is None:
-            ids.add(str(row["id"]))
-        return problem
+        ids.add(str(row["id"]))
+        return task_fault(row)
 
     return launch.read_jsonl(path, TASK_FIELDS, fault, faults)
 
 
-def task_fault(row, unlabelled=False):
-    """-> None, or why a task cannot be used. unlabelled: its answer may be null."""
+def task_fault(row):
+    """-> None, or why a task cannot be used."""
     if not (isinstance(row["video"], str) and isinstance(row["question"], str)):
         return "video and question must be texts"
     evidence = row.get("evidence") or []
@@ -81,8 +78,6 @@ def task_fault(row, unlabelled=False):
     # The type chooses the reward, so a misspelt one must not pass.
     if row["type"] not in LABELS:
         return f"type is {row['type']!r}; expected {', '.join(LABELS)}"
-    if row["answer"] is None and unlabelled:
-        return None
     if not label_earns_all(row, options):
         return (f"the answer {str(row['answer'])[:80]!r} earns no full reward when the model gives "
                 f"it: of type {row['type']} it must be {LABELS[row['type']]}")
@@ -91,11 +86,11 @@ def task_fault(row, unlabelled=False):
 
 def is_span(value):
     """Whether a value of JSON is [start, end] in seconds, 0 <= start < end."""
-    if not isinstance(value, list) or len(value) != 2:
+    try:
+        start, end = value
+        return 0 <= start < end < 1e9  # NaN fails this
+    except (TypeError, ValueError):  # not two, or not of numbers
         return False
-    if not all(type(second) in (int, float) for second in value):
-        return False
-    return 0 <= value[0] < value[1] < 1e9  # NaN fails this
 
 
 def label_earns_all(row, options):
@@ -188,29 +183,32 @@ def report_check(faults, path):
 # Columns of other trainers' formats. They would change nothing, silently.
 UNREAD = ("videos", "images", "audios", "system", "documents", "chat_template_kwargs")
 ROLES = ("system", "user", "assistant", "tool")
-MESSAGE = ("role", "content", "id", "name", "tool_call_id")  # ids change nothing
-# "trusted" marks a program's own text, which may hold special tokens. Data may not.
-TEXT = ("type", "text")
-OVERVIEW = ("type", "video", "frames")
-WINDOW = ("type", "video", "start", "end", "fps", "max_frames", "num_frames")
+# The fields that are read, in a message and in each kind of content. Others of another trainer's
+# format (calls, thoughts, a mask of the loss) are refused. So is "trusted", the mark of a program's
+# own text, which may hold special tokens.
+MESSAGE = {"role", "content", "id", "name", "tool_call_id"}  # ids change nothing
+TEXT = {"type", "text"}
+OVERVIEW = {"type", "video", "frames"}
+WINDOW = {"type", "video", "start", "end"}
+OF_WINDOW = {"fps", "max_frames", "num_frames"}  # may be left out; video.load checks the numbers
 
 
 def read_chats(path, faults=None):
     """SFT JSONL -> rows, checked as by read_tasks."""
     def fault(row):
-        row["messages"] = without_nulls(row.get("messages"))
+        row["messages"] = without_empty(row["messages"] or [])
         return chat_fault(row)
 
-    return launch.read_jsonl(path, ("id",), fault, faults)
+    return launch.read_jsonl(path, ("id", "messages"), fault, faults)
 
 
-def without_nulls(value):
-    """A value of JSON without the fields that hold null: tables, as Arrow's, fill so what a row
+def without_empty(value):
+    """A value of JSON without the fields that hold nothing: tables, as Arrow's, fill so what a row
     lacks."""
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [without_empty(item) for item in value]
     if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+        return {name: without_empty(x) for name, x in value.items() if x not in (None, [], {})}
     return value
 
 
@@ -219,63 +217,36 @@ def chat_fault(row):
     for name in UNREAD:
         if row.get(name):
             return f"a column {name!r}, which is not read; tools/convert.py reads such rows"
-    if not row["messages"]:
-        return "missing 'messages': a task is for grpo.py and eval.py"
-    roles = []
     for message in row["messages"]:
         if message.get("role") not in ROLES:
             return f"a role {message.get('role')!r}, not {', '.join(ROLES)}"
-        # A video may stand in a tool message, and in those of the user before the first turn.
-        with_video = message["role"] == "tool"
-        if message["role"] == "user" and "assistant" not in roles:
-            with_video = True
-        fault = unread_field(message, MESSAGE) or content_fault(message.get("content"), with_video)
+        fault = content_fault(message)
         if fault:
             return fault
-        roles.append(message["role"])
     # The order: chat.encode_chat builds prompt, turn, glue, turn, ..
-    if "assistant" not in roles:
-        return "no assistant message: nothing to learn"
-    if roles[0] == "assistant":
-        return "the first message is the assistant's: no prompt stands before that turn"
-    if ("assistant", "assistant") in zip(roles, roles[1:]):
-        return "two assistant messages in a row: nothing stands between them to end the first"
+    order = " ".join(message["role"] for message in row["messages"])
+    if order.startswith("assistant") or "assistant assistant" in order or "assistant" not in order:
+        return (f"roles in the order {order!r}; a chat needs turns of the assistant, each after a "
+                "message of another role")
     return None
 
 
-def content_fault(content, with_video):
-    """-> None, or why the content of a message cannot be used. with_video: it may hold videos."""
+def content_fault(message):
+    """-> None, or why the content of a message cannot be used."""
+    unread = message.keys() - MESSAGE
+    if unread:
+        return f"a message with the field {min(unread)!r}, which is not read here"
+    content = message.get("content")
     if isinstance(content, str):
         return None
     if not isinstance(content, list):
         return "content must be a text, or a list of texts and videos"
     for piece in content:
-        if piece.get("type") == "text":
-            fields = TEXT
-        elif piece.get("type") != "video":
-            return "content must be of {'type': 'text', 'text'} and {'type': 'video', 'video', ..}"
-        elif not with_video:
-            return ("a video after the first assistant message, outside a tool message, or in a "
-                    "system message")
-        # K frames of the whole video, or a window in seconds. video.load checks the numbers.
-        elif "frames" in piece:
-            fields = OVERVIEW
-        elif "start" in piece and "end" in piece:
-            fields = WINDOW
-        else:
-            return "a video needs 'frames', or 'start' and 'end'"
-        fault = unread_field(piece, fields)
-        if fault:
-            return fault
-    return None
-
-
-def unread_field(item, fields):
-    """-> None, or what to say of a field that holds something and is none of `fields`: calls,
-    thoughts, a mask of the loss (0, false) of another trainer's format."""
-    for name, value in item.items():
-        if name not in fields and value not in (None, "", [], {}):
-            return f"a field {name!r}, which is not read here"
+        # K frames of the whole video, or a window in seconds. A type is the name of a field.
+        is_known = piece.keys() in (TEXT, OVERVIEW) or piece.keys() - OF_WINDOW == WINDOW
+        if not is_known or piece["type"] not in piece:
+            return (f"content {piece} is neither {{'type': 'text', 'text'}} nor a video with "
+                    "'frames', or with 'start' and 'end'")
     return None
 
 

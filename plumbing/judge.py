@@ -14,12 +14,12 @@ Asks endpoints; keeps the judge's verdicts in a file.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
 import ssl
 import threading
-from concurrent.futures import Future
 
 import launch
 
@@ -48,13 +48,12 @@ class ChatClient:
         once. Raises UserError for a variable without a key."""
         import openai  # a second, which --help need not wait for
 
-        self.model, self.key = model, "none"
+        self.model, self.key = model, "no-key"
         if key_variable:
             # A file that was read into the variable often ends in a newline.
             self.key = os.environ.get(key_variable, "").strip()
-            if not (self.key and self.key.isascii() and self.key.isprintable()):
-                raise launch.UserError(f"the variable {key_variable} holds no key, or one with a "
-                                       "character that a header cannot hold")
+            if not self.key or not self.key.isprintable():
+                raise launch.UserError(f"the variable {key_variable} holds no key of one line")
         # No redirect and no proxy carries the key, or the frames, to another host. Headers that
         # openai's client takes from OPENAI_* variables are left out.
         headers = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
@@ -63,7 +62,7 @@ class ChatClient:
         self.clients = [
             openai.AsyncOpenAI(base_url=url, api_key=self.key, timeout=seconds, http_client=http,
                                max_retries=self.retries, default_headers=headers) for url in urls]
-        self.turn = 0  # of the endpoints
+        self.turns = itertools.cycle(self.clients)
         self.slots = asyncio.Semaphore(workers)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -73,51 +72,44 @@ class ChatClient:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def chat(self, body, client=None):
-        """Fields of a request -> (answer, its first choice). client: one of self.clients; default:
-        the next. Raises Refused, RunError."""
+        """Fields of a request -> (answer, its first choice, whose content is a text). client: one
+        of self.clients; default: the next. Raises Refused, RunError."""
         import openai
 
-        if client is None:
-            client = self.clients[self.turn % len(self.clients)]
-            self.turn += 1
+        client = client or next(self.turns)
         try:
             async with self.slots:
                 answer = await client.chat.completions.create(
-                    model=self.model, messages=body["messages"],
-                    extra_body={name: body[name] for name in body if name != "messages"})
+                    model=self.model, messages=body["messages"], extra_body=body)
             choice = answer.choices[0]
-            message_text(choice.message)
+            text = choice.message.content or ""
+            if isinstance(text, list):  # of parts: thoughts and texts
+                text = "".join(part["text"] for part in text if part["type"] == "text")
+            choice.message.content = text
             fault = getattr(answer, "error", None) or getattr(choice, "error", None)  # gateways'
-            silent = choice.finish_reason is None and not choice.message.content
-            if fault or silent or choice.finish_reason in ("error", "abort"):
+            if fault or choice.finish_reason in ("error", "abort"):
                 raise ValueError(f"half an answer: {fault or choice.finish_reason}")
             return answer, choice
-        except openai.APIStatusError as error:
-            if error.status_code in (400, 413, 422):
-                raise Refused(self.in_one_line(error)) from None
-            reason = self.in_one_line(error)
         # The last four: the answer is no JSON, or not of the promised form.
         except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError) as error:
             reason = self.in_one_line(error.__cause__ or error)
+            if getattr(error, "status_code", None) in (400, 413, 422):
+                raise Refused(reason) from None
         raise launch.RunError(f"{client.base_url}, model {self.model}: {reason}; the same command "
                               "goes on")
 
     def in_one_line(self, error):
         """An error -> its kind and text, without the key, which some servers repeat."""
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        # A word of a few letters (EMPTY, for a server that needs no key) is no secret.
-        if len(self.key) > 5:
-            text = text.replace(self.key, "***")
-        return launch.printable(text)[:300]
+        return launch.printable(text.replace(self.key, "***"))[:300]
 
     def check(self, body):
-        """Asks every endpoint at a start -> their first choices. Raises UserError if one does not
-        answer, or refuses."""
+        """Asks every endpoint once at a start -> their first choices. Raises UserError if one does
+        not answer, or refuses."""
         choices = []
         for client in self.clients:
-            try:  # a wrong address is soon told
-                patient = client.with_options(max_retries=min(2, self.retries))
-                request = self.chat(body, patient)
+            try:  # without retries: a wrong address is told at once
+                request = self.chat(body, client.with_options(max_retries=0))
                 choices.append(self.run(request).result()[1])
             except (Refused, launch.RunError) as error:
                 raise launch.UserError(
@@ -129,14 +121,6 @@ class ChatClient:
     def close(self, code=0):
         """Returns at once. code: as of VllmEngine.close, has no effect."""
         self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-def message_text(message):
-    """A message of openai's client -> its text; of a list of parts the texts, without thoughts."""
-    content = message.content or ""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    return content
 
 
 def base_url(text):
@@ -207,17 +191,15 @@ class Judge(ChatClient):
         key_variable = "JUDGE_API_KEY" if "JUDGE_API_KEY" in os.environ else None
         super().__init__([args.judge_url], args.judge_model, key_variable)
         self.path = path
+        self.earlier = read_verdicts(path, self.model)
         self.verdicts = {}  # (question, reference answer, given answer) -> Future of its verdict
-        for texts, verdict in read_verdicts(path, self.model).items():
-            self.verdicts[texts] = Future()
-            self.verdicts[texts].set_result(verdict)
         if os.environ.get("RANK", "0") == "0":  # for all ranks: one probe, one line if it fails
             [choice] = self.check(self.body(*PROBE))
-            text = message_text(choice.message)
-            if read_verdict(text) is None:
+            reply = choice.message.content
+            if read_verdict(reply) is None:
                 raise launch.UserError(
                     f"--judge-model {self.model} gives no verdict (neither yes nor no within "
-                    f"{REPLY_TOKENS} tokens: {text[-100:]!r})")
+                    f"{REPLY_TOKENS} tokens: {reply[-100:]!r})")
 
     def body(self, *texts):
         return {"messages": judge_messages(*texts), "max_tokens": REPLY_TOKENS,
@@ -232,11 +214,13 @@ class Judge(ChatClient):
         return self.verdicts[texts]
 
     async def verdict_on(self, texts):
+        if texts in self.earlier:
+            return self.earlier[texts]
         try:
             _, choice = await self.chat(self.body(*texts))
         except Refused:
             return None
-        verdict = read_verdict(message_text(choice.message))
+        verdict = read_verdict(choice.message.content)
         if verdict is not None and self.path:
             append_row(self.path, dict(zip(VERDICT, (*texts, self.model, verdict))))
         return verdict

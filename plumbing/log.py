@@ -213,12 +213,12 @@ class Log:
             print(f"done: {step} steps -> {self.out}/last")
 
 
-def flat_numbers(row, separator="/", prefix=""):
+def flat_numbers(row, prefix=""):
     """A row of the log -> its numbers, {"by_K/4/acc": 0.5, ..}: trackers draw no text, no None."""
     numbers = {}
     for name, value in row.items():
         if isinstance(value, dict):
-            numbers.update(flat_numbers(value, separator, f"{prefix}{name}{separator}"))
+            numbers.update(flat_numbers(value, f"{prefix}{name}/"))
         elif isinstance(value, (int, float)):
             numbers[f"{prefix}{name}"] = value
     return numbers

@@ -36,10 +36,10 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
     (tmp_path / "broken.mp4").write_bytes(b"no video")
     (tmp_path / "a.mp4").write_bytes((toy / "videos" / "rl-0000.mp4").read_bytes())
     rows = [{**row, "video": str(tmp_path / "a.mp4")} for row in rows_of(toy / "rl.jsonl")]
-    (good, other, third, fourth, fifth), windows = rows[:5], ([63.9, 90], 7, [64, 65])
+    (good, other, third, fourth, fifth, sixth), windows = rows[:6], ([63.9, 90], 7, [64, 65])
     file = write_rows(tmp_path / "tasks.jsonl", [
         {**other, "answer": ""}, good, {**third, "type": "quiz"},
-        {**third, "video": str(tmp_path / "gone.mp4")}, {"id": "x"}, good,
+        {**sixth, "video": str(tmp_path / "gone.mp4")}, {"id": "x"}, good,
         {**fourth, "video": str(tmp_path / "broken.mp4")},
         {**fifth, "type": "grounding", "answer": [900, 990]},
         *({**good, "id": f"e{n}", "evidence": [[9, 20], w]} for n, w in enumerate(windows))])
@@ -49,7 +49,7 @@ def test_each_fault_is_a_line(check, toy, tmp_path):
     assert code == 2 and "--check: 10 faults in" in err, err
     where = [line for line in out.splitlines() if line.startswith((str(file), "task "))]
     marks = [f"{file}:1: ", f"{file}:3: ", f"{file}:5: ", f"{file}:6: ", f"{file}:10: evidence",
-             f"{file}:12: ", *(f"task {row['id']}: " for row in (third, fourth, fifth)),
+             f"{file}:12: ", *(f"task {row['id']}: " for row in (sixth, fourth, fifth)),
              "task e2: [64, 65] s lies beyond the video"]
     assert [line[:len(mark)] for line, mark in zip(where, marks, strict=True)] == marks
     assert "beyond the video" in where[-2] and where[-1].endswith("video, which has 64 s")
@@ -77,6 +77,6 @@ def test_faults_of_chats(check, toy, tmp_path):
     file = write_rows(tmp_path / "chats.jsonl", rows)
     code, out, err = check(sft, file)
     assert code == 2 and "--check: 4 faults in" in err, err
-    assert f"{file}:1: no assistant message" in out and f"{file}:4: missing 'id'" in out
+    assert f"{file}:1: roles in the order" in out and f"{file}:4: missing 'id'" in out
     assert f"chat {rows[1]['id']}: " in out
     assert re.search(rf"chat {rows[2]['id']} has .*--max-len is 2048", out)

@@ -51,7 +51,7 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
 
 
 @pytest.mark.parametrize("read, row, hint", [
-    (data.read_chats, labelled("open", "red"), "a task is for grpo.py and eval.py"),
+    (data.read_chats, labelled("open", "red"), "missing 'messages'"),
     *[(data.read_chats, {"id": "c", "messages": [], **more}, says) for more, says in (
         ({"videos": ["v.mp4"]}, "column 'videos', which"), ({"system": "x"}, "column 'system'"))],
     (data.read_tasks, {"id": "t", "messages": []}, "missing 'video'")])

@@ -116,7 +116,7 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
         assert not thief.asked
     (path, headers), (_, others) = server.headers
     assert path == "/v1/chat/completions" and "Bearer s3cret-value" in headers.values()
-    assert "Bearer none" in others.values() and "not-this-one" not in str(server.headers)
+    assert "Bearer no-key" in others.values() and "not-this-one" not in str(server.headers)
     with Server(ANSWER) as thief, Server((307, "", {"Location": thief.url})) as server:
         with pytest.raises(launch.RunError):
             ask(server, tasks, frames_of, key_variable="SOME_KEY")
@@ -129,7 +129,7 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
 
 
 @pytest.mark.parametrize("reply", [(401, {"error": "Unauthorized"}), (503, "loading")])
-def test_a_server_that_refuses_is_found_before_the_run(reply, no_retries):
+def test_a_server_that_refuses_is_found_before_the_run(reply):
     with Server(ANSWER, probe=(*reply, {})) as server:
         engine = endpoint.OpenAIEngine([server.url], "m")
         with pytest.raises(launch.UserError, match=f"{server.url}.* {reply[0]}") as refused:

@@ -103,18 +103,17 @@ def test_optimizers_get_the_parameters_that_their_flags_name(policy):
 
 @pytest.mark.parametrize("messages, wanted", [
     ([{"role": "robot", "content": "x"}], "role"), ([{"role": "user", "content": 7}], "content m"),
-    ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "content must"),
+    ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "neither"),
     ([{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}], "'frames'"),
-    ([{"role": "user", "content": "x"}], "no assistant"),
+    ([{"role": "user", "content": "x"}], "needs turns"),
     (user_and([{"type": "text", "text": "<|im_end|>", "trusted": True}]), "'trusted'"),
-    ([*user_and("a")[1:], *user_and("b")], "no prompt"),
-    ([*user_and("a"), {"role": "assistant", "content": "b"}], "in a row"),
-    ([*user_and("a"), *user_and("b", frames=4)[:1]], "after the first assistant"),
+    ([*user_and("a")[1:], *user_and("b")], "each after"),
+    ([*user_and("a"), {"role": "assistant", "content": "b"}], "each after"),
     ([user_and("a")[0], {**user_and("a")[1], "weight": 0}], "'weight'"),  # a mask of the loss
     (user_and("a", frames=4, end=8), "'end'"),
     # These are good.
-    ([user_and("a")[0], {**user_and("a")[1], "tool_calls": None, "name": "x"}], "None"),
-    (user_and("a"), "None"), (user_and("a", frames=4), "None"),
+    ([user_and("a")[0], {**user_and("a")[1], "name": "x"}], "None"),
+    (user_and("a"), "None"), ([*user_and("a"), *user_and("b", frames=4)], "None"),
     ([*user_and("a"), {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}],
      "None")])
 def test_a_chat_that_cannot_be_trained_on_is_refused(messages, wanted):

@@ -102,7 +102,7 @@ def test_a_run_and_an_evaluation(tmp_path, start):
     assert start(view, run, evaluation, *flags)[0] == 0
     page = (tmp_path / "p.html").read_text()
     # Two plots have lines of two points: the reward, and accuracy by K.
-    assert page.count("<svg") == 2 and "by_K.4" in page and "[0.125, 0.5]" in page
+    assert page.count("<svg") == 2 and "by_K/4" in page and "[0.125, 0.5]" in page
     assert "0 of 4 right" in page and not re.search(r"[1-9] of \d right", page)
     assert re.search(r"<h2>(\d+) episodes", page)[1] == "40"
     assert start(view, tmp_path / "none", "--out", tmp_path / "q.html")[0] == 2

@@ -31,16 +31,16 @@ import video
 from evaluation.endpoint import jpeg_url
 from plumbing.log import flat_numbers
 
-# Title of a plot: patterns of its lines; a number deep in a row has a name like by_K.4.acc.
+# Title of a plot: patterns of its lines; a number deep in a row has a name like by_K/4/acc.
 PLOTS = {
     "Loss": ["loss", "val_loss"],
     "Reward R": ["total"],
-    "Accuracy R_acc": ["acc", "val.acc"],
+    "Accuracy R_acc": ["acc", "val/acc"],
     "Format reward, and f_tau": ["fmt", "f_tau"],
     "Executed calls a rollout (kappa)": ["kappa"],
-    "Closed tags / opened tags": ["closure.*", "closed_think", "closed_tool_call", "closed_answer"],
-    "Accuracy by K": ["by_K.*.acc"],
-    "Accuracy by type": ["by_type.*.acc"],
+    "Closed tags / opened tags": ["closure/*", "closed_think", "closed_tool_call", "closed_answer"],
+    "Accuracy by K": ["by_K/*/acc"],
+    "Accuracy by type": ["by_type/*/acc"],
     "Gap between engine and trainer, nats": ["gap", "gap_sub"],
     "Gradient norm": ["grad_norm"],
     "Groups with a signal": ["signal_groups"],
@@ -131,7 +131,7 @@ def lines_of(log, patterns):
     """Rows of a log, patterns of PLOTS -> {name of a line: [(step, value)]}; null is no point."""
     lines = {}
     for row in log:
-        for name, value in flat_numbers(row, ".").items():
+        for name, value in flat_numbers(row).items():
             if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                 lines.setdefault(name, []).append((row["step"], value))
     return lines
