@@ -15,9 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from test_video import (  # noqa: F401  # isort: skip
-    BITS, COLUMNS, NATIVE, av, ffmpeg, grainy, images, long_gop, minute, paint, same, seen,
-    shown_by, sizes, write)
+from test_video import av, ffmpeg, images, long_gop, shown_by, write  # noqa: F401  # isort: skip
 
 import video
 from video import FrameCache
@@ -60,7 +58,7 @@ def with_matrix(source, path, a, b, c, d):
 @pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0),
                                     (-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)])
 def test_files_turned_and_mirrored_are_displayed_as_ffmpeg_does(tmp_path, ffmpeg, matrix):
-    upright = write(tmp_path / "v.mp4", 4, draw=grainy)
+    upright = write(tmp_path / "v.mp4", 4)
     assert_as_shown_by(ffmpeg, with_matrix(upright, tmp_path / "turned.mp4", *matrix))
 
 
@@ -98,7 +96,7 @@ def written_once(folder, codings, ending, frames, **more):
     def path(name):
         if codings[name].get("codec", "libx264") not in av.codecs_available:
             pytest.skip("this PyAV cannot write it")
-        return write(folder / (name + ending), frames, draw=grainy, **more, **codings[name])
+        return write(folder / (name + ending), frames, **more, **codings[name])
 
     return path
 
