@@ -4,7 +4,6 @@ sources of frames, and the main() of a script in the process of the test.
 """
 import contextlib
 import json
-import random
 import sys
 
 import pytest
@@ -173,29 +172,6 @@ def start(monkeypatch, capsys):
     return start
 
 
-@pytest.fixture
-def run_grpo(monkeypatch, toy, tmp_path):
-    """-> function that runs grpo.main() -> (weights, last row of log.jsonl, run folder)."""
-    import reference
-    from safetensors.torch import load_file
-
-    import grpo
-    import rollout
-
-    monkeypatch.setattr(rollout, "make_engine", reference.make_engine)
-
-    def run(*flags, out="run"):
-        folder = tmp_path / out
-        words = ["grpo.py", "--preset", "toy", "--ckpt", toy / "init", "--out", folder,
-                 "--video-root", toy, *flags]
-        monkeypatch.setattr(sys, "argv", [str(w) for w in words])
-        grpo.main()
-        weights = load_file(folder / "last" / "model.safetensors")
-        return weights, rows_of(folder / "log.jsonl")[-1], folder
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def base(toy):
     """The weights of the random checkpoint."""
@@ -205,20 +181,10 @@ def base(toy):
 
 
 @pytest.fixture
-def any_gap(monkeypatch):
-    """Recorded log-probs that are not this run's own: the probe would stop it."""
-    import grpo
-
-    monkeypatch.setattr(grpo, "check_gap", lambda *_: None)
-
-
-@pytest.fixture
 def varied_rewards(monkeypatch):
     """A random base earns zero everywhere; this reward depends on what was sampled, so that there
     is something to learn."""
     from handmade import reward
-
-    import rewards
 
     def score(turns, *_, **__):
         value = sum(map(ord, "".join(turns))) % 7 / 7
@@ -249,11 +215,3 @@ def train(monkeypatch, toy, tmp_path):
         return tmp_path / out
 
     return train
-
-
-@pytest.fixture
-def drawn_rewards(monkeypatch):
-    """A random checkpoint earns nothing: its reward varies at random."""
-    real = rewards.score
-    monkeypatch.setattr(rewards, "score", lambda turns, *a, **k: {
-        **real(turns, *a, **k), "paid_fmt": random.Random(turns[0]).random()})

@@ -136,25 +136,20 @@ class Server:
                     outer.headers.append((self.path, dict(self.headers)))
                     reply = replies[min(len(outer.asked), len(replies)) - 1]
                 reply = reply(body) if callable(reply) else reply
-                if isinstance(reply, int):
-                    self.send_error(reply)
-                    return
-                if isinstance(reply, tuple):
-                    status, content, headers = reply
-                    content = content if isinstance(content, str) else json.dumps(content)
-                    self.send_response(status)
-                    for name, value in headers.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(content.encode())
-                    return
                 if isinstance(reply, str | None):
                     choice = {"message": {"content": reply}, "finish_reason": "stop"}
                     reply = json.dumps({"choices": [choice], "model": "m-1"}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(reply)))
+                elif isinstance(reply, int):
+                    reply = reply, "", {}
+                status, content, headers = (200, reply, {}) if isinstance(reply, bytes) else reply
+                if not isinstance(content, bytes):
+                    content = json.dumps(content).encode()
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(reply)
+                self.wfile.write(content)
 
             def log_message(self, *_):
                 pass

@@ -26,6 +26,17 @@ def tasks(toy):
     return colourful(toy)
 
 
+@pytest.fixture
+def run_grpo(train):
+    """-> function that runs grpo.main() -> (weights, last row of log.jsonl, run folder)."""
+    def run(*flags, out="run"):
+        folder = train("grpo", *flags, out=out)
+        weights = load_file(folder / "last" / "model.safetensors")
+        return weights, rows_of(folder / "log.jsonl")[-1], folder
+
+    return run
+
+
 # ------------------------------------------------------------------------------------------------
 # --rollouts
 
@@ -63,11 +74,9 @@ def test_a_gap_beyond_the_tolerance_stops_the_run(run_grpo, recorded, tmp_path, 
     assert not (tmp_path / "run" / "last").exists()
 
 
-def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, toy, varied_rewards, base,
-                                                         capsys):
+def test_recorded_rollouts_of_a_step_give_the_step_again(run_grpo, varied_rewards, base):
     """The JSONL is enough to train on: engine and frames are not needed again."""
-    live, m, folder = run_grpo("--data", toy / "rl.jsonl", "--steps", 1, "--frames", 4, "--prompts",
-                               2, "--num-generations", 3, "--max-new-tokens", 10, out="live")
+    live, m, folder = run_grpo("--steps", 1, out="live")
     assert m["signal_groups"] == 2 and m["gap"] < 1e-4 and m["grad_norm"] > 0
     again, n, _ = run_grpo("--rollouts", *sorted((folder / "rollouts").iterdir()), out="again")
     assert moved(live, base).abs().max() > 1e-4
@@ -102,9 +111,6 @@ def test_one_rank_and_two_make_the_same_update(toy, recorded, base, tmp_path):
 # Real rollouts, by the reference engine
 
 
-LIVE = ("--prompts", 2, "--num-generations", 3, "--max-new-tokens", 10)
-
-
 def read_rollouts(folder):
     names = sorted((folder / "rollouts").iterdir())
     return [json.loads(line) for name in names for line in name.read_text().splitlines()]
@@ -122,10 +128,9 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
     held, rows[2]["video"] = tmp_path / "held" / "val.jsonl", "gone.mp4"
     held.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     monkeypatch.setattr(video, "MISSING_SHARE", 0.34)
-    flags = ("--data", toy / "rl.jsonl", "--steps", 2, *LIVE)
-    plain, _, folder = run_grpo(*flags, out="plain")
+    plain, _, folder = run_grpo("--steps", 2, out="plain")
 
-    weights, _, other = run_grpo(*flags, "--val", held, "--save-every", 1, out="held")
+    weights, _, other = run_grpo("--steps", 2, "--val", held, "--save-every", 1, out="held")
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
     ids = [[row["ids"] for row in read_rollouts(run)] for run in (folder, other)]
     assert ids[0] == ids[1]
@@ -144,10 +149,10 @@ def test_held_out_accuracy_is_logged_per_k_and_type_and_changes_no_weight(
 
 
 @pytest.mark.process  # not in one of its own, but three runs
-def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, toy, varied_rewards):
+def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, varied_rewards):
     """2 steps, resume to 4, against 4 steps: the same tasks, K, seeds (the same ids), and
     weights."""
-    flags = ("--data", toy / "rl.jsonl", *LIVE, "--frames", "gated")
+    flags = ("--frames", "gated")
     straight, m, folder = run_grpo(*flags, "--steps", 4, "--save-every", 3, out="straight")
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000004"]
     _, _, other = run_grpo(*flags, "--steps", 2, out="parts")

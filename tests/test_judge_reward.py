@@ -14,6 +14,7 @@ import pytest
 from fixtures import rows_of, write_rows
 from scripted import Scripted, Server
 
+import grpo
 import launch
 import rewards
 import rollout
@@ -131,7 +132,7 @@ def say(request):
 
 
 @pytest.fixture
-def run(monkeypatch, run_grpo, open_tasks, codec, any_gap):
+def run(monkeypatch, train, open_tasks, codec):
     """run(name of a folder, *flags): grpo.py with scripted answers."""
     class Engine(Scripted):
         def close(self, *_):
@@ -140,8 +141,9 @@ def run(monkeypatch, run_grpo, open_tasks, codec, any_gap):
         sleep = wake = sync = close
 
     monkeypatch.setattr(rollout, "make_engine", lambda *_, **__: Engine(codec, say))
-    return lambda out, *flags: run_grpo("--data", open_tasks, "--frames", 4, "--num-generations", 4,
-                                        "--prompts", 2, *flags, out=out)
+    monkeypatch.setattr(grpo, "check_gap", lambda *_: None)  # its log-probs are a script's
+    return lambda out, *flags: train("grpo", "--data", open_tasks, "--num-generations", 4,
+                                     "--max-new-tokens", 64, *flags, out=out)
 
 
 def judged_by(server):

@@ -155,7 +155,7 @@ def equal(a, b):
 
 @pytest.mark.process  # not in one of its own, but three runs
 @pytest.mark.parametrize("script", [sft, grpo])
-def test_a_run_goes_on_as_if_it_had_not_stopped(train, drawn_rewards, monkeypatch, script):
+def test_a_run_goes_on_as_if_it_had_not_stopped(train, varied_rewards, monkeypatch, script):
     flags = ["--lora-rank", RANK, "--lr", 1e-2, "--steps", 2]
     if script is grpo:
         flags += ["--beta", 0.1]

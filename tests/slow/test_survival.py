@@ -92,7 +92,7 @@ def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, c
 
 
 @pytest.mark.parametrize("script", ["grpo", "sft"])
-def test_an_update_without_a_finite_gradient_is_skipped(train, drawn_rewards, monkeypatch, script):
+def test_an_update_without_a_finite_gradient_is_skipped(train, varied_rewards, monkeypatch, script):
     """One bad update of three: the weights are those of the other two; bad ones in a row stop the
     run, which leaves its checkpoint."""
     spoilt, seen, real = {1}, [], torch.nn.utils.clip_grad_norm_
@@ -121,7 +121,7 @@ def test_an_update_without_a_finite_gradient_is_skipped(train, drawn_rewards, mo
 
 
 def test_an_engine_that_samples_from_another_policy_stops_the_run(
-        train, drawn_rewards, monkeypatch):
+        train, varied_rewards, monkeypatch):
     """Two layers in each other's place. Old weights, which the gap does not see: test_engine.py."""
     real = ReferenceEngine.sync
     monkeypatch.setattr(ReferenceEngine, "sync", lambda engine, weights: real(
