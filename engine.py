@@ -30,6 +30,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import cachetools
+
 import chat
 import launch
 
@@ -222,7 +224,8 @@ class VllmEngine:
         self.sleeping = self.gpu and limits.sleeping
         self.tied_on_cpu = tied and not self.gpu
         self.running = {}  # request id -> Request
-        self.prompts = {}  # see engine_prompt
+        # See engine_prompt. 64 frames of 50176 pixels take 77 MB.
+        self.prompts = cachetools.LRUCache(16)
         self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py and ask.py alone
         self.num_syncs = 0
         self.asleep = False  # between sleep() and wake(): weights and cache may be gone
@@ -427,24 +430,21 @@ def cpu_options(codec, limits):
                 max_num_batched_tokens=chunk or max(limits.context, 8192))
 
 
-def engine_prompt(request, renderer, prompt_cache, max_prompts=16):
+def engine_prompt(request, renderer, prompt_cache):
     """A request -> the prompt that vLLM takes: pixels normalised and cut into patches, hashes, the
-    places of the placeholders. prompt_cache: {keys of the frames: (ids, prompt)}, the latest
-    `max_prompts` (64 frames of 50176 pixels: 77 MB each).
+    places of the placeholders. prompt_cache: {keys of the frames: (ids, prompt)}.
 
     The samples of a group share one prompt, and a later turn is the prompt of the first turn with
     more text, so the work on pixels is done once.
     """
     key = tuple(frames.key for frames in request.frames)
-    ids, prompt = prompt_cache.pop(key, ([], None))
+    ids, prompt = prompt_cache.get(key, ([], None))
     if prompt is None or request.ids[:len(ids)] != ids:
         ids = list(request.ids)
         # Keep the pixels in the prompt. By default vLLM omits images that its cache has seen, but
         # the cache may have evicted them by the time this prompt is used again.
         (prompt,) = renderer.render_cmpl([vision_input(request)], skip_mm_cache=True)
-    prompt_cache[key] = ids, prompt  # at the end of the dict: used last
-    if len(prompt_cache) > max_prompts:
-        del prompt_cache[next(iter(prompt_cache))]  # used longest ago
+    prompt_cache[key] = ids, prompt
     text = request.ids[len(ids):]  # of later turns and responses, as the frames are equal
     return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"] + text}
 

@@ -51,7 +51,6 @@ import asyncio
 import itertools
 import math
 import os
-import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +69,7 @@ from plumbing.log import TRACKERS, Log, episode_numbers
 
 CLIP_EPS = 0.2  # of the surrogate; one step per batch never meets it
 WEIGHT_CAP = 5.0  # of the importance weight w_t
+MAX_TURNS = 100  # more than an episode has
 MAX_GRAD_NORM = 1.0  # gradients are clipped to this norm; 0: never
 NUMBERS = ("tokens", "gap", "loss", "entropy", "kl")  # of each sampled token, for the log
 SHOWN = "total acc fmt kappa not_ok gap gap_sub grad_norm signal_groups rollout_s train_s"
@@ -196,6 +196,20 @@ def group_tree(group):
     return model.Tree(prompt, first.items[:1], branches)
 
 
+def sub_agent_trees(episodes):
+    """-> [one sub-agent's context as a Tree], or []. Sub-agents are not trained, so only the gap of
+    their tokens shows whether their frames are right."""
+    for episode in episodes:
+        for call in episode.calls:
+            if "sub" in call:
+                context = rollout.context_of(call["sub"])
+                nothing = [0 for _ in context.ids]
+                values = {"advantage": nothing, "turn": nothing, "sampling": context.logps}
+                span = model.TokenSpan(context.ids, context.mask, values)
+                return [model.Tree(span, context.items)]
+    return []
+
+
 def build_trees(groups, credit):
     """Groups of this rank -> (trees of the groups with a signal, sampled tokens of ALL groups).
     Sets Episode.advantage = {"task": credited at every sampled token, "fmt": at struct(o) as well,
@@ -260,59 +274,59 @@ def policy_loss(logp, old_logps, sampling_logps, ref_logps, advantage, beta):
 # Update
 
 
-def update(policy, reference, optimizer, trees, num_tokens, args):
+def update(policy, reference, optimizer, trees, num_tokens, args, sub_trees=()):
     """
     One optimizer step on one batch -> numbers for the log, the same on every rank: means over the
     sampled tokens of all groups with a signal.
 
     trees: this rank's groups as [prompt | o^1 | .. | o^G]. num_tokens: sampled tokens of this rank,
-    with those of groups without a signal. Collective: all ranks run equally many forwards.
+    with those of groups without a signal. sub_trees: of sub_agent_trees, not trained. Collective:
+    all ranks run equally many forwards.
     """
     import torch
 
     world, device = launch.rank_and_world()[1], next(policy.parameters()).device
     # N is counted over ALL ranks before any backward: then the gradient does not depend on the
     # number of ranks or packs.
-    n = sum(launch.gather_rows([num_tokens]))
-    num_trees = sum(launch.gather_rows([len(trees)]))
+    n = launch.sum_over_ranks(num_tokens)
+    num_trees = launch.sum_over_ranks(len(trees))
     if num_trees == 0:  # no group of any rank has a signal, so the weights stay
         return {"signal_groups": 0, "grad_norm": 0.0}
     # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
-    parts = model.fill_packs(trees, args.pack_tokens)
+    parts = model.fill_packs(trees, args.pack_tokens) + [[tree] for tree in sub_trees]
     packs = [model.pack_trees(policy.codec, part) for part in parts]
-    # Sums over the sampled tokens of each turn, which are numbered from 1. [turns, 5]
-    sums = torch.zeros(args.max_turns + 2, len(NUMBERS), dtype=torch.float64, device=device)
+    # Sums over the sampled tokens of each turn. Turn 0 is a sub-agent's. [turns, 5]
+    sums = torch.zeros(MAX_TURNS, len(NUMBERS), dtype=torch.float64, device=device)
     # FSDP gathers weights in every forward, with all ranks. So ranks with fewer packs add spare
     # ones, which carry no gradient.
     for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
         # All log-probs are at the sampling temperature, as the engine's are. [n] each
         ref_logps = None
-        if reference is not None:  # first: with adapters it is the policy, adapters changed
+        if reference:  # first: with adapters it is the policy, adapters changed
             with torch.no_grad():
                 ref_logps, _ = reference(pack, args.temperature)
         logp, entropy = policy(pack, args.temperature)
         if not is_real:  # it runs for its collectives alone
             (0.0 * logp.sum()).backward()
             continue
-        old_logps = logp.detach()  # one step per batch
+        old = logp.detach()  # one step per batch
         values = {name: model.to_device(x, device) for name, x in pack.values.items()}  # [n] each
-        sampling_logps = values["sampling"]
-        loss, kl = policy_loss(logp, old_logps, sampling_logps, ref_logps, values["advantage"],
-                               args.beta)
+        sampling, advantage = values["sampling"], values["advantage"]
+        loss, kl = policy_loss(logp, old, sampling, ref_logps, advantage, args.beta)
+        turns = values["turn"].long()  # [n]
+        is_trained = turns > 0
         # FSDP averages gradients over ranks. Each rank holds a part of the sum over N, so it
         # multiplies by the number of ranks.
-        (world * loss.sum() / n).backward()
-        gap = (old_logps - sampling_logps).abs()  # only rounding is allowed [n]
+        (world * (loss * is_trained).sum() / n).backward()
+        gap = (old - sampling).abs()  # only rounding is allowed [n]
         numbers = torch.stack([torch.ones_like(gap), gap, loss, entropy, kl], 1)  # [n, 5]
-        # Recorded rollouts may have more turns than --max-turns allows.
-        turns = values["turn"].long().clamp(max=len(sums) - 1)  # [n]
         sums.index_add_(0, turns, numbers.detach().double())
 
     norm = model.reduce_and_clip(policy, MAX_GRAD_NORM)
     # The norm covers the gradients of all ranks, so all of them step or none does.
     if math.isfinite(norm):
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     return {**means_over_tokens(sums), "signal_groups": num_trees, "grad_norm": norm}
 
 
@@ -322,43 +336,19 @@ def means_over_tokens(sums):
     import torch.distributed as dist
 
     dist.all_reduce(sums)
-    totals = sums.sum(0)  # [5]
+    totals = sums[1:].sum(0)  # [5]
     means = dict(zip(NUMBERS, (totals / totals[0]).tolist()))
     rows = enumerate(sums.tolist())
     by_turn = {turn: gap / tokens for turn, (tokens, gap, *_) in rows if tokens > 0}
-    return {**means, "tokens": totals[0].item(), "gap_by_turn": by_turn}
-
-
-def sub_agent_gap(policy, episodes, temperature):
-    """-> mean |log-prob of the engine - of the trainer| in nats, over the sampled tokens of one
-    sub-agent's context of each rank; None if no rank asked a sub-agent. Collective."""
-    import torch
-
-    contexts = []
-    for episode in episodes:
-        contexts += [call["sub"] for call in episode.calls if "sub" in call]
-    packs = []
-    for context in contexts[:1]:
-        items = [chat.VisionItem(**item) for item in context["vision"]]
-        values = {"sampling": context["logps"]}
-        span = model.TokenSpan(context["ids"], context["mask"], values)
-        packs.append(model.pack_trees(policy.codec, [model.Tree(span, items)]))
-    gaps = []
-    for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
-        with torch.no_grad():
-            logp, _ = policy(pack, temperature)  # [n]
-        if is_real:
-            gaps += (logp.cpu() - pack.values["sampling"]).abs().tolist()
-    gaps = launch.gather_rows(gaps)
-    return statistics.fmean(gaps) if gaps else None
+    return {**means, "tokens": totals[0].item(), "gap_sub": by_turn.pop(0, None),
+            "gap_by_turn": by_turn}
 
 
 def gap_tolerance(policy):
-    """The largest mean gap in nats that rounding explains. The coarser of the dtypes in which
-    engine and trainer compute decides."""
-    device = next(policy.parameters()).device
-    dtypes = [model.engine_dtype(policy.codec, device), model.compute_dtype(device)]
-    if all(dtype.itemsize == 4 for dtype in dtypes):
+    """The largest mean gap in nats that rounding explains. The engine's dtype decides: the trainer
+    computes in no coarser one."""
+    dtype = model.engine_dtype(policy.codec, next(policy.parameters()).device)
+    if dtype.itemsize == 4:
         return 1e-3  # fp32; healthy: below 1e-6
     return 0.03  # healthy, on GPUs in bf16 and with adapters: below 1e-3
 
@@ -536,14 +526,11 @@ def learn(policy, reference, optimizer, episodes, source, step, args):
     policy.features = model.VisionFeatures(tower, policy.codec, source.load, frames)
     if reference:
         reference.features = policy.features
-    # Sub-agents are not trained, so only this shows whether their frames are right. Before the
-    # weights move.
-    gap_sub = sub_agent_gap(policy, episodes, args.temperature)
     # A group lies on one rank, so advantages need no exchange between ranks. The trees hold every
     # sampled token once and every prompt once per group.
     trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
-    stats = update(policy, reference, optimizer, trees, num_tokens, args)
-    stats["gap_sub"] = gap_sub
+    stats = update(policy, reference, optimizer, trees, num_tokens, args,
+                   sub_agent_trees(episodes))
     check_gap(step, stats, policy)
     return stats
 

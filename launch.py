@@ -311,14 +311,14 @@ def gather_rows(rows):
     return sum(gathered, [])
 
 
+def sum_over_ranks(number):
+    """The sum of the numbers of all ranks, on every rank. Collective."""
+    return sum(gather_rows([number]))
+
+
 def any_rank(flag):
     """Whether `flag` holds on any rank. Collective."""
     return any(gather_rows([flag]))
-
-
-def broadcast(value):
-    """Rank 0's plain object, on every rank. Collective."""
-    return gather_rows([value])[0]
 
 
 def print0(text):

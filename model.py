@@ -22,7 +22,7 @@ Reads and writes no file: plumbing/checkpoint.py loads and saves the policy.
 """
 import functools
 import importlib.util
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -37,6 +37,8 @@ import launch
 
 # ------------------------------------------------------------------------------------------------
 # 1. Frames -> vision features
+
+MAX_FEATURE_BYTES = 2**30  # that VisionFeatures keeps
 
 
 def patchify(codec, images, device="cpu"):
@@ -66,26 +68,26 @@ def patchify(codec, images, device="cpu"):
 
 
 class VisionFeatures:
-    """Features of the frozen tower, computed once per distinct frame set. The least recently used
-    sets are dropped if all together exceed max_bytes. A stage makes one for each batch: which
-    frames share a call of the tower decides on the last bits of their features, and a run that goes
-    on has none of the calls before."""
+    """Features of the frozen tower, computed once per distinct frame set. A stage makes one for
+    each batch: which frames share a call of the tower decides on the last bits of their features,
+    and a run that goes on has none of the calls before."""
 
-    def __init__(self, visual, codec, load, frames=None, max_bytes=2**30):
+    def __init__(self, visual, codec, load, frames=None):
         """load: a VisionItem's spec -> video.Frames; for features and frames not kept. frames:
         {VisionItem.key: video.Frames} that are in memory, which need no load."""
         self.visual = visual
         self.codec = codec
         self.load = load
         self.frames = frames or {}
-        self.cache = OrderedDict()  # VisionItem.key -> features
-        self.bytes = 0
-        self.max_bytes = max_bytes
+        self.cache = {}  # VisionItem.key -> features
 
     @torch.no_grad()
     def __call__(self, items):
         """[VisionItem] -> [V, 1 + D, H] in their order: the tower's output, then the D deepstack
         levels. Raises ValueError if a file changed after the prompt was built from it."""
+        # Batches with more frames than these bytes hold lose the features of their earlier packs.
+        if sum(part.nbytes for part in self.cache.values()) > MAX_FEATURE_BYTES:
+            self.cache.clear()
         # A call of the tower costs milliseconds even for one frame, so new sets with frames of one
         # size share a call.
         new = {item.key: item for item in items if item.key not in self.cache}
@@ -94,14 +96,7 @@ class VisionFeatures:
             by_size.setdefault((item.height, item.width), []).append(item)
         for group in by_size.values():
             self.compute(group)
-        for item in items:
-            self.cache.move_to_end(item.key)  # used last
-        features = torch.cat([self.cache[item.key] for item in items])
-        # The newest set stays, even if that set alone is over the limit.
-        while self.bytes > self.max_bytes and len(self.cache) > 1:
-            _, dropped = self.cache.popitem(last=False)
-            self.bytes -= dropped.nbytes
-        return features
+        return torch.cat([self.cache[item.key] for item in items])
 
     def compute(self, items):
         """Runs the tower once on items with frames of one size, and caches the features of each."""
@@ -114,8 +109,7 @@ class VisionFeatures:
         features = torch.stack([out.pooler_output, *levels], 1)  # [V, 1 + D, H] of all sets
         counts = [len(part) // self.codec.merge**2 for part, _ in parts]  # vision tokens of each
         for item, part in zip(items, features.split(counts)):
-            self.cache[item.key] = part.clone()  # a view would keep all sets in memory
-            self.bytes += part.nbytes
+            self.cache[item.key] = part
 
     def load_images(self, item):
         """VisionItem -> its frames, uint8 [T, H, W, 3]."""
@@ -368,7 +362,7 @@ class Policy(torch.nn.Module):
         self.codec = codec
         self.features = None  # VisionFeatures; set by each stage, which knows the videos
 
-    def forward(self, pack, temperature=1.0, chunk=1024):
+    def forward(self, pack, temperature=1.0):
         """Pack -> (logp [N], entropy [N]) of pack.target, fp32.
 
         The host waits for the GPU in two places: the tower reads the sizes of new frames, and
@@ -391,7 +385,7 @@ class Policy(torch.nn.Module):
         # Only states that predict a trained token meet the vocabulary: [N, H] of [L, H].
         return token_logprobs(hidden[to_device(pack.predictor, device)], self.hf.lm_head.weight,
                               to_device(pack.target, device), self.codec.suppress_tokens,
-                              temperature, chunk)
+                              temperature)
 
     def placeholder_mask(self, ids, features):
         """ids in host memory, features [V, 1 + D, H] or None -> mask of the ids that stand for
@@ -675,11 +669,11 @@ def trained_parameters(policy):
     return [p for p in policy.parameters() if p.requires_grad]
 
 
-def adamw(parameters, lr, beta2, device, weight_decay=0.01):
+def adamw(parameters, lr, beta2, device):
     """AdamW with beta1 0.9. Weight decay applies to matrices, not to norms and biases."""
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay},
+    groups = [{"params": matrices, "weight_decay": 0.01},
               {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=device.type == "cuda")
 

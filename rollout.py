@@ -33,7 +33,6 @@ CPU toy:  python rollout.py --preset toy --ckpt sft_out --data toy/rl.jsonl --ou
 """
 import argparse
 import asyncio
-import collections
 import json
 import os
 import string
@@ -211,6 +210,13 @@ class Context:
         }
 
 
+def context_of(record):
+    """What Context.record has written -> Context, without decoded frames and compact ids: no engine
+    is asked to go on from a record."""
+    items = [chat.VisionItem(**item) for item in record["vision"]]
+    return Context(ids=record["ids"], mask=record["mask"], logps=record["logps"], items=items)
+
+
 def open_context(codec, messages, specs, frames, tools=None):
     """Messages, with the spec and the decoded Frames of each of their videos -> Context."""
     items = [chat.vision_item(spec, f) for spec, f in zip(specs, frames)]
@@ -271,11 +277,8 @@ class Episode:
 def from_dict(row):
     """A line of a rollout JSONL -> Episode, without decoded frames: grpo.py --rollouts trains on
     it."""
-    items = [chat.VisionItem(**item) for item in row["vision"]]
-    # No compact ids: no engine is asked to go on from a record.
-    context = Context(ids=row["ids"], mask=row["mask"], logps=row["logps"], items=items)
     record_fields = {name: row[name] for name in RECORD_FIELDS}
-    return Episode(num_frames=row["K"], context=context, **record_fields)
+    return Episode(num_frames=row["K"], context=context_of(row), **record_fields)
 
 
 @dataclass
@@ -520,15 +523,11 @@ def run(worker, tasks, frames=64, group=1, step=0, play=run_episode, pump=None, 
             return await score_episode(episode, worker.pay, worker.judge)
 
     def coroutines():
-        counts = collections.Counter()  # group -> rollouts so far
         for task in tasks:
-            # A batch across two epochs may hold a task twice. The rollouts then form one larger
-            # group, and their numbers go on, so that their seeds differ.
             name = launch.join_key(step, task["id"])
-            for _ in range(group):
-                if (name, counts[name]) not in done:
-                    yield play_and_score(task, name, counts[name])
-                counts[name] += 1
+            for number in range(group):
+                if (name, number) not in done:
+                    yield play_and_score(task, name, number)
 
     # An episode exists only once there is room for it. More of them than the engine's batch keep
     # the batch full while some of them decode, or wait for a judge.

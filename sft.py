@@ -381,7 +381,7 @@ def main():
 
         # 2. Numbers, to the terminal and to log.jsonl.
         seconds = time.monotonic() - began
-        num_tokens = sum(launch.gather_rows([sum(len(pack.ids) for pack in packs)]))
+        num_tokens = launch.sum_over_ranks(sum(len(pack.ids) for pack in packs))
         row = {"step": step, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
                "trained_tokens": num_trained, "tokens": num_tokens,
                "tokens_per_s": num_tokens / seconds, "wait_s": waited, "step_s": seconds,

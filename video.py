@@ -157,51 +157,42 @@ def root_of(args, path):
     return args.video_root or os.path.dirname(path) or "."
 
 
-def overview(path, num_frames, min_pixels=1024, max_pixels=50176, cache=None):
-    """Path -> Frames, at most `num_frames`, which is 1 or more. Raises VideoError."""
-    cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
-    indices = overview_indices(starts, info.duration, num_frames)  # [T]
-    return cache.frames(path, indices, min_pixels, max_pixels)
-
-
-def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16,
-         min_pixels=1024, max_pixels=50176, cache=None):
-    """Path, window in seconds -> Frames, timed on the whole video's clock; see `crop_indices`.
-
-    The first frame may start before `start`, because it is on display at that time. Raises
-    VideoError also.
-    """
-    cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
-    indices = crop_indices(starts, info.duration, start, end, num_frames, fps, max_frames)  # [T]
-    return cache.frames(path, indices, min_pixels, max_pixels)
-
-
-def frames_at(path, times, min_pixels=1024, max_pixels=50176, cache=None):
-    """Path, times in seconds -> Frames on display at these times. ValueError: all lie outside."""
-    cache = cache or FrameCache(0)
-    starts, info = cache.index(path)  # [N] seconds
-    valid_times = [t for t in times if 0 <= t < info.duration]  # seconds; other times are left out
-    if not valid_times:
-        raise ValueError(f"no time lies in the video, which runs from 0 to {info.duration:g} s")
-    return cache.frames(path, frame_at(starts, valid_times), min_pixels, max_pixels)
-
-
 def load(spec, root=None, cache=None, min_pixels=1024, max_pixels=50176):
-    """A message's video item -> Frames. The path goes through `resolve`. Raises like these:
+    """A message's video item -> Frames. The path goes through `resolve`. Raises VideoError, and
+    ValueError for a window or times of which nothing lies in the video.
 
-    {"video", "frames": K}: overview. {"video", "times": [..]}: frames_at. {"video", "start", "end",
-    "fps"?, "max_frames"?, "num_frames"?}: crop; null: not given. Others raise KeyError.
+    {"video", "frames": K}: at most K, which is 1 or more, of the whole video. {"video", "times":
+    [..]}: on display at these seconds. {"video", "start", "end", "fps"?, "max_frames"?,
+    "num_frames"?}: see `crop_indices`; null: not given. The first frame of a window may start
+    before `start`, because it is on display at that time.
     """
     path = resolve(spec["video"], root)
-    size = {"min_pixels": min_pixels, "max_pixels": max_pixels, "cache": cache}
+    cache = cache or FrameCache(0)
+    starts, info = cache.index(path)  # [N] seconds
     if "frames" in spec:
-        return overview(path, spec["frames"], **size)
-    if "times" in spec:
-        return frames_at(path, spec["times"], **size)
-    options = {k: spec[k] for k in ("num_frames", "fps", "max_frames") if spec.get(k) is not None}
-    return crop(path, spec["start"], spec["end"], **options, **size)
+        indices = overview_indices(starts, info.duration, spec["frames"])  # [T]
+    elif "times" in spec:
+        times = [t for t in spec["times"] if 0 <= t < info.duration]  # others are left out
+        if not times:
+            raise ValueError(f"no time lies in the video, which runs from 0 to {info.duration:g} s")
+        indices = frame_at(starts, times)
+    else:
+        names = ("num_frames", "fps", "max_frames")
+        options = {name: spec[name] for name in names if spec.get(name) is not None}
+        indices = crop_indices(starts, info.duration, spec["start"], spec["end"], **options)
+    return cache.frames(path, indices, min_pixels, max_pixels)
+
+
+def overview(path, num_frames, **how):
+    """Path -> at most `num_frames` Frames of the whole video. how: cache, min_pixels, max_pixels.
+    """
+    return load({"video": path, "frames": num_frames}, **how)
+
+
+def crop(path, start, end, num_frames=None, fps=1.0, max_frames=16, **how):
+    """Path, window in seconds -> Frames, timed on the whole video's clock. how: as of overview."""
+    return load({"video": path, "start": start, "end": end, "num_frames": num_frames, "fps": fps,
+                 "max_frames": max_frames}, **how)
 
 
 @dataclass
@@ -653,15 +644,15 @@ class FrameCache:
     """Decoded frames and tables of times: from memory, else from a folder, else decoded. Threads
     that ask for the same at one time wait for the first of them.
     max_bytes: of the frames in memory. workers: threads that decode; they share the frames of one
-    look. folder: for later runs and other processes; once it holds folder_bytes, nothing more is
+    look. folder: for later runs and other processes; once it holds 50 GiB, nothing more is
     written."""
 
-    def __init__(self, max_bytes=4 * 2**30, workers=1, folder=None, folder_bytes=50 * 2**30):
+    def __init__(self, max_bytes=4 * 2**30, workers=1, folder=None):
         self.memory = cachetools.LRUCache(max_bytes, lambda frames: frames.images.nbytes)
         # An hour takes 3 MB.
         self.tables = cachetools.LRUCache(2**28, lambda table: 3 * table.starts.nbytes)
         self.condition = threading.Condition()  # guards both
-        self.folder, self.bytes_left = folder, folder_bytes
+        self.folder, self.bytes_left = folder, 50 * 2**30
         if folder:
             os.makedirs(folder, exist_ok=True)
             self.bytes_left -= sum(entry.stat().st_size for entry in os.scandir(folder))

@@ -82,7 +82,7 @@ def make_update(ckpt, images):
 
 def span(ids, trained, advantage):
     """-> TokenSpan with one number for all of its tokens."""
-    values = {"advantage": advantage, "sampling": -5, "turn": 0}
+    values = {"advantage": advantage, "sampling": -5, "turn": 1}
     columns = {name: np.full(len(ids), value) for name, value in values.items()}
     return model.TokenSpan(ids, np.full(len(ids), trained), columns)
 

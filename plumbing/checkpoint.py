@@ -447,7 +447,7 @@ def resume_point(args, inputs):
         state = json.loads(launch.read_file(f"{folder}/state.json"))
         tidy(args.out, state)
     # Every rank compares its own flags and rows with those of rank 0.
-    folder, state = launch.broadcast((folder, state))
+    folder, state = launch.gather_rows([(folder, state)])[0]
     changes = changed_settings(settings, state["settings"])
     if changes and not args.resume:
         raise launch.UserError(f"--out {args.out} holds a run with another {changes}; choose "

@@ -446,7 +446,7 @@ def grpo_step(policy, reference, optimizer):
     def span(ids, mask):
         return model.TokenSpan(ids, [mask] * len(ids),
                                {"advantage": [1.0] * len(ids), "sampling": [-1.0] * len(ids),
-                                "turn": [0] * len(ids)})
+                                "turn": [1] * len(ids)})
 
     prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)
     tree = model.Tree(prompt, [video_item("of the step")], [span([20] * 3600, 1) for _ in range(8)])

@@ -28,7 +28,7 @@ def test_a_film_and_the_folder_of_its_frames_give_the_same(tmp_path, ffmpeg, nam
     looks = [lambda p, k=k: video.overview(p, k, cache=cache) for k in (1, 3, 8, 100)]
     looks += [lambda p, w=w: video.crop(p, *w, fps=7.3, max_frames=99, cache=cache, **NATIVE)
               for w in ((-1, 0.5), (0.7, 1.9), (1, 99))]
-    looks += [lambda p: video.frames_at(p, [0.1, 0.5, 1.2], cache=cache)]
+    looks += [lambda p: video.load({"video": p, "times": [0.1, 0.5, 1.2]}, cache=cache)]
     for look in looks:
         one, other = look(path), look(str(frames))
         assert np.array_equal(one.seconds, other.seconds)
@@ -54,8 +54,8 @@ def test_an_image_that_goes_is_no_broken_image(tmp_path):
     (tmp_path / "fps").write_text("1")
     (tmp_path / "3.png").write_bytes(b"no image")
     with pytest.raises(video.VideoError, match="3.png: "):
-        video.frames_at(str(tmp_path), [3])
+        video.load({"video": str(tmp_path), "times": [3]})
     (tmp_path / "3.png").unlink()
     (tmp_path / "3.png").symlink_to(tmp_path / "not-there.png")
     with pytest.raises(FileNotFoundError):
-        video.frames_at(str(tmp_path), [3])
+        video.load({"video": str(tmp_path), "times": [3]})
