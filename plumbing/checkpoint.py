@@ -55,7 +55,6 @@ def resolve(path):
     """A checkpoint folder, a run folder (its newest checkpoint) or OWNER/NAME on the Hub -> the
     folder that from_pretrained opens. Raises UserError."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     if os.path.isdir(f"{path}/last"):  # sft.py and grpo.py link it
         path = f"{path}/last"
@@ -66,7 +65,7 @@ def resolve(path):
         # in the Hub's cache has the commit in its path.
         return snapshot_download(path, ignore_patterns=["*/*"],
                                  allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt"])
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # of the Hub, too
         reason = str(error).splitlines()[0]
         raise launch.UserError(f"--ckpt {path}: no such folder, and nothing from the Hub "
                                f"({reason})") from None
@@ -111,9 +110,9 @@ def small_files(folder):
 
 def all_files(ckpt):
     """-> paths of all files of a checkpoint folder, and of the base of its adapters."""
-    paths = set()
-    for folder in (ckpt, base_of(ckpt)):
-        paths.update(glob.glob(f"{glob.escape(folder)}/*.*"))  # train_state/ has no dot
+    paths = []
+    for folder in {ckpt, base_of(ckpt)}:
+        paths += glob.glob(f"{glob.escape(folder)}/*.*")  # train_state/ has no dot
     return sorted(paths)
 
 
@@ -152,8 +151,8 @@ def start_adapters(hf):
         if name.endswith("lora_B"):
             values[name] = torch.zeros(p.shape)
     # Each rank takes its own rows.
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(hf, values, options=options)
+    set_model_state_dict(hf, values,
+                         options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 def peft_name(name):
@@ -279,11 +278,10 @@ def merged_weights(ckpt):
     """Iterator of (name, tensor) of a checkpoint in host memory, with its adapters added."""
     from safetensors.torch import load_file
 
-    adapters = {}
-    if base_of(ckpt) != ckpt:
+    adapters, base = {}, base_of(ckpt)
+    if base != ckpt:
         adapters = load_file(f"{ckpt}/adapter_model.safetensors")
-    base = glob.escape(base_of(ckpt))
-    for path in sorted(glob.glob(f"{base}/*.safetensors")):
+    for path in glob.glob(f"{glob.escape(base)}/*.safetensors"):
         for name, tensor in load_file(path).items():  # a file has at most some gigabytes
             stem = name.removesuffix("weight")
             a = adapters.get(peft_name(f"{stem}lora_A"))
@@ -339,16 +337,11 @@ def save_run(policy, optimizer, out, step, state):
     step). Raises RunError if the disk is full; then the newest checkpoint is the one before."""
     temp = f"{out}/.step.tmp"
     trained = trained_state(policy)
-    files = dict(policy.files)
-    if "adapter_config.json" in files:  # all that is trained are adapters
+    if "adapter_config.json" in policy.files:  # all that is trained are adapters
         gathered = ((peft_name(name), whole_tensor(p)) for name, p in trained.items())
     else:
         dtype = model.compute_dtype(next(policy.parameters()).device)
         gathered = full_weights(policy, dtype)
-        # config.json states the dtype of the weights beside it: from_pretrained casts to that.
-        stated = str(dtype).removeprefix("torch.").encode()
-        files["config.json"] = re.sub(
-            rb'("(?:torch_)?dtype": )"\w+"', rb'\1"' + stated + b'"', files["config.json"])
     # Gathering is a collective, so every rank runs it to its end. Rank 0 keeps the tensors.
     rank, world = launch.rank_and_world()
     # A copy, because a gathered tensor is a part of a larger one, which safetensors refuses.
@@ -358,7 +351,7 @@ def save_run(policy, optimizer, out, step, state):
         if rank == 0:
             shutil.rmtree(temp, ignore_errors=True)
             os.makedirs(temp)
-            save_files(temp, files, weights)
+            save_files(temp, policy.files, weights)
         launch.any_rank(False)  # a barrier: the folder is there
         # With one rank, save without collectives: gloo would start its own thread pool, the cores
         # would be oversubscribed, and every later step would take half longer.

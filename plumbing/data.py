@@ -57,9 +57,10 @@ def read_tasks(path, faults=None):
     ids = set()  # ids name groups, seeds and records: two tasks of one id would be mixed up
 
     def fault(row):
-        if str(row["id"]) in ids:
-            return f"task ids are not unique: {row['id']} is there twice"
-        ids.add(str(row["id"]))
+        name = str(row["id"])
+        if name in ids:
+            return f"task ids are not unique: {name} is there twice"
+        ids.add(name)
         return task_fault(row)
 
     return launch.read_jsonl(path, TASK_FIELDS, fault, faults)
@@ -70,7 +71,7 @@ def task_fault(row):
     if not (isinstance(row["video"], str) and isinstance(row["question"], str)):
         return "video and question must be texts"
     evidence = row.get("evidence") or []
-    if not isinstance(evidence, list) or not all(is_span(window) for window in evidence):
+    if not all(is_span(window) for window in evidence):
         return "evidence must be a list of windows [start, end] in seconds, or null"
     options = row.get("options") or []
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
@@ -98,9 +99,7 @@ def label_earns_all(row, options):
     rollout: a label that can never be earned misleads training."""
     label = row["answer"]
     if row["type"] == "grounding":
-        if not is_span(label):
-            return False
-        label = f"{label[0]:.6f} - {label[1]:.6f}"
+        return is_span(label)
     if row["type"] == "mcq":
         return label in list(string.ascii_uppercase[:len(options)])
     if not isinstance(label, str):
@@ -113,7 +112,7 @@ def late_window(task, end):
     """-> None, or why the video, which ends at `end` seconds, cannot show the answer or the
     evidence."""
     windows = list(task.get("evidence") or [])
-    if task["type"] == "grounding" and task["answer"]:
+    if task["type"] == "grounding":
         windows.append(task["answer"])
     for window in windows:  # one may end beyond the video: annotators round
         if window[0] >= end:
@@ -330,14 +329,12 @@ def to_seconds(stamp):
 def json_cues(text):
     """As LongVideoBench ships them, {"timestamp": [start, end or null], "text"} or {"start", "end",
     "line"} -> [(start, end, text)] in seconds of the file."""
-    cues, later = [], None  # later: where the cue after this one begins
-    for row in reversed(json.loads(text)):
+    cues = []
+    for row in json.loads(text):
         if "timestamp" in row:
             (start, end), text = row["timestamp"], row["text"]
         else:
             start, end, text = row["start"], row["end"], row["line"]
-        if end is None:  # open: until the next one begins
-            end = later or start
-        cues.append((to_seconds(start), to_seconds(end), text))
-        later = start
+        # An open line stands until the end of the video, as in LongVideoBench's own reader.
+        cues.append((to_seconds(start), to_seconds(end or 1e8), text))
     return cues

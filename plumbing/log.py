@@ -119,14 +119,14 @@ def signs(history):
 
     # Rounding does not grow tenfold: other weights, frames or kernels do.
     gaps = column("gap")
-    if len(gaps) > 3 and gaps[-1] > max(1e-3, 10 * statistics.median(gaps)):
-        lines["gap"] = (f"the log-probs of engine and trainer differ by {gaps[-1]:.1e} nats, ten "
-                        "times the run's median: other weights, other inputs, or --lr is too high")
+    if gaps and gaps[-1] > max(1e-3, 10 * statistics.median(gaps)):
+        lines["gap"] = ("the gap is ten times the run's median: other weights or other inputs in "
+                        "the engine, or --lr is too high")
     # Answers without a call earn as much, and the run goes on as one without tools.
     called = column("called")
     if called and max(called) > 0.3 and max(called[-3:]) < max(called) / 3:
-        lines["calls"] = (f"calls die out: {called[-1]:.0%} of the rollouts call, before "
-                          f"{max(called):.0%}: see call_minus_skip, --frames gated, --tool-reward")
+        lines["calls"] = ("calls die out, `called` is a third of what it was: see "
+                          "call_minus_skip, --frames gated, --tool-reward")
     for tag in TAGS:
         shares = column(f"closed_{tag}")
         if len(shares) > 2 and max(shares[-3:]) < 0.5:

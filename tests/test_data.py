@@ -127,7 +127,7 @@ def test_longvideobench_subtitles_come_in_two_forms(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps([
         {"start": "00:00:12.500", "end": "00:00:14.000", "line": "Hello"}]))
     assert data.read_subtitles(str(tmp_path / "5f2c")) == [
-        (12.5, 14.0, "Hello"), (15.0, 16.0, "open"), (16.0, 17.0, "end")]
+        (12.5, 14.0, "Hello"), (15.0, 1e8, "open"), (16.0, 17.0, "end")]
     assert data.read_subtitles(str(tmp_path / "b.json")) == [(12.5, 14.0, "Hello")]
 
 
