@@ -2,22 +2,16 @@
 Tests of adapters (--lora-rank): python -m pytest tests/test_lora.py -q
 
 Against the dense model: the same function at the start, the gradients of W + 2 B A, the same
-log-probs once merged; peft reads the files as the same model. Through both scripts: files, going
-on, a second stage that goes on with the adapters of the first.
+log-probs once merged; peft reads the files as the same model. Both scripts: slow/test_lora.py.
 """
-import os
-import signal
 import sys
 
 import pytest
 import torch
 from reference import load_policy
-from safetensors.torch import load_file
 
-import grpo
 import launch
 import model
-import sft
 from plumbing import checkpoint
 from tools import merge
 
@@ -139,37 +133,3 @@ def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_p
     assert off.abs().max() < 1e-5
     with pytest.raises(launch.UserError, match="exists"):
         merge.main()
-
-
-# ------------------------------------------------------------------------------------------------
-# The scripts
-
-
-def adapters(folder):
-    return load_file(folder / "last" / "adapter_model.safetensors")
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-@pytest.mark.process  # not in one of its own, but three runs
-@pytest.mark.parametrize("script", [sft, grpo])
-def test_a_run_goes_on_as_if_it_had_not_stopped(train, varied_rewards, monkeypatch, script):
-    flags = ["--lora-rank", RANK, "--lr", 1e-2, "--steps", 2]
-    if script is grpo:
-        flags += ["--beta", 0.1]
-    straight = train(script.__name__, *flags, out="straight")
-    name = "forward_backward" if script is sft else "update"
-    real = getattr(script, name)
-
-    def asked_to_stop(*given):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return real(*given)
-
-    monkeypatch.setattr(script, name, asked_to_stop)
-    half = train(script.__name__, *flags, out="halves", stopped=True)
-    assert not equal(adapters(half), adapters(straight))
-    monkeypatch.setattr(script, name, real)
-    whole = train(script.__name__, *flags, out="halves")
-    assert equal(adapters(whole), adapters(straight))

@@ -1,6 +1,6 @@
 """
-draft.py (tests/test_draft.py): a model behind an OpenAI-compatible endpoint writes tasks about your
-videos.
+draft.py (tests/slow/test_draft.py): a model behind an OpenAI-compatible endpoint writes tasks about
+your videos.
 
   windows   --questions for each video, one in each equal share of it, 10 seconds long: drawn
             first, so that the questions are spread over the video

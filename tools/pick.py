@@ -1,6 +1,6 @@
 """
-pick.py (tests/test_pick.py): turns rollouts back into data: the best rollout of each prompt as SFT
-chats, and the tasks whose rollouts disagree.
+pick.py (tests/slow/test_pick.py): turns rollouts back into data: the best rollout of each prompt as
+SFT chats, and the tasks whose rollouts disagree.
 
   python tools/pick.py r.jsonl --best chats.jsonl --band 0.2 0.8 tasks.jsonl
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from conftest import ROOT, run_script
 from fixtures import rows_of
 from scripted import Server, call
-from test_draft import SCRIPT, Model
+from slow.test_draft import SCRIPT, Model
 
 import chat
 import grpo

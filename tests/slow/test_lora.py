@@ -2,19 +2,32 @@
 More of adapters: damaged ones, bases that move, ranks, vLLM:
 python -m pytest tests/slow/test_lora.py -q
 """
+import os
+import signal
 from unittest import mock
 
 import pytest
 import torch
 from conftest import run_script
-from test_lora import CPU, RANK, adapted, adapters, moved, pack_of, saved  # noqa: F401
+from safetensors.torch import load_file
+from test_lora import CPU, RANK, adapted, moved, pack_of, saved  # noqa: F401
 
+import grpo
 import model
+import sft
 from engine import EngineConfig, VllmEngine
 from plumbing import checkpoint
 
 # ------------------------------------------------------------------------------------------------
 # The scripts
+
+
+def adapters(folder):
+    return load_file(folder / "last" / "adapter_model.safetensors")
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_two_ranks_train_the_adapters_that_one_trains(toy, tmp_path):
@@ -55,3 +68,24 @@ def test_vllm_reads_it_as_the_same_model(toy, codec, adapted, tmp_path, process_
     base, theirs = found
     # vLLM computes the adapters' part in bf16; the adapters move log-probs by some nats.
     assert (theirs - ours).abs().max() < 0.1 < (base - ours).abs().max() / 5
+
+
+@pytest.mark.parametrize("script", [sft, grpo])
+def test_a_run_goes_on_as_if_it_had_not_stopped(train, varied_rewards, monkeypatch, script):
+    flags = ["--lora-rank", RANK, "--lr", 1e-2, "--steps", 2]
+    if script is grpo:
+        flags += ["--beta", 0.1]
+    straight = train(script.__name__, *flags, out="straight")
+    name = "forward_backward" if script is sft else "update"
+    real = getattr(script, name)
+
+    def asked_to_stop(*given):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given)
+
+    monkeypatch.setattr(script, name, asked_to_stop)
+    half = train(script.__name__, *flags, out="halves", stopped=True)
+    assert not equal(adapters(half), adapters(straight))
+    monkeypatch.setattr(script, name, real)
+    whole = train(script.__name__, *flags, out="halves")
+    assert equal(adapters(whole), adapters(straight))

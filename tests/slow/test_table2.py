@@ -1,5 +1,5 @@
 """
-Tests of bench/table2.py: python -m pytest tests/test_table2.py -q
+Tests of bench/table2.py: python -m pytest tests/slow/test_table2.py -q
 """
 import json
 import sys

@@ -1,5 +1,5 @@
 """
-Tests of tools/pick.py: python -m pytest tests/test_pick.py -q
+Tests of tools/pick.py: python -m pytest tests/slow/test_pick.py -q
 """
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 """
-Tests of tools/draft.py: python -m pytest tests/test_draft.py -q
+Tests of tools/draft.py: python -m pytest tests/slow/test_draft.py -q
 
 A server speaks from a script, by the window that it is shown, so the drafts that are right are
 known.
