@@ -144,26 +144,17 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_process():
-    """Sets and restores the state of the whole process: the shim before transformers is
-    imported, no process group, and torch.compile's stance."""
+    """Sets and restores the state of the whole process: one thread, since spinning threads of torch
+    and of an engine on shared cores cost a factor of ten, the shim before transformers is imported,
+    no process group, and torch.compile's stance."""
     import torch
 
+    torch.set_num_threads(1)
     launch.import_shim()
     yield
     torch.compiler.set_stance("default")  # vLLM's engine on CPU turns it off
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Spinning threads of torch and of an engine on shared cores cost a factor of ten."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """
 Tests of plumbing/data.py: python -m pytest tests/test_data.py -q
 
-Subtitles in prompts: test_subtitles.py. --check: test_check.py.
+Subtitles in prompts: test_eval.py. --check: test_check.py.
 """
 import json
 import subprocess
@@ -80,6 +80,18 @@ def test_srt_is_read_in_time_order_without_formatting(tmp_path):
     (tmp_path / "a.srt").write_bytes(SRT.encode())
     lines = [(1.0, 2.0, "First one"), (5.0, 7.5, "Two lines"), (7.5, 3600.25, "Last")]
     assert data.read_subtitles(str(tmp_path / "a.srt")) == lines
+
+
+@pytest.mark.parametrize("text, wanted", [
+    ("if a < b and c > d then stop", "if a < b and c > d then stop"), ("I <3 you", "I <3 you"),
+    ("so a <b and c> d", "so a <b and c> d"), ("<me@x.org> wrote", "<me@x.org> wrote"),
+    ("<i>one</i> <font color=\"#fff\" size='2'>two</font><br/>", "one two"),
+    ("<c.yellow.bg_blue>one</c> <v Roger Bingham>two</v> <lang en>x</lang>", "one two x"),
+    ("<00:00:01.500><c>one</c>", "one"), ("{\\an8}One\\NTwo", "One Two"),
+    ("{\\pos(1,2)\\i1}One{\\i0}", "One"), ("{sic} C:\\new", "{sic} C:\\new")])
+def test_markup_goes_and_text_stays(tmp_path, text, wanted):
+    (tmp_path / "a.srt").write_text(f"1\n00:00:01,000 --> 00:00:02,000\n{text}\n")
+    assert [row for *_, row in data.read_subtitles(str(tmp_path / "a.srt"))] == [wanted]
 
 
 @pytest.mark.parametrize("name, text", [("a.json", "{broken"), ("a.json", '[{"x": 1}]'),

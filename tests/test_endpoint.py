@@ -20,8 +20,6 @@ import video
 from evaluation import endpoint
 from plumbing import judge
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def no_retries(monkeypatch):

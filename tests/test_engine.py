@@ -15,7 +15,7 @@ import pytest
 import torch
 from album import logprobs
 from conftest import Overheard
-from reference import ReferenceEngine, load_policy
+from reference import load_policy
 from scripted import ANSWER, Scripted, calls, play, play_one
 
 import chat
@@ -26,7 +26,6 @@ import video
 from engine import EngineConfig, VllmEngine, gpu_options
 from plumbing import checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HOT = rollout.AgentConfig(temperature=1.0, max_model_len=1024, max_new_tokens=16,
                           sub_max_new_tokens=8, max_turns=2)
 FIVE_CALLS = [calls((0, 8), (16, 24), (40, 48)), calls((3, 10.5), (5, 5.5)), ANSWER]
@@ -97,49 +96,29 @@ def engine_gap(engine, policy, codec, tasks, source, seed):
 # vLLM beside the trainer
 
 
-def check_episodes(engine, policy, codec, tasks, source, agent, k):
-    """Plays episodes and compares every log-prob of the engine with the trainer's -> their number,
-    and the last context as (ids, mask, items, log-probs)."""
-    checked = 0
-    for episode in play(engine, tasks, source, agent, k, group=2):
+@pytest.mark.parametrize("temperature, response, pixels", [
+    (1.0, "summary", 1024), (0.6, "frames", 4096), (0.6, "summary", 4096)])
+def test_engine_and_trainer_agree_on_multi_turn_episodes(
+        temperature, response, pixels, vllm_engines, codec, policy, tasks, toy):
+    """Prompt ids (the engine's poll compares them), frames, positions, temperature: one difference
+    and log-probs drift. Frames of one token, and of four."""
+    source = video.VideoSource(str(toy), video.FrameCache(), pixels, pixels)
+    engine, checked = saying(vllm_engines(), FIVE_CALLS), 0
+    agent = replace(HOT, temperature=temperature, crop_response=response)
+    frames = "gated" if pixels == 1024 else 5
+    for episode in play(engine, tasks[:2], source, agent, frames, group=2):
         assert episode.status == "ok" and episode.executed() == 5 and len(episode.spans) == 3
         row = json.loads(json.dumps(episode.to_dict()))
         for part in [row] + [c["sub"] for c in row["calls"] if "sub" in c]:
             items = [chat.VisionItem(**v) for v in part["vision"]]
-            got = trainer_logps(policy, codec, source, part["ids"], part["mask"], items,
-                                agent.temperature)
+            given = source, part["ids"], part["mask"], items, temperature
             want = [logp for logp, flag in zip(part["logps"], part["mask"]) if flag]
-            assert np.abs(got - want).max() < 1e-4
+            assert np.abs(trainer_logps(policy, codec, *given) - want).max() < 1e-4
             checked += len(want)
-    return checked, (part["ids"], part["mask"], items, want)
-
-
-@pytest.mark.parametrize("temperature, response, pixels", [
-    (1.0, "summary", 1024), (0.6, "frames", 4096), (0.6, "summary", 4096)])
-def test_engine_and_trainer_agree_on_multi_turn_episodes(
-        temperature, response, pixels, vllm_engines, codec, policy, tasks, toy, monkeypatch):
-    """Prompt ids (the engine's poll compares them), frames, positions, temperature: one difference
-    and log-probs drift. Frames of one token, and of four."""
-    source = video.VideoSource(str(toy), video.FrameCache(), pixels, pixels)
-    engine = saying(vllm_engines(), FIVE_CALLS)
-    agent = replace(HOT, temperature=temperature, crop_response=response)
-    checked, (ids, mask, items, want) = check_episodes(engine, policy, codec, tasks[:2], source,
-                                                       agent, "gated" if pixels == 1024 else 5)
     assert checked > 150
-    # The comparison would see a difference: pixels matter even to random weights,
+    # The comparison would see a difference: pixels matter even to random weights.
     dark = replace(codec, mean=(0.4, 0.4, 0.4))
-    other = trainer_logps(policy, dark, source, ids, mask, items, temperature)
-    assert np.abs(other - want).max() > 1e-3
-    # and so do height and width of a token, if a frame has more than one.
-    whole = model.rope_positions
-
-    def time_alone(*args):
-        positions, end = whole(*args)
-        return positions[:1].repeat(3, 0), end
-
-    monkeypatch.setattr(model, "rope_positions", time_alone)
-    other = trainer_logps(policy, codec, source, ids, mask, items, temperature)
-    assert (np.abs(other - want).max() > 1e-4) == (pixels > 1024)
+    assert np.abs(trainer_logps(policy, dark, *given) - want).max() > 1e-3
 
 
 def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
@@ -152,12 +131,11 @@ def test_an_engine_prompt_that_differs_from_the_trainers_is_refused(
         finish(vllm_engines(), request)
 
 
-@pytest.mark.parametrize("kind", ["vllm", "reference"])
-def test_banned_ids_are_never_sampled(kind, codec, base, tasks, frames_of, vllm_engines):
+def test_banned_ids_are_never_sampled(codec, tasks, frames_of, vllm_engines):
     """A sampled vision placeholder would ask the trainer for a frame that does not exist."""
-    engine = vllm_engines() if kind == "vllm" else ReferenceEngine(base, codec, max_seqs=4)
     request, seen = asked(codec, tasks, frames_of, temperature=2.0, max_tokens=64), Counter()
-    for completion in finish(engine, *(replace(request, id=f"{n}", seed=n) for n in range(12))):
+    requests = [replace(request, id=f"{n}", seed=n) for n in range(12)]
+    for completion in finish(vllm_engines(), *requests):
         seen.update(completion.ids)
         assert completion.ended == (completion.ids[-1] == codec.eos)
         assert codec.eos not in completion.ids[:-1]

@@ -18,8 +18,6 @@ import rewards
 import rollout
 from plumbing import judge as client
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def said(words, sample=0, answer="red"):
     """An episode that ended with these words, of a task with this answer."""

@@ -25,8 +25,6 @@ import video
 from agent_tools import TOOLS
 from engine import Completion
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def runs(flags):
     """[start, end) of every run of ones."""

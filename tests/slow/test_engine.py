@@ -14,8 +14,6 @@ from test_engine import (  # noqa: F401  # isort: skip
 
 from engine import EngineLoop, Request
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def asked(name):
     return Request(name, [], [], [], [], 10, 0.0, 0)

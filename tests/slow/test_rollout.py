@@ -6,16 +6,12 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import AGENT, ANSWER, Scripted, call, calls, play_one, text_of
 from test_rollout import runs
 
 import chat
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 # ------------------------------------------------------------------------------------------------
 # Hostile text
