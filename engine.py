@@ -26,7 +26,6 @@ import itertools
 import os
 import random
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -83,9 +82,7 @@ class EngineLoop:
         """threads: videos that are decoded at once."""
         self.engine = engine
         self.pending = {}  # request id -> Future of its Completion
-        self.loading = 0  # videos being decoded
-        self.wakeup = asyncio.Event()  # set if a request was made or a video is decoded
-        self.idle_s = 0.0  # seconds in which the engine could only wait for frames
+        self.wakeup = asyncio.Event()  # set if a request was made
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
     async def sample(self, request: Request) -> Completion:
@@ -103,25 +100,15 @@ class EngineLoop:
     def load(self, function, *args):
         """Starts function(*args) in a thread -> Future. Awaiting the Future raises the function's
         error, if there was one."""
-        def loaded(future):
-            self.loading -= 1
-            self.wakeup.set()
-
-        self.loading += 1
-        future = asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
-        future.add_done_callback(loaded)
-        return future
+        return asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
 
     async def steps(self):
         """Runs the engine until this coroutine is cancelled."""
         while True:
             await asyncio.sleep(0)  # episodes that can go on do so
             if not self.pending:
-                began, decoding = time.monotonic(), self.loading
                 self.wakeup.clear()
                 await self.wakeup.wait()
-                if decoding:  # else for a judge
-                    self.idle_s += time.monotonic() - began
                 continue
             for done in self.engine.poll():
                 future = self.pending.pop(done.id, None)

@@ -203,7 +203,6 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
         tasks, mode = read_tasks(args, bench, root)
         agent, source = agent_and_source(args, root, mode)
         out = results.bench_dir_of(args.out, bench)
-        launch.make_out(out)
         launch.lock(out)
         # Of all tasks, not of the first --limit, so that a long run continues a short one.
         texts = None

@@ -472,7 +472,7 @@ def start_run(args, inputs):
     run goes on from one, else None, its state). inputs: as of checkpoint.resume_point."""
     launch.make_out(os.path.join(args.out, "rollouts"))
     launch.lock(args.out)
-    _, _, device = launch.start_process_group()
+    device = launch.start_process_group()
     launch.reset_watchdog()  # from here on a phase that hangs ends the run
     return device, *checkpoint.resume_point(args, inputs)
 
@@ -561,7 +561,7 @@ def main():
     dtype = model.engine_dtype(codec, device)
     worker = make_worker(ckpt, policy, dtype, folder, agent, source, args)
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2))
-    stop_event = launch.stop_on_signal()
+    is_stopping = launch.stop_on_signal()
     num_bad = 0  # steps in a row without a finite gradient
     if val_tasks and start == 0:  # the accuracy that training starts from
         evaluate(worker, val_tasks, 0, log, args)
@@ -596,7 +596,7 @@ def main():
             acc = evaluate(worker, val_tasks, step, log, args)  # on every rank the same
             checkpoint.note_best(state, acc, step)
         # A signal on any rank saves and stops all of them: they must leave at the same step.
-        stopping = launch.any_rank(stop_event.is_set())
+        stopping = is_stopping()
         if save or stopping:
             checkpoint.save_run(policy, optimizer, args.out, step, state)
         if stopping:

@@ -207,7 +207,7 @@ PATIENCE = 3600.0  # seconds that a phase of a run may take
 
 
 def start_process_group():
-    """Joins torchrun's process group, or makes one of a single process -> (rank, world, device). A
+    """Joins torchrun's process group, or makes one of a single process -> the rank's device. A
     collective has no deadline of its own, because ranks of an evaluation end hours apart; the
     watchdog ends a rank that hangs."""
     from datetime import timedelta
@@ -234,7 +234,7 @@ def start_process_group():
             store = dist.HashStore()
         dist.init_process_group(backend, timeout=timedelta(days=30), store=store, rank=rank,
                                 world_size=world)
-    return rank, world, device
+    return device
 
 
 def end_process_group(engine=None, code=0):
@@ -263,15 +263,14 @@ def reset_watchdog():
 
 
 def stop_on_signal():
-    """-> an Event that SIGTERM, SIGUSR1 (schedulers send them as a warning), SIGHUP (the terminal
-    has been closed) and Ctrl-C set. A second Ctrl-C ends the process at once, another second signal
-    does nothing: torchrun passes on what its ranks may have got already."""
-    import threading
-
-    stop_event = threading.Event()
+    """-> a function: whether a rank has got SIGTERM, SIGUSR1 (schedulers send them as a warning),
+    SIGHUP (the terminal has been closed) or Ctrl-C; collective. A second Ctrl-C ends the process at
+    once, another second signal does nothing: torchrun passes on what its ranks may have got
+    already."""
+    caught = []
 
     def handler(number, frame):
-        stop_event.set()
+        caught.append(number)
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
         # A closed terminal takes no text any more, and the next print would end the run unsaved.
@@ -286,7 +285,7 @@ def stop_on_signal():
     # nohup: a process alone goes on. But torchrun ends with its terminal even then.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "RANK" in os.environ:
         signal.signal(signal.SIGHUP, handler)
-    return stop_event
+    return lambda: any_rank(len(caught) > 0)
 
 
 def rank_and_world():
@@ -408,10 +407,11 @@ def make_out(path):
 
 @functools.cache  # keeps the lock, which ends with its object; the same process may ask twice
 def lock(out, name=".lock"):
-    """Keeps the folder `out` for this process until its end. Raises UserError if another process
-    writes there. Rank 0 holds it for all ranks."""
+    """Makes the folder `out`, and keeps it for this process until its end. Raises UserError if
+    another process writes there. Rank 0 holds it for all ranks."""
     import filelock
 
+    make_out(out)
     folder_lock = filelock.FileLock(f"{out}/{name}")
     if os.environ.get("RANK", "0") == "0":
         try:

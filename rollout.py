@@ -502,17 +502,17 @@ def response_context(codec, records, windows, ended, tools):
 # All episodes of a batch
 
 
-def run(worker, tasks, frames=64, group=1, step=0, play=run_episode, pump=None, done=()):
+def run(worker, tasks, frames=64, group=1, step=0, play=run_episode, done=()):
     """
     THE agent loop: RL, evaluation and the command line all call this function. -> iterator of
     scored Episodes, in the order in which they finish.
 
     frames: K, or "gated" (K drawn per prompt, the same for the whole group). group: rollouts per
     task. step: enters every seed and every draw of K, and is the version of the weights in a
-    record. play: coroutine function (Episode, RolloutWorker) -> Episode. pump: a new EngineLoop,
-    for a caller that watches it. done: (group, sample) of episodes to leave out.
+    record. play: coroutine function (Episode, RolloutWorker) -> Episode. done: (group, sample) of
+    episodes to leave out.
     """
-    worker = replace(worker, pump=pump or EngineLoop(worker.engine, video.decode_threads()))
+    worker = replace(worker, pump=EngineLoop(worker.engine, video.decode_threads()))
 
     async def play_and_score(task, name, number):
         num_frames = draw_num_frames(frames, worker.agent.seed, step, task["id"])
@@ -668,14 +668,12 @@ def parse_args():
     return args
 
 
-def rows_so_far(args, tasks, ckpt):
+def rows_so_far(args, tasks):
     """The records that an earlier start of the same command has written. Raises UserError for
     another command, which would mix its episodes with these."""
     from plumbing import checkpoint
 
-    # A link such as `last` may lead to other weights by now.
-    rows = launch.stable_hash(json.dumps(tasks))
-    settings = {**vars(args), "ckpt": os.path.realpath(ckpt), "rows of --data": rows}
+    settings = checkpoint.settings_of(args, {"data": tasks})
     args_path = f"{args.out.removesuffix('.jsonl')}.args.json"
     if not os.path.exists(args_path):
         launch.write_atomic(args_path, json.dumps(settings, indent=1))
@@ -702,9 +700,8 @@ def main():
     agent, source = agent_settings(args, args.data)
     ckpt = checkpoint.resolve(args.ckpt)
     folder, name = os.path.split(os.path.abspath(args.out))
-    launch.make_out(folder)
     launch.lock(folder, f".{name}.lock")
-    rows = rows_so_far(args, tasks, ckpt)
+    rows = rows_so_far(args, tasks)
     if os.path.exists(args.out):
         return launch.print0(f"nothing to do: {args.out} is written")
     source.cache.check_present(args.data, tasks, source.root)

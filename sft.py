@@ -119,23 +119,20 @@ class Chats:
     def __init__(self, path, codec, args, cache, faults=None):
         """Raises UserError naming file and line; with a list `faults` the line goes there, and the
         row is left out."""
-        self.path, self.codec, self.args, self.cache = path, codec, args, cache
-        self.root = video.root_of(args, path)
+        self.path, self.codec, self.args = path, codec, args
+        root = video.root_of(args, path)
+        self.source = video.VideoSource(root, cache, max_pixels=args.max_pixels)
         self.rows = data.read_chats(path, faults)
         items = []
         for row in self.rows:
             items += chat.videos_in(row["messages"])
         if faults is None:  # --check names each missing video itself
-            cache.check_present(path, items, self.root)
-
-    def load(self, spec):
-        """A video item of a chat -> video.Frames. Also called by VisionFeatures."""
-        return video.load(spec, self.root, self.cache, max_pixels=self.args.max_pixels)
+            cache.check_present(path, items, root)
 
     def frames_of(self, row):
         """-> Frames of the videos of a chat. Raises VideoError, or ValueError for a window that
         holds nothing of its video."""
-        return [self.load(spec) for spec in chat.videos_in(row["messages"])]
+        return [self.source.load(spec) for spec in chat.videos_in(row["messages"])]
 
     def encode(self, row, frames):
         """-> chat.Sequence. Raises UserError if it is too long."""
@@ -168,10 +165,11 @@ class Chats:
         parts = model.fill_packs(trees, self.args.pack_tokens)
         return [model.pack_trees(self.codec, part) for part in parts], frames_by_key, skipped
 
-    def batch(self, step, rank, world):
+    def batch(self, step):
         """This rank's packs of a step, from 1, as packs(). (seed, step) draws the chats, so a
         resumed run sees the same ones. They are dealt out by cost, so no rank waits for the long
         videos of another."""
+        rank, world = launch.rank_and_world()
         picked = launch.batch_indices(step - 1, self.args.batch_size, len(self.rows),
                                       self.args.seed)
         rows = [self.rows[index] for index in picked]
@@ -289,17 +287,17 @@ def forward_backward(policy, packs):
     return loss.item(), int(count)
 
 
-def held_out_loss(policy, chats, args, rank, world):
+def held_out_loss(policy, chats):
     """Nats per token of the held-out chats. Collective."""
     import torch
 
-    nats, tokens = 0.0, 0
-    tower = policy.hf.model.visual
-    # In batches: the frames of all chats would not fit into memory.
-    for first in range(0, len(chats.rows), args.batch_size):
-        batch = chats.rows[first:first + args.batch_size]
+    rank, world = launch.rank_and_world()
+    nats, tokens, tower = 0.0, 0, policy.hf.model.visual
+    size = chats.args.batch_size  # the frames of all chats would not fit into memory
+    for first in range(0, len(chats.rows), size):
+        batch = chats.rows[first:first + size]
         packs, frames, _ = chats.packs(batch[rank::world])
-        policy.features = model.VisionFeatures(tower, policy.codec, chats.load, frames)
+        policy.features = model.VisionFeatures(tower, policy.codec, chats.source.load, frames)
         # No policy.eval(): our attention has no dropout, so both modes compute the same.
         with torch.no_grad():
             loss, n = forward_backward(policy, packs)
@@ -308,48 +306,78 @@ def held_out_loss(policy, chats, args, rank, world):
     return nats / max(1, tokens)
 
 
+def update(policy, optimizers, packs, fraction, args):
+    """One optimizer step at this fraction of the peak learning rates -> numbers for the log, and
+    whether the weights have moved. Collective."""
+    loss, num_trained = forward_backward(policy, packs)
+    norm = model.reduce_and_clip(policy, args.max_grad_norm)
+    # The norm covers the gradients of all ranks, so all of them step or none does. A skipped step
+    # costs a batch. A step with NaN in it would cost the run.
+    has_moved = num_trained > 0 and math.isfinite(norm)
+    for optimizer, peak in zip(optimizers, (args.lr, args.muon_lr)):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * fraction
+        if has_moved:
+            optimizer.step()
+        optimizer.zero_grad()  # frees the memory until the next backward
+    num_tokens = launch.sum_over_ranks(sum(len(pack.ids) for pack in packs))
+    numbers = {"loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
+               "trained_tokens": num_trained, "tokens": num_tokens}
+    return numbers, has_moved
+
+
 # ------------------------------------------------------------------------------------------------
 # The run
+
+
+def start_run(args, codec, cache):
+    """Takes the folder --out, joins the ranks, and reads the chats: the shape of every row now,
+    frames and tokens when a batch needs them -> (Chats of --data, of --val or None, device, the
+    newest checkpoint of --out if the run goes on from one, else None, its state)."""
+    launch.lock(args.out)
+    device = launch.start_process_group()
+    launch.reset_watchdog()  # from here on a phase that hangs ends the run
+    train, val = Chats(args.data, codec, args, cache), None
+    if args.val:
+        val = Chats(args.val, codec, args, cache)
+    inputs = {"data": train.rows, "val": val and val.rows}
+    return train, val, device, *checkpoint.resume_point(args, inputs)
+
+
+def load_models(ckpt, codec, device, folder, args):
+    """-> (policy, optimizers). folder: the checkpoint from which the run goes on, or None.
+    Collective."""
+    policy = checkpoint.load_policy(ckpt, codec, device, args.gradient_checkpointing,
+                                    args.lora_rank, replicas=args.dp_replicate)
+    optimizers = build_optimizers(policy, args, device)
+    if folder:  # fp32 weights and moments, not the bf16 weights of the folder
+        checkpoint.load_train_state(policy, optimizers, folder)
+    return policy, optimizers
 
 
 def main():
     # 0. Everything that can be refused is refused before the model is built.
     args = parse_args()
     ckpt = checkpoint.resolve(args.ckpt)
-    codec = chat.load_codec(ckpt, template_kwargs=args.chat_template_kwargs)
+    codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     cache = video.FrameCache(workers=video.decode_threads(), folder=args.frame_cache_dir)
     if args.check:
         return check_chats(args, codec, cache)
-    launch.make_out(args.out)
-    launch.lock(args.out)
-    rank, world, device = launch.start_process_group()
-    launch.reset_watchdog()  # from here on a phase that hangs ends the run
-    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint and {args.data}")
-    # Chats checks the shape of every row now, and frames and tokens when a batch needs them.
-    train = Chats(args.data, codec, args, cache)
-    val = Chats(args.val, codec, args, cache) if args.val else None
-    # folder: the newest checkpoint of --out, if this run goes on from one.
-    rows = {"data": train.rows, "val": val and val.rows}
-    folder, state = checkpoint.resume_point(args, rows)
+    train, val, device, folder, state = start_run(args, codec, cache)
     start = state["step"]
     steps = args.steps or max(1, round(args.epochs * len(train.rows) / args.batch_size))
     if start >= steps:
         launch.print0(f"nothing to do: {args.out} has {start} steps of {steps}")
         return launch.end_process_group()
-
     log = Log(args.out, start, steps, args)
-    policy = checkpoint.load_policy(ckpt, codec, device, args.gradient_checkpointing,
-                                    args.lora_rank, replicas=args.dp_replicate)
-    optimizers = build_optimizers(policy, args, device)
-    if folder:  # fp32 weights and moments, not the bf16 weights of the folder
-        checkpoint.load_train_state(policy, optimizers, folder)
-    launch.print0(f"{len(train.rows)} chats, {steps} steps of {args.batch_size}, {world} ranks "
-                  f"on {device.type}")
+    launch.print0(f"{args.ckpt} -> {args.out}: {len(train.rows)} chats, {steps} steps of "
+                  f"{args.batch_size}, {launch.rank_and_world()[1]} ranks on {device.type}")
+    policy, optimizers = load_models(ckpt, codec, device, folder, args)
 
     # A thread decodes, tokenises and packs the next batch while this one trains.
     prefetch = ThreadPoolExecutor(1)
-    future = prefetch.submit(train.batch, start + 1, rank, world)
-    stop_event = launch.stop_on_signal()
+    future = prefetch.submit(train.batch, start + 1)
+    is_stopping = launch.stop_on_signal()
     tower = policy.hf.model.visual
     num_bad = 0  # steps in a row that moved no weight
     for step in range(start + 1, steps + 1):
@@ -358,54 +386,40 @@ def main():
         packs, frames, skipped = future.result()  # raises its error
         waited = time.monotonic() - began  # near 0 if decoding keeps up with training
         if not last:
-            future = prefetch.submit(train.batch, step + 1, rank, world)
+            future = prefetch.submit(train.batch, step + 1)
 
-        # 1. One optimizer step. Collective, from the first forward to the norm.
-        policy.features = model.VisionFeatures(tower, codec, train.load, frames)
+        # 1. One optimizer step.
+        policy.features = model.VisionFeatures(tower, codec, train.source.load, frames)
         fraction = schedule(step - 1, steps, args.warmup, args.min_lr)
-        loss, num_trained = forward_backward(policy, packs)
-        norm = model.reduce_and_clip(policy, args.max_grad_norm)
-        # The norm covers the gradients of all ranks, so all of them step or none does. A skipped
-        # step costs a batch. A step with NaN in it would cost the run.
-        is_finite = num_trained > 0 and math.isfinite(norm)
-        num_bad = 0 if is_finite else num_bad + 1
-        for optimizer, peak in zip(optimizers, (args.lr, args.muon_lr)):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * fraction
-            if is_finite:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)  # frees the memory until the next backward
+        numbers, has_moved = update(policy, optimizers, packs, fraction, args)
+        num_bad = 0 if has_moved else num_bad + 1
         if num_bad == 3:
             raise launch.RunError(f"step {step}: no finite gradient, or no readable chat, for "
                                   "three steps")
 
         # 2. Numbers, to the terminal and to log.jsonl.
         seconds = time.monotonic() - began
-        num_tokens = launch.sum_over_ranks(sum(len(pack.ids) for pack in packs))
-        row = {"step": step, "loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
-               "trained_tokens": num_trained, "tokens": num_tokens,
-               "tokens_per_s": num_tokens / seconds, "wait_s": waited, "step_s": seconds,
+        row = {"step": step, **numbers, "tokens_per_s": numbers["tokens"] / seconds,
+               "wait_s": waited, "step_s": seconds,
                "skipped_chats": len(set(launch.gather_rows(skipped)))}
         log.write(row, "loss lr grad_norm trained_tokens tokens tokens_per_s wait_s step_s")
 
         # 3. The held-out loss, and a checkpoint. `best` links to the one with the lowest loss.
-        is_save_step = last or (args.save_every and step % args.save_every == 0)
-        if is_save_step and val:
-            value = held_out_loss(policy, val, args, rank, world)  # on every rank the same
-            log.write({"step": step, "val_loss": value}, "val_loss")
-            checkpoint.note_best(state, -value, step)
+        save = last or (args.save_every and step % args.save_every == 0)
+        if save and val:
+            loss = held_out_loss(policy, val)  # on every rank the same
+            log.write({"step": step, "val_loss": loss}, "val_loss")
+            checkpoint.note_best(state, -loss, step)
         # A signal on any rank stops all of them, after a checkpoint.
-        stopping = launch.any_rank(stop_event.is_set())
-        if is_save_step or stopping:
-            launch.reset_watchdog()
+        stopping = is_stopping()
+        if save or stopping:
             checkpoint.save_run(policy, optimizers, args.out, step, state)
-            launch.reset_watchdog()
         if stopping:
             break
 
     log.close(step)
     prefetch.shutdown(cancel_futures=True)  # after a signal a batch may still be in the making
-    launch.end_process_group(code=int(step < steps))  # 1: so that no next stage begins
+    launch.end_process_group(code=int(not last))  # 1: so that no next stage begins
 
 
 if __name__ == "__main__":

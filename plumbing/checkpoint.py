@@ -408,6 +408,14 @@ def tidy(out, state):
             shutil.rmtree(folder)
 
 
+def settings_of(args, inputs):
+    """All flags, and a digest of the rows that each flag of `inputs` names, as JSON keeps them."""
+    settings = {**vars(args), "ckpt": resolve(args.ckpt)}  # `last` may link to another folder later
+    for name, rows in inputs.items():
+        settings[f"rows of --{name}"] = launch.stable_hash(json.dumps(rows))
+    return json.loads(json.dumps(settings))
+
+
 def changed_settings(settings, earlier):
     """Settings of two starts -> a text of those that may not differ, and do; "" if none does."""
     changes = []
@@ -430,10 +438,7 @@ def resume_point(args, inputs):
     which save_run takes. Raises UserError if --out holds a run of other settings or rows, unless
     --resume: then the differences are printed, and the run goes on with the new ones.
     """
-    settings = {**vars(args), "ckpt": resolve(args.ckpt)}  # `last` may link to another folder later
-    for name, rows in inputs.items():
-        settings[f"rows of --{name}"] = launch.stable_hash(json.dumps(rows))
-    settings = json.loads(json.dumps(settings))
+    settings = settings_of(args, inputs)
     folder, state = None, {"step": 0, "settings": settings}
     if launch.rank_and_world()[0] == 0 and step_folders(args.out):
         folder = step_folders(args.out)[0]

@@ -71,7 +71,7 @@ def saved(toy, codec, tmp_path_factory):
     import model
     from plumbing import checkpoint
 
-    _, _, device = launch.start_process_group()
+    device = launch.start_process_group()
     policy = checkpoint.load_policy(str(toy / "init"), codec, device)
     torch.manual_seed(5)
     with torch.no_grad():

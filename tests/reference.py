@@ -117,7 +117,7 @@ async def patient_steps(pump, plain_steps=EngineLoop.steps):
         # of the loop each.
         for _ in range(4):
             await asyncio.sleep(0)
-        if pump.loading or not pump.pending:
+        if pump.loads or not pump.pending:
             pump.wakeup.clear()
             await pump.wakeup.wait()
             continue
@@ -127,7 +127,16 @@ async def patient_steps(pump, plain_steps=EngineLoop.steps):
                 future.set_result(done)
 
 
-EngineLoop.steps = patient_steps
+def noted_load(pump, *work, plain_load=EngineLoop.load):
+    """EngineLoop.load, which `patient_steps` waits for."""
+    future = plain_load(pump, *work)
+    pump.loads = {*pump.loads, future}
+    future.add_done_callback(lambda _: (setattr(pump, "loads", pump.loads - {future}),
+                                        pump.wakeup.set()))
+    return future
+
+
+EngineLoop.steps, EngineLoop.load, EngineLoop.loads = patient_steps, noted_load, frozenset()
 
 
 class ReferenceEngine:

@@ -182,12 +182,13 @@ def same_step(a, b):
 def one_update(toy, pack_tokens, replicas=1):
     """One SFT update of the toy's base on this process group, by the same chats -> loss, N, packs
     of this rank, full gradients, and the way of the weights."""
-    (rank, world, device), codec = launch.start_process_group(), chat.load_codec(str(toy / "init"))
+    device, (rank, world) = launch.start_process_group(), launch.rank_and_world()
+    codec = chat.load_codec(str(toy / "init"))
     args = SimpleNamespace(video_root=None, max_pixels=50176, max_len=2048,
                            pack_tokens=pack_tokens)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
     policy = checkpoint.load_policy(str(toy / "init"), codec, device, replicas=replicas)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.load)
+    vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.source.load)
     trained = {n: p for n, p in policy.named_parameters() if p.requires_grad}
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in trained.items()}
     rows = [chats.rows[index] for index in (0, 1, 2, 3, 4, 5, 7)]

@@ -145,7 +145,7 @@ def check_moved(worker, policy, groups, tasks, args, tolerance):
 
 def check_rank(args):
     """What one rank checks -> the engine, which is to end. Collective."""
-    rank, _, device = launch.start_process_group()
+    device, rank = launch.start_process_group(), launch.rank_and_world()[0]
     launch.reset_watchdog()
     launch.import_shim()
     ckpt = checkpoint.resolve(args.ckpt)
