@@ -4,7 +4,7 @@
 # make test-fast   the edit loop: a minute or two, without engines and processes
 # make lint   ruff
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
-# make table2  the paper's Table 2 in the fragile world of toy.py, one seed (SEED=1). -j2: two rows at a time
+# make table2  the paper's Table 2 in the fragile world of toy.py, one seed (SEED=1); PRIOR=weak: its contrast. -j2: two rows at a time
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
 # make test-faults   a fault at every file operation of a save and of a start (`make test-all` tries a sample)
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test-all` then does it too)
@@ -129,7 +129,8 @@ demo: venv
 	$(BIN)/python tools/view.py $(DEMO) --out $(DEMO)/index.html
 
 # Table 2: rows share the base and the cold start before them. A row is one process, so `make -j2` fills two cores
-T2 = out/table2/$(SEED)
+PRIOR ?= strong
+T2 = out/table2/$(PRIOR)/$(SEED)
 T2_PY = OMP_NUM_THREADS=1 $(BIN)/python
 T2_SFT = sft.py --preset toy --batch-size 12 --seed $(SEED)
 T2_RL = grpo.py --preset toy --ckpt $(T2)/sft/last --data $(T2)/toy/rl.jsonl --prompts 6 --steps 20 --lr 3e-4 --temperature 0.7 --max-turns 1 --seed $(SEED)
@@ -144,14 +145,14 @@ no-gamma = --gamma 0
 credit-anchor = --format-credit anchor
 grpo-unpaid = --vanilla --format-credit none --tool-reward 0
 gating-unpaid = $(grpo-unpaid) --frames gated
-T2_ROWS = grpo para anchoring gating no-tool-reward no-gamma credit-anchor grpo-unpaid gating-unpaid sequential
+T2_ROWS = grpo para $(if $(filter strong,$(PRIOR)),anchoring gating no-tool-reward no-gamma credit-anchor grpo-unpaid gating-unpaid sequential)
 
 .SECONDARY:  # keeps all checkpoints
 table2: $(patsubst %,$(T2)/eval/%/summary.json,base sft $(T2_ROWS))
-	$(BIN)/python bench/table2.py out/table2/*
+	$(BIN)/python bench/table2.py out/table2/$(PRIOR)/*
 
 $(T2)/toy/init: | venv
-	$(T2_PY) toy.py --out $(@D) --seed $(SEED) --fragile --eval-videos 32
+	$(T2_PY) toy.py --out $(@D) --seed $(SEED) --fragile $(if $(filter weak,$(PRIOR)),--calling 0.05) --eval-videos 32
 $(T2)/base/last: | $(T2)/toy/init
 	$(TORCHRUN) $(T2_SFT) --ckpt $(T2)/toy/init --data $(T2)/toy/pretrain.jsonl --steps 900 --muon-lr 3e-3 --out $(@D)
 $(T2)/sft/last: | $(T2)/base/last

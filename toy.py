@@ -198,28 +198,32 @@ def window_content(task, window):
             "end": float(window[1]), "fps": 1.0, "max_frames": 16}
 
 
-def sample_chats(task, rng, wrong_share=0.0, crop_response="summary", fragile=""):
+def sample_chats(task, rng, wrong_share=0.0, crop_response="summary", fragile="", calling=1.0):
     """All samples of one video: the main agent calls and gathers at every K, as in the paper's cold
     start, and at one K each it answers directly and without tools; and some sub-agents, if they
     answer the calls. wrong_share: of the samples, that are about other scenes than those of the
-    question. fragile: "loose", chats of the fragile world's base; "strict", of its cold start."""
+    question. fragile: "loose", chats of the fragile world's base, with this share `calling` of its
+    calls; "strict", of its cold start."""
     scenes = task["scenes"]
     # Each K with a frame for each scene.
     every = [k for k in rollout.GATED_FRAMES if k >= len(scenes)]
-    direct = every
-    if fragile != "loose":
+    if fragile == "loose":
+        direct = every
+        calls = [k for k in every if rng.random() < calling]
+    else:
         direct = [rng.choice(every)]
-    samples = [("direct", k) for k in direct] + [("call", k) for k in every]
+        calls = every
+    samples = [("direct", k) for k in direct] + [("call", k) for k in calls]
     samples.append(("plain", rng.choice(every)))
     rows = []
     for way, k in samples:
         looks = overview_looks(k, scenes[-1]["window"][1])
-        visible, meant = [], task["events"]  # the scenes told of, and those to look at
-        if not fragile:  # else the question names the windows, so no thought tells of scenes
-            visible = scenes_of_overview(scenes, looks)
-            meant = scenes_to_look_at(visible, task["events"][0]["border"], rng, wrong_share)
-            if not meant:
-                continue
+        visible = scenes_of_overview(scenes, looks)
+        meant = scenes_to_look_at(visible, task["events"][0]["border"], rng, wrong_share)
+        if not meant:
+            continue
+        if fragile:  # the question names the windows, so no thought tells of scenes
+            visible, meant = [], task["events"]
         # Prompts come from rollout.py as in RL, because another wording would be another task.
         messages = rollout.main_messages(task, k, way != "plain", crop_response=crop_response)
         turns = main_turns(task, way, looks, visible, meant, rng, crop_response)
@@ -519,6 +523,8 @@ def main():
         help="the response to a call in the chats, as in rollout.py")
     add("--fragile", action="store_true",
         help="the world of Table 2: windows are named, the base is loose, the cold start short")
+    add("--calling", type=launch.amount, default=1.0,
+        help="--fragile: share of the base's chats with calls that is kept")
     add("--base-videos", type=launch.positive, default=480, help="of the pretraining split")
     add("--sft-videos", type=launch.positive, default=96, help="of the cold-start split")
     add("--rl-videos", type=launch.positive, default=160, help="of the RL split, one task each")
@@ -546,7 +552,8 @@ def main():
             fragile = ""
             if args.fragile:
                 fragile = "loose" if split == "base" else "strict"
-            rows += sample_chats(task, style, WRONG_SHARE, args.crop_response, fragile)
+            rows += sample_chats(task, style, WRONG_SHARE, args.crop_response, fragile,
+                                 args.calling)
         launch.write_jsonl(f"{args.out}/{name}.jsonl", rows)
     num_parameters = build_init(f"{args.out}/init", rng, args.seed, args.base, args.scenes,
                                 args.crop_response, args.fragile)

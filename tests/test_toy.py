@@ -158,3 +158,5 @@ def test_the_fragile_world_has_a_loose_base_and_a_strict_cold_start():
               for style, written in texts.items()}
     assert closed["strict"] == 1.0 and 0.2 < closed["loose"] < 0.4
     assert 0.4 < np.mean(unanswered) < 0.6
+    few = toy_world.sample_chats(task, draw, fragile="loose", calling=0.0)
+    assert not any("-call-" in row["id"] for row in few)
