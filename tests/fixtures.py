@@ -50,33 +50,32 @@ def policy(toy, codec):
     return load_policy(str(toy / "init"), codec)
 
 
-@pytest.fixture
-def lively(policy):
-    """The random policy with larger weights: fresh ones give a flat distribution, in which little
-    can go wrong."""
+def enliven(policy, noise=0.0):
+    """A policy with larger weights: fresh ones give a flat distribution, in which little can go
+    wrong. noise: added to each weight."""
     import torch
 
+    torch.manual_seed(5)
     with torch.no_grad():
         for name, p in policy.hf.model.language_model.named_parameters():
-            if p.ndim > 1:
-                p.mul_(10 if "embed_tokens" in name else 3)
+            scale = 10 if "embed_tokens" in name else 3
+            p.mul_(scale if p.ndim > 1 else 1).add_(noise * torch.randn_like(p))
     return policy
+
+
+@pytest.fixture
+def lively(policy):
+    return enliven(policy)
 
 
 @pytest.fixture(scope="module")
 def saved(toy, codec, tmp_path_factory):
     """A changed policy and the checkpoint it was saved to."""
-    import torch
-
     import model
     from plumbing import checkpoint
 
     device = launch.start_process_group()
-    policy = checkpoint.load_policy(str(toy / "init"), codec, device)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for n, p in policy.hf.model.language_model.named_parameters():
-            p.mul_(1 if p.ndim < 2 else 10 if "embed" in n else 3).add_(0.01 * torch.randn_like(p))
+    policy = enliven(checkpoint.load_policy(str(toy / "init"), codec, device), 0.01)
     out = tmp_path_factory.mktemp("saved")
     optimizer = model.adamw(model.trained_parameters(policy), 0.1, 0.9, device)
     checkpoint.save_run(policy, optimizer, str(out), 1, {"settings": {}})

@@ -15,6 +15,7 @@ import pytest
 import torch
 from album import logprobs
 from conftest import Overheard
+from fixtures import enliven
 from reference import load_policy
 from scripted import ANSWER, Scripted, calls, play, play_one
 
@@ -149,12 +150,7 @@ def test_the_engine_agrees_with_the_trainer_before_and_after_a_sync(
         vllm_engines, base, codec, tasks, frames_of):
     """Stale weights fail silently everywhere else. All weights change, embeddings too: a tied head
     must follow them."""
-    engine, new = vllm_engines(), load_policy(base, codec)
-    torch.manual_seed(6)
-    with torch.no_grad():
-        for name, p in new.hf.model.language_model.named_parameters():
-            scale = 10 if "embed" in name else 3
-            p.mul_(scale if p.ndim > 1 else 1).add_(0.05 * torch.randn_like(p))
+    engine, new = vllm_engines(), enliven(load_policy(base, codec), 0.05)
     # The engine still has the old ones: the probe can tell.
     assert engine_gap(engine, new, codec, tasks, frames_of, 1) > 0.1
     engine.sync(checkpoint.full_weights(new, torch.float32))

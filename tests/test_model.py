@@ -22,8 +22,7 @@ from handmade import plain_logps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward
-
-from plumbing import qwen35
+from torch.nn.attention.flex_attention import create_block_mask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import chat
@@ -71,8 +70,9 @@ layouts = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 12), ma
 @given(layouts, st.sampled_from([1, 3, 4, 8, 16]))
 @settings(max_examples=80, deadline=None)
 def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
-    """FlexAttention computes whole blocks without asking and parts of others: a block in the wrong
-    list would show a branch to its neighbour, or hide a prompt, on a GPU alone."""
+    """And the lists of blocks are those of torch's own function: FlexAttention computes whole
+    blocks without asking, so one in the wrong list would show a branch to its neighbour, or hide a
+    prompt, on a GPU alone."""
     trees = [Tree(TokenSpan([5] * p, [0] * p), [], [TokenSpan([6] * n, [1] * n) for n in branches])
              for p, branches in lengths]
     pack = model.pack_trees(None, trees)  # text alone asks the codec for nothing
@@ -83,19 +83,14 @@ def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
     counts = padded.reshape(blocks, size, blocks, size).sum((1, 3))
     assert (model.visible_pairs(pack.layout, tokens, size) == counts).all()
 
-    mask, shown = model.block_mask(pack, torch.device("cpu"), size), np.zeros_like(padded)
-    at = torch.arange(tokens)
+    mask, at = model.block_mask(pack, torch.device("cpu"), size), torch.arange(tokens)
     asked = mask.mask_mod(0, 0, at[:, None], at[None, :]).numpy()  # [L, L]
-    lists = [(mask.kv_num_blocks, mask.kv_indices, False),
-             (mask.full_kv_num_blocks, mask.full_kv_indices, True)]
-    for number, which, whole in lists:
-        for row in range(blocks):
-            for column in which[0, 0, row, :number[0, 0, row]].tolist():
-                block = np.s_[row * size:(row + 1) * size, column * size:(column + 1) * size]
-                assert not shown[block].any()  # no block is listed twice
-                part, part[:tokens, :tokens] = np.zeros_like(padded), asked
-                shown[block] = True if whole else part[block]
-    assert (shown[:tokens, :tokens] == wanted).all()
+    assert (asked == wanted).all()
+    theirs = create_block_mask(mask.mask_mod, None, None, tokens, tokens, "cpu", size)
+    for ours, other in ((mask.kv_num_blocks, theirs.kv_num_blocks),
+                        (mask.full_kv_num_blocks, theirs.full_kv_num_blocks),
+                        (mask.to_dense(), theirs.to_dense())):
+        assert torch.equal(ours, other)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -117,18 +112,6 @@ def test_packed_sequences_and_shared_prefix_trees_equal_separate_sequences(
         together, _ = forward(lively, model.pack_trees(codec, packing), vision)
         assert (together - alone).abs().max() < 1e-5
         assert relative(gradients(lively, (together * weights).sum()), wanted) < 1e-5
-
-
-def test_value_heads_share_key_heads_as_in_transformers():
-    """In a gated-delta layer. The toy has one key head."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-
-    torch.manual_seed(0)
-    layer = modeling.Qwen3_5GatedDeltaNet(modeling.Qwen3_5TextConfig(
-        hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8), 0)
-    states, plan = torch.randn(1, 9, 32), model.AttentionPlan("parts", [(0, 9, [])])
-    assert (qwen35.packed_delta(layer, states, plan=plan) - layer(states)).abs().max() < 1e-5
 
 
 def test_plain_transformers_gives_the_same_log_probs(lively, codec, album):

@@ -271,11 +271,6 @@ def overlap_oracle(pieces):
     return [*mask[:-1], True] if pieces else []
 
 
-def test_mask_of_a_turn_worked_by_hand():
-    pieces = [b"hm", b"</think>", b" <an", b"swer>", b"B", b"<|im_end|>"]
-    assert rewards.structural_mask(pieces) == [False, True, True, True, False, True]
-
-
 @given(st.lists(st.sampled_from([*TAGS, "<", ">", "</", "é", "<think", "answer>", " B ", "\x00"]),
                 max_size=12), st.data())
 @settings(max_examples=300)

@@ -5,13 +5,14 @@ What tools/convert.py does with rare rows: python -m pytest tests/slow/test_conv
 import json
 
 import pytest
-from test_convert import ANSWER, TOOLS, convert, piece
+from test_convert import ANSWER, ASKED, TOOLS, convert, paravt, piece
 
 import chat
 import rewards
 import rollout
 from agent_tools import TOOLS as TOOL_CLASSES
 from plumbing.data import chat_fault
+from tools import convert as conversion
 
 STRICT = ("Think first, call **crop_video** if needed, then answer. Format strictly as:  "
           "<think>...</think>  <tool_call>...</tool_call> (if tools needed)  <answer>...</answer>.")
@@ -133,3 +134,39 @@ def test_marks_and_columns_in_tool_responses(tmp_path):
     window = {"type": "video", "video": "selfqa/a.mp4", "fps": 1.0, "max_frames": 64}
     assert talk["messages"][3]["content"][0] == {**window, "start": 1.0, "end": 3.0}
     assert talk["messages"][5]["content"] == [{**window, "start": 4.0, "end": 6.0}]
+
+
+def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
+    user = [{"role": "user", "content": "<video>Say."}, {"role": "assistant", "content": ANSWER}]
+    shown, image = ({"role": "user", "content": [piece(kind, url=url)]} for kind, url in (
+        ("video_url", "selfqa/a.mp4"), ("image_url", "a.png")))
+    part = {"video": "selfqa/a.mp4", "video_start": 4, "video_end": 5}
+    bad = [({"messages": user, "videos": []}, "another number of <video> marks than of videos"),
+           ({"messages": user, "videos": [part]}, "a part of a video"),
+           ({"messages": "[not json"}, "TypeError: "),
+           ({"messages": [image]}, "the prompt shows one video, whole"),
+           ({"messages": [shown]}, "the last message is not an answer of the assistant"),
+           ({"messages": paravt()[:3] + paravt()[-1:]}, "that do not pair up"),
+           ({"messages": paravt(shown)}, "text or frames beside tool responses")]
+    changes = [({"video": "/no/such.mp4"}, "an absolute path that is"),
+               ({"video": ["a", "b"]}, "a task shows one"), ({"answer": None}, "no video, no"),
+               ({"options": None}, "a letter as the answer"), ({"answer": 2}, "none of the"),
+               ({"question": "<answer>?"}, "still holds"),
+               # MVBench means the text; another file means the letter.
+               ({"options": ["e", "c", "a"], "answer": "c"}, "the letter of one option and"),
+               ({"start": 5, "end": 2}, "evidence must be")]
+    bad += [({"video": "b", **ASKED, **change}, why) for change, why in changes]
+    rows = convert(tmp_path, [row for row, _ in bad] + [{"messages": paravt()}])
+    printed = capsys.readouterr().out
+    assert len(rows) == 1 and f"1 chats or tasks, {len(bad)} rows left out" in printed
+    assert [why for _, why in bad if why not in printed] == []
+
+
+@pytest.mark.parametrize("name, flags, says", [
+    ("a.json", ("--map", "video=x"), "no row could"), ("a.csv", (), "save it as CSV in UTF-8"),
+    ("b.json", (), "not readable")])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, start, name, flags, says):
+    content = b"[{}]" if name == "a.json" else "video;question".encode("utf-16")
+    (tmp_path / name).write_bytes(content)
+    code, _, err = start(conversion, tmp_path / name, "--out", tmp_path / "out.jsonl", *flags)
+    assert code == 2 and says in err and err.count("\n") == 1

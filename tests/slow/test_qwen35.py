@@ -23,6 +23,18 @@ from agent_tools import TOOLS
 from plumbing import checkpoint, data, qwen35
 
 
+def test_value_heads_share_key_heads_as_in_transformers():
+    """In a gated-delta layer. The toy has one key head."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    torch.manual_seed(0)
+    layer = modeling.Qwen3_5GatedDeltaNet(modeling.Qwen3_5TextConfig(
+        hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8), 0)
+    states, plan = torch.randn(1, 9, 32), model.AttentionPlan("parts", [(0, 9, [])])
+    assert (qwen35.packed_delta(layer, states, plan=plan) - layer(states)).abs().max() < 1e-5
+
+
 @pytest.fixture(scope="module")
 def world35(tmp_path_factory):
     """A small toy world on a random Qwen3.5."""
