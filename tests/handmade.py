@@ -9,7 +9,6 @@ from scripted import AGENT, Scripted, calls, play
 
 import chat
 from engine import Completion
-from plumbing import data
 
 
 def reward(acc, fmt, tool, weight=1.0):
@@ -67,8 +66,3 @@ def record_logps(hf, codec, source, episodes, temperature=1.0, shift=lambda n: 0
                 true = plain_logps(hf, codec, source, context["ids"], specs, temperature)
             for n, t in enumerate(sampled_positions(context["mask"])):
                 context["logps"][t] = true[t - 1].item() + shift(n)
-
-
-def colourful(toy):
-    """RL tasks with several colours first: naming one of them is neither right nor wrong."""
-    return sorted(data.read_tasks(str(toy / "rl.jsonl")), key=lambda t: -len(t["answer"].split()))

@@ -198,7 +198,5 @@ def make_engine(ckpt, codec, args, sleeping=False):
 if __name__ == "__main__":
     rollout.make_engine = make_engine
     sys.argv = sys.argv[1:]
-    if not os.path.isabs(sys.argv[0]):
-        sys.argv[0] = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-                                   sys.argv[0])
+    sys.argv[0] = os.path.join(sys.path[0], sys.argv[0])  # of the root
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -61,8 +61,6 @@ def test_a_run_stops_at_the_first_fault(start, toy, tmp_path):
     for script in (grpo, sft):
         code, _, err = start(script, *words, "--out", tmp_path / "run")
         assert code == 2 and f"{file}:1: missing" in err and err.count("\n") == 1
-    code, _, err = start(grpo, *words, "--check")  # of nothing but faults
-    assert code == 2 and "--check: 2 faults in" in err
     sound = ("--preset", "toy", "--ckpt", toy / "init", "--data", toy / "rl.jsonl")
     code, out, err = start(grpo, *sound, "--val", file, "--check")
     assert code == 2 and "--check: 2 faults in" in err and f"{file}:1: missing" in out

@@ -2,7 +2,7 @@
 Tests of the endpoint client, OpenAIEngine in evaluation/endpoint.py: python -m pytest
 tests/test_endpoint.py -q
 
-Against an endpoint that speaks from a script; test_server.py asks a real server.
+Against an endpoint that speaks from a script.
 """
 import argparse
 import base64
@@ -49,9 +49,6 @@ def test_endpoint_gets_frames_after_their_times_and_one_user_turn_of_responses(t
     first, last = server.asked[0], server.asked[-1]
     assert (first["model"], first["max_tokens"], first["temperature"]) == ("some-model", 512, 0.7)
     parts = first["messages"][1]["content"]
-    assert [p["type"] for p in parts] == ["text", "image_url"] * 4 + ["text"]
-    assert [p["text"] for p in parts[:8:2]] == [
-        "<8.0 seconds>", "<24.0 seconds>", "<40.0 seconds>", "<56.0 seconds>"]
     from PIL import Image
 
     head, data = parts[1]["image_url"]["url"].split(",")
@@ -59,13 +56,11 @@ def test_endpoint_gets_frames_after_their_times_and_one_user_turn_of_responses(t
     exact = video.load({"video": tasks[0]["video"], "frames": 4}, frames_of.root).images[0]
     assert head == "data:image/jpeg;base64" and np.abs(image - exact).mean() < 8
     # The forced start of the thought goes as the begun assistant turn, and the server is told to
-    # continue it.
+    # continue it. The texts of messages: test_protocols.py.
     assert first["messages"][2:] == [{"role": "assistant", "content": "<think>\n"}]
     assert first["continue_final_message"] is True and first["add_generation_prompt"] is False
-    assert [m["role"] for m in last["messages"]] == "system user assistant user assistant".split()
     assert last["messages"][2]["content"] == "<think>\n" + calls((0, 8), (9, 5), (8, 16))
-    answers = last["messages"][3]["content"].split("\n</tool_response>\n<tool_response>\n")
-    assert len(answers) == 3 and "reversed" in answers[1] and answers[0].endswith("a red square")
+    assert last["messages"][3]["content"].count("<tool_response>") == 3
     sub = next(body for body in server.asked if "short window" in body["messages"][0]["content"])
     assert "continue_final_message" not in sub and len(sub["messages"]) == 2
 

@@ -10,20 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from handmade import colourful, make_group, plain_logps, record_logps, reward, sampled_positions
+from handmade import make_group, plain_logps, record_logps, reward, sampled_positions
 from reference import load_policy
 
 import grpo
 import launch
 import model
-
-# ------------------------------------------------------------------------------------------------
-# Hand-made episodes
-
-
-@pytest.fixture(scope="module")
-def tasks(toy):
-    return colourful(toy)
 
 
 @pytest.fixture(autouse=True)

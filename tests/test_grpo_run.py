@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import run_script
 from fixtures import rows_of, write_rows
-from handmade import colourful, make_group, record_logps
+from handmade import make_group, record_logps
 from safetensors.torch import load_file
 
 import grpo
@@ -19,11 +19,6 @@ import launch
 import rollout
 import video
 from plumbing import checkpoint
-
-
-@pytest.fixture(scope="module")
-def tasks(toy):
-    return colourful(toy)
 
 
 @pytest.fixture

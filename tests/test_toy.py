@@ -149,14 +149,12 @@ def test_the_fragile_world_has_a_loose_base_and_a_strict_cold_start():
         for style, written in texts.items():
             for row in toy_world.sample_chats(task, draw, 0.3, fragile=style):
                 turns = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-                if "-sub-" in row["id"]:
-                    continue
-                written += turns
+                if "-sub-" not in row["id"]:
+                    written += turns
                 if "-call-" in row["id"] and style == "loose":
                     unanswered.append("I saw" not in turns[-1])
-    closed = {style: np.mean(["</think>" in text for text in written])
-              for style, written in texts.items()}
-    assert closed["strict"] == 1.0 and 0.2 < closed["loose"] < 0.4
+    assert all("</think>" in text for text in texts["strict"])
+    assert 0.2 < np.mean(["</think>" in text for text in texts["loose"]]) < 0.4
     assert 0.4 < np.mean(unanswered) < 0.6
     few = toy_world.sample_chats(task, draw, fragile="loose", calling=0.0)
     assert not any("-call-" in row["id"] for row in few)

@@ -1,5 +1,5 @@
 """
-Tests of which module imports which: python -m pytest tests/test_imports.py -q
+Tests of which module imports which: python -m pytest tests/slow/test_imports.py -q
 
 Imports run downwards only, at the top of a file and inside of functions alike; those that answer
 --help or open a page at once load no torch.
