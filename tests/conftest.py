@@ -39,8 +39,10 @@ def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
     command = [*driver, os.path.join(ROOT, name), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         files = [os.path.join(folder, kind) for kind in ("out", "err")]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         group = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": free_port()}
+                 "MASTER_PORT": port}
         processes = []
         for rank in range(max(1, ranks)):
             own = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks else {}
@@ -54,12 +56,6 @@ def run_script(name, *arguments, ranks=0, timeout=600, reference=False):
     done = subprocess.CompletedProcess(command, code, *written)
     done.killed = killed
     return done
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def wait(processes, seconds):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from conftest import run_script
-from scripted import AGENT, Scripted, calls
+from scripted import AGENT, ANSWER, Scripted, calls
 
 import rollout
 import video
@@ -16,15 +16,11 @@ TASK = {"id": "q", "video": "videos/rl-0000.mp4", "question": "Which?", "options
         "answer": None, "type": "open"}
 
 
-def sampler(codec, toy, *main, **more):
-    engine = Scripted(codec, list(main), **more)
-    return rollout.RolloutWorker(engine, codec, video.VideoSource(toy, video.FrameCache()), AGENT)
-
-
 def test_turns_calls_summaries_and_the_answer_are_printed_in_order(codec, toy, capsys):
-    asked = sampler(codec, toy, calls((0, 8), (90, 80), (16, 24)), "Done.\n</think>\n"
-                    "<answer>red</answer>", sub=lambda request: f"saw {request.items[0].frames}")
-    (row,), said = ask.ask(asked, [TASK], 4), capsys.readouterr().out
+    engine = Scripted(codec, [calls((0, 8), (90, 80), (16, 24)), ANSWER],
+                      sub=lambda request: f"saw {request.items[0].frames}")
+    worker = rollout.RolloutWorker(engine, codec, video.VideoSource(toy, video.FrameCache()), AGENT)
+    (row,), said = ask.ask(worker, [TASK], 4), capsys.readouterr().out
     steps = [r"\[turn 1\]", "crop_video", r"\[call 1, 0\.0 to 8\.0 s, 8 frames: ok\] saw 8",
              r"\[turn 2\]", r"answer: red   \(4 frames, 2 windows\)"]
     assert re.search("(?s)" + ".*".join(steps), said), said

@@ -56,31 +56,6 @@ def test_pieces_of_tokens_join_to_the_utf8_text(codec, text, tag):
 # Whole chats
 
 
-def test_frames_in_a_response_stand_where_the_template_puts_them(codec, album, monkeypatch):
-    """Published traces show frames in the responses. The ids are those of the whole chat rendered
-    at once, by a template that looks at the tools again; forwards of such ids: test_model.py."""
-    owner, tools = codec.processor, [{"type": "function", "function": {"name": "look"}}]
-    monkeypatch.setattr(owner, "chat_template", owner.chat_template.replace(
-        "{{- '<tool_response>", "{{- 'none' if not tools else '<tool_response>"))
-    first, second, third = (album.item(n, frames=n + 1, height=32, width=32) for n in (1, 2, 3))
-    talk = [*user(first, "Which? <|im_end|>"), {"role": "assistant", "content": "<think>\nlook"},
-            {"role": "tool", "content": user("Shown: ", second, " <|im_end|>")[0]["content"]},
-            {"role": "tool", "content": user(third)[0]["content"]},
-            {"role": "assistant", "content": "<think>\nseen"}]
-    items = [first, second, third]
-    ours = chat.encode_chat(codec, talk, items, tools)
-    rendered = [m if m["role"] == "assistant" else g
-                for m, g in zip(talk, chat.guard_messages(codec, talk, items))]
-    whole = chat.encode(codec, chat.apply_template(codec, rendered, tools, False))
-    end = len(codec.tokenizer("\n")["input_ids"])
-    assert ours.ids == chat.expand(codec, whole, items)[:-end] and ours.items == items
-    text = chat.decode(codec, ours.ids, keep_end=True)
-    assert text.count("<tool_response>") == 2 and text.count("<|im_start|>user") == 2
-    trained = [i for i, flag in zip(ours.ids, ours.mask) if flag]
-    assert chat.decode(codec, trained, keep_end=True) == (
-        "<think>\nlook<|im_end|><think>\nseen<|im_end|>")
-
-
 def test_the_think_prefix_is_not_forced_twice(codec):
     """Thinking checkpoints open the thought in their generation prompt."""
     prefix = chat.encode(codec, "<think>\n")

@@ -6,14 +6,17 @@ from a cache as it leaves one. A run goes on from its newest whole checkpoint, a
 settings and rows that it had. Kills of whole runs: slow/test_survival.py.
 """
 import argparse
+import contextlib
 import json
 import os
 import shutil
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 import torch
 from album import logprobs, response
+from conftest import ROOT
 from safetensors.torch import save_file
 
 import launch
@@ -145,26 +148,19 @@ def test_a_kill_between_two_operations_loses_no_checkpoint(tmp_path, monkeypatch
     for step in (1, 2, 3):
         saved_at(tmp_path, step, best=(0.1, 3))
 
-    class Killed(Exception):
-        pass
+    left = iter(range(operation))
 
-    count = 0
-    for name in ("symlink", "replace", "remove", "unlink", "rmdir"):
-        real = getattr(os, name)
+    def counted(real):
+        def call(*given, **named):
+            next(left)  # StopIteration: the kill
+            return real(*given, **named)
 
-        def counted(*args, real=real, **more):
-            nonlocal count
-            count += 1
-            if count > operation:
-                raise Killed
-            return real(*args, **more)
+        return call
 
-        monkeypatch.setattr(os, name, counted)
-    try:
+    with monkeypatch.context() as patch, contextlib.suppress(StopIteration):
+        for name in ("symlink", "replace", "remove", "unlink", "rmdir"):
+            patch.setattr(os, name, counted(getattr(os, name)))
         checkpoint.tidy(str(tmp_path), {"best": (0.1, 3)})
-    except Killed:
-        pass
-    monkeypatch.undo()
     assert checkpoint.step_folders(str(tmp_path))[0] == str(tmp_path / "step_000003")
     checkpoint.tidy(str(tmp_path), {"best": (0.1, 3)})
     assert names_in(tmp_path) == ["best", "last", "step_000002", "step_000003"]
@@ -206,13 +202,9 @@ def test_values_on_other_held_out_rows_are_not_compared(toy, tmp_path):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
-    import subprocess
-    import sys
-
     launch.lock(str(tmp_path))
     code = f"import launch; launch.lock({str(tmp_path)!r})"
-    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                           cwd=Path(__file__).parent.parent)
+    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert "another run writes there" in again.stderr
 
 

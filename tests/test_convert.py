@@ -65,6 +65,9 @@ def test_a_published_trace_with_frames_is_an_episode_of_rollout(tmp_path, codec,
     episode = play_one(engine, [task], frames_of, replace(AGENT, crop_response="frames"), frames=8)
     assert episode.context.ids == sequence.ids and len(episode.context.items) == 2
     assert [i.seconds for i in episode.context.items] == [i.seconds for i in sequence.items]
+    trained = [i for i, flag in zip(sequence.ids, sequence.mask) if flag]
+    assert chat.decode(codec, trained, True) == "".join(
+        text.replace("<think>", "<think>\n") + "<|im_end|>" for text in turns)
 
 
 def test_a_paravt_chat_keeps_its_words_and_gets_tool_messages(tmp_path):

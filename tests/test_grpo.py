@@ -106,10 +106,6 @@ def run_update(policy, vision, codec, groups, args, reference=None):
     return recorder.grads, stats
 
 
-def plain_grads(hf):
-    return {n: p.grad for n, p in hf.named_parameters() if p.grad is not None}
-
-
 def distance(found, wanted):
     """Relative L2 distance of two gradients, all parameters as one vector."""
     assert set(found) == set(wanted) and len(wanted) > 10
@@ -198,7 +194,7 @@ def test_gradient_of_an_update_is_that_of_separate_sequences(
     loss, num_capped = plain_loss(plain, codec, source, parts, n, temperature, 0.2, cap, beta,
                                   other)
     loss.backward()
-    wanted = plain_grads(plain)
+    wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     assert distance(found, wanted) < 1e-5
     assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     assert stats["tokens"] == n and stats["signal_groups"] == 2
@@ -255,4 +251,3 @@ def test_the_gap_of_each_turn(process_group, codec, source, groups, policy, visi
         e.context.logps[start:end] = [logp + 0.2 for logp in e.context.logps[start:end]]
     _, stats = run_update(policy, vision, codec, groups, settings())
     assert stats["gap_by_turn"] == pytest.approx({1: 0.0, 2: 0.2}, abs=1e-4)
-

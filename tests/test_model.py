@@ -224,21 +224,6 @@ def test_our_newton_schulz_is_that_of_torch_in_fp64(shape):
 
 
 # ------------------------------------------------------------------------------------------------
-# Pixels
-
-
-def test_patches_equal_the_processors_pixel_values(codec, album):
-    """Normalisation, patch order, repetition of an image."""
-    images = album.load(album.item(5, frames=5, height=96).spec).images
-    ours, grid = model.patchify(codec, images)
-    theirs = codec.processor.image_processor(
-        images=[torch.from_numpy(x).permute(2, 0, 1) for x in images], return_tensors="pt")
-    n, *sides = grid[0].tolist()  # one grid of n images
-    assert [[1, *sides]] * n == theirs["image_grid_thw"].tolist()
-    assert torch.allclose(ours, theirs["pixel_values"], rtol=0, atol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------
 # Packs
 
 

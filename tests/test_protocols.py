@@ -109,9 +109,8 @@ def sage(name, start=None, end=None, needed=True, **more):
     (sage("identify_timestamps_visually", "00:00:10", "00:00:08"), [(None, None, "HH:MM:SS")]),
     (sage("extract_parts_from_timestamp", None, "00:00:08"), [(None, None, "HH:MM:SS")]),
     (sage(["x"]), [(None, None, "not available")]), (sage("parse_web_data", needed=False), []),
-    (sage("parse_web_data", answerable={"verdict": True}, final_answer="B"), []),
     ('```json\n{"recommended_tools": {"needed": 1, "tool_calls": [{"name": "parse_web_data"},]}}',
-     [(None, None, "not available")]), ("<json>{", []), ("<json>[1]</json>", []), ("B", [])])
+     [(None, None, "not available")]), ("<json>{", []), ("B", [])])
 def test_sages_first_tool_is_read(text, calls):
     found = systems.sage_calls(text)
     assert [(call.start, call.end) for call in found] == [call[:2] for call in calls]
@@ -119,4 +118,3 @@ def test_sages_first_tool_is_read(text, calls):
         assert (error or "") in (call.error or "") and bool(error) == bool(call.error)
     answer = ["B"] if text == "B" else [text, '<json>{"final_answer": "(B) blue"}</json>']
     assert "B" in systems.sage_final(answer)
-

@@ -78,9 +78,12 @@ def rendered(codec, task, source, num_frames, turns, response):
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("response", ["summary", "frames"])
 def test_ids_of_an_episode_are_those_of_the_rendered_chat(script, prefix, response, codec, tasks,
-                                                          frames_of):
+                                                          frames_of, monkeypatch):
     """Ids grow piece by piece; wherever sampled text is tokenised to itself they must equal the
-    template's own rendering, or the policy is trained on headers that inference never shows it."""
+    template's own rendering, or the policy is trained on headers that inference never shows it.
+    Here by a template that looks at the tools again at each response."""
+    monkeypatch.setattr(codec.processor, "chat_template", codec.processor.chat_template.replace(
+        "{{- '<tool_response>", "{{- 'none' if not tools else '<tool_response>"))
     turns = SCRIPTS[script]
     engine = Scripted(codec, [text if prefix else "<think>\n" + text for text, _ in turns])
     agent = replace(AGENT, think_prefix=prefix, crop_response=response)
@@ -282,15 +285,6 @@ def test_no_episode_waits_for_another(codec, tasks, frames_of):
                       hold=lambda r: tasks[0]["id"] in r.id and f"{fast}/1" not in engine.answered)
     done = list(rollout.run(rollout.RolloutWorker(engine, codec, frames_of, AGENT), tasks[:2], 4))
     assert [e.task["id"] for e in done] == [tasks[1]["id"], tasks[0]["id"]]
-
-
-def test_a_broken_video_costs_its_own_episode_only(codec, tasks, source):
-    broken = {**tasks[0], "id": "broken", "video": "missing.mp4"}
-    engine = Scripted(codec, ["I saw red red red.\n</think>\n<answer>red</answer>"])
-    first, bad, last = play(engine, [tasks[1], broken, tasks[2]], source)
-    assert [e.status for e in (first, bad, last)] == ["ok", "video_error", "ok"]
-    assert "no such file" in bad.error and not any("broken" in r.id for r in engine.requests)
-    assert bad.reward["total"] == 0.0 and rollout.from_dict(bad.to_dict()).context.ids == []
 
 
 # ------------------------------------------------------------------------------------------------

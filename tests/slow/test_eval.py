@@ -3,13 +3,15 @@ More tests of eval.py: the deal of videos to ranks, corners of its table:
 python -m pytest tests/slow/test_eval.py -q
 """
 import json
+import shutil
 
 import pytest
 from scripted import Server
 
 from test_eval import (  # noqa: F401  # isort: skip
-    ROWS, SAID, answer, records, row, task_of, videomme, world)
+    ROWS, SAID, answer, records, row, task_of, world)
 
+import chat
 import eval as evaluation
 from evaluation import scores
 
@@ -58,6 +60,48 @@ def test_headlines_of_the_benchmarks():
 
 # ------------------------------------------------------------------------------------------------
 # Benchmarks, samples, shards, grading again
+
+
+@pytest.fixture
+def videomme(toy, tmp_path):
+    """Video-MME in miniature, in its publisher's layout: three questions on one toy video, one on a
+    broken one."""
+    root = tmp_path / "root" / "videomme"
+    (root / "data").mkdir(parents=True)
+    (root / "subtitle").mkdir()
+    shutil.copy(toy / "videos" / "eval-0000.mp4", root / "data" / "ab.mp4")
+    (root / "data" / "gone.mkv").write_bytes(b"no video")
+    (root / "subtitle" / "ab.srt").write_text(
+        "1\n00:00:00,000 --> 00:00:20,000\n<i>Hi</i> you\n")
+    rows = [{"question_id": f"1-{i}", "videoID": "ab" if i < 4 else "gone",
+             "question": f"Which {i}?", "options": ["A. red", "B. blue"], "answer": "AB"[i % 2],
+             "duration": "short" if i < 2 else "long"} for i in range(1, 5)]
+    (root / "test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return root
+
+
+@pytest.mark.process  # four evaluations
+def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
+    """Two benchmarks in one run, folders by name; every row counts, the broken video as an error;
+    one table, a summary each."""
+    names = "--bench", "videomme", "videomme_wsub", "--root", tmp_path / "root"
+    done = world(*names, drop=("--data",), say=lambda r: answer("B"))
+    assert done.code == 1, done.err
+    assert [(r["bench"], r["n"], r["acc"], r["errors"]) for r in done.results] == [
+        (b, 4, 0.5, {"video_error": 1}) for b in ("videomme", "videomme_wsub")]
+    assert done.results[0]["by"]["duration"] == {
+        "short": {"n": 1, "acc": 1.0}, "long": {"n": 3, "acc": pytest.approx(1 / 3)}}
+    assert "4 items, 2700 published, 0 no video, 1 no subtitles" in done.out
+    texts = [chat.decode(done.engine.codec, r.ids, keep_end=True) for r in done.engine.requests]
+    assert sum("Hi you" in text for text in texts) == 3  # in the split with subtitles
+    (videomme / "data" / "gone.mkv").unlink()
+    assert "1 of 2 videos are not below" in world(*names, drop=("--data",)).err
+    shutil.copy(videomme / "data" / "ab.mp4", videomme / "data" / "gone.mkv")
+    shutil.rmtree(videomme / "subtitle")
+    assert "none of its subtitles lies below" in world(*names, drop=("--data",)).err
+    assert all("A. red" in text and "A. A." not in text for text in texts)
+    (own,) = json.loads((tmp_path / "out" / "videomme" / "summary.json").read_text())["results"]
+    assert own["acc"] == 0.5
 
 
 def test_samples_give_a_mean_and_the_best_of_n(world):
