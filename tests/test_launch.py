@@ -17,23 +17,15 @@ from plumbing import data
 
 @pytest.mark.parametrize("error, code, said", [
     (KeyboardInterrupt(), 130, "interrupted"),
-    (launch.UserError("--lr\x1b[2J"), 2, "--lr\ufffd[2J"),
-    (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
-    (OSError(30, "Read-only", "s.json"), 1, "[Errno 30] Read-only: 's.json'")])
+    (launch.UserError("--lr\x1b[2J"), 2, "--lr\ufffd[2J, sample t7"),
+    (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device, sample t7"),
+    (OSError(30, "Read-only", "s.json"), 1, "[Errno 30] Read-only: 's.json', sample t7")])
 def test_one_line_instead_of_a_traceback(start, error, code, said):
     def main():
-        raise error
+        with launch.naming("t7"):
+            raise error
 
     assert start(SimpleNamespace(__name__="a", main=main)) == (code, "", f"a.py: {said}\n")
-
-
-def test_the_line_names_the_sample(start):
-    def main():
-        with launch.naming("task-7"):
-            raise launch.RunError("the disk is away")
-
-    assert start(SimpleNamespace(__name__="a", main=main)) == (
-        1, "", "a.py: the disk is away, sample task-7\n")
 
 
 @pytest.mark.parametrize("words", [

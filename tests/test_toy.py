@@ -135,26 +135,3 @@ def test_the_data_speaks_the_protocol(toy):
         summaries = {m["content"] for m in row["messages"] if m["role"] == "tool"}
         for text in summaries - {rollout.EMPTY_SUMMARY}:
             assert re.sub(r"\d+ ", "", text) in texts[-1].partition("<answer>")[2]
-
-
-def test_the_fragile_world_has_a_loose_base_and_a_strict_cold_start():
-    """Its questions name the windows, so that 64 frames tell the answer. Half of the base's calls
-    are not followed by an answer, which is why calling does not pay at first."""
-    draw = random.Random(3)
-    texts, unanswered = {"loose": [], "strict": []}, []
-    for n in range(60):
-        task = toy_world.make_task(f"v{n}", *toy_world.make_scenes(draw), fragile=True)
-        for start, end in task["evidence"]:
-            assert f"{start} to {end}" in task["question"]
-        for style, written in texts.items():
-            for row in toy_world.sample_chats(task, draw, 0.3, fragile=style):
-                turns = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-                if "-sub-" not in row["id"]:
-                    written += turns
-                if "-call-" in row["id"] and style == "loose":
-                    unanswered.append("I saw" not in turns[-1])
-    assert all("</think>" in text for text in texts["strict"])
-    assert 0.2 < np.mean(["</think>" in text for text in texts["loose"]]) < 0.4
-    assert 0.4 < np.mean(unanswered) < 0.6
-    few = toy_world.sample_chats(task, draw, fragile="loose", calling=0.0)
-    assert not any("-call-" in row["id"] for row in few)

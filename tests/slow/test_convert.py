@@ -146,12 +146,9 @@ def test_what_cannot_be_used_is_left_out_counted_and_named(tmp_path, capsys):
            ({"messages": "[not json"}, "TypeError: "),
            ({"messages": [image]}, "the prompt shows one video, whole"),
            ({"messages": [shown]}, "the last message is not an answer of the assistant"),
-           ({"messages": paravt()[:3] + paravt()[-1:]}, "that do not pair up"),
-           ({"messages": paravt(shown)}, "text or frames beside tool responses")]
+           ({"messages": paravt()[:3] + paravt()[-1:]}, "that do not pair up")]
     changes = [({"video": "/no/such.mp4"}, "an absolute path that is"),
-               ({"video": ["a", "b"]}, "a task shows one"), ({"answer": None}, "no video, no"),
-               ({"options": None}, "a letter as the answer"), ({"answer": 2}, "none of the"),
-               ({"question": "<answer>?"}, "still holds"),
+               ({"answer": None}, "no video, no"), ({"answer": 2}, "none of the"),
                # MVBench means the text; another file means the letter.
                ({"options": ["e", "c", "a"], "answer": "c"}, "the letter of one option and"),
                ({"start": 5, "end": 2}, "evidence must be")]

@@ -41,8 +41,7 @@ def judged_by(server):
     return "--judge-url", server.url, "--judge-model", "j"
 
 
-@pytest.mark.process  # three runs
-def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys):
+def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path):
     """What is logged is what the advantages are made of. A run that goes on asks nothing again,
     even if the judge has moved."""
     with Server(table({"crimson": "yes", "blue": "hm"})) as server:
@@ -56,14 +55,8 @@ def test_a_run_is_trained_by_its_verdicts_and_counts_them(run, tmp_path, capsys)
     first, second = rows_of(tmp_path / "out" / "log.jsonl")
     assert first["judge_failed"] == pytest.approx(2 / 6) and second["judge_failed"] == 0
     assert first["acc"] == second["acc"] == 0.25
-    run("plain", "--steps", 1)
-    (plain,) = rows_of(tmp_path / "plain" / "log.jsonl")
-    assert plain["acc"] == 0.25 and "judge_failed" not in plain
-    with_judge, without = (rows_of(tmp_path / name / "rollouts" / "step_000000.rank0.jsonl")
-                           for name in ("out", "plain"))
-    assert [r["reward"].get("judge") for r in with_judge] == [False, True, "fallback", None] * 2
-    assert [r["reward"]["acc"] for r in with_judge] == [0.0, 1.0, 0.0, 0.0] * 2
-    assert [r["reward"]["acc"] for r in without] == [1.0, 0.0, 0.0, 0.0] * 2
-    for rows, best in ((with_judge, 1), (without, 0)):
-        task_part = [row["advantage"]["task"] for row in rows[:4]]
-        assert max(task_part) == task_part[best] > 0 and task_part.count(max(task_part)) == 1
+    rows = rows_of(tmp_path / "out" / "rollouts" / "step_000000.rank0.jsonl")
+    assert [r["reward"].get("judge") for r in rows] == [False, True, "fallback", None] * 2
+    assert [r["reward"]["acc"] for r in rows] == [0.0, 1.0, 0.0, 0.0] * 2
+    best, *others = sorted((row["advantage"]["task"] for row in rows[:4]), reverse=True)
+    assert rows[1]["advantage"]["task"] == best > max(others)

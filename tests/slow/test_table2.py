@@ -1,9 +1,13 @@
 """
-Tests of bench/table2.py: python -m pytest tests/slow/test_table2.py -q
+Tests of Table 2, of its world and of bench/table2.py: python -m pytest tests/slow/test_table2.py -q
 """
 import json
+import random
 import sys
 
+import numpy as np
+
+import toy as toy_world
 from bench import table2
 
 
@@ -30,3 +34,26 @@ def test_rows_are_means_of_training_and_differences_of_seeds(tmp_path, monkeypat
     assert grpo.startswith("| grpo | 0.40 [-1.07, +1.47] | 0.40 [-1.07, +1.47] | 3.50 [")
     assert "| 0.50 [" in grpo  # calls of the last two of eight steps
     assert sft.startswith("| sft | 0.20 [") and "| 0.50 [+0.00, +0.00] | 0.70 [" in sft
+
+
+def test_the_fragile_world_has_a_loose_base_and_a_strict_cold_start():
+    """Its questions name the windows, so that 64 frames tell the answer. Half of the base's calls
+    are not followed by an answer, which is why calling does not pay at first."""
+    draw = random.Random(3)
+    texts, unanswered = {"loose": [], "strict": []}, []
+    for n in range(60):
+        task = toy_world.make_task(f"v{n}", *toy_world.make_scenes(draw), fragile=True)
+        for start, end in task["evidence"]:
+            assert f"{start} to {end}" in task["question"]
+        for style, written in texts.items():
+            for row in toy_world.sample_chats(task, draw, 0.3, fragile=style):
+                turns = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+                if "-sub-" not in row["id"]:
+                    written += turns
+                if "-call-" in row["id"] and style == "loose":
+                    unanswered.append("I saw" not in turns[-1])
+    assert all("</think>" in text for text in texts["strict"])
+    assert 0.2 < np.mean(["</think>" in text for text in texts["loose"]]) < 0.4
+    assert 0.4 < np.mean(unanswered) < 0.6
+    few = toy_world.sample_chats(task, draw, fragile="loose", calling=0.0)
+    assert not any("-call-" in row["id"] for row in few)
