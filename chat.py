@@ -42,7 +42,7 @@ class ChatProcessor:
     tokenizer: object
     processor: object
     config: object  # transformers' configuration of the checkpoint
-    base: object  # ModelFamily of its model_type, see `bases`
+    base: object  # ModelFamily of its model_type, see BASES
     image_pad: int  # placeholder that vision tokens replace
     eos: int  # <|im_end|>: ends every turn, is sampled and therefore trained
     patch: int  # pixels a side of a vision patch
@@ -349,24 +349,19 @@ class ModelFamily:
     model_class: str  # in transformers, and in vLLM's module
     backbone: str  # in transformers: the model without its head
     engine_module: str  # vllm.model_executor.models.*
-    title: str  # for messages
     recurrent: bool = False  # has gated-delta layers, whose states no cache of prefixes holds
     cpu_dtype: str = "float32"  # in which vLLM runs on a CPU
     keep_fp32: tuple = ()  # ends of the names of weights that stay fp32 in compute
-    unused: tuple = ()  # starts of the names of stored weights that are not part of the model
 
 
-def bases():
-    """{model_type of config.json: ModelFamily}. docs/recipe.md says why others are not among
-    them."""
-    return {
-        "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", "Qwen3VLModel", "qwen3_vl",
-                                "dense Qwen3-VL"),
-        # vLLM's gated-delta kernels for CPUs know bf16 alone. exp(A_log) is the rate of forgetting:
-        # an error of bf16 in it grows with the length of the sequence. mtp: heads that guess
-        # further tokens, which neither transformers nor a plain engine loads.
-        "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "Qwen3_5Model", "qwen3_5",
-                               "dense Qwen3.5", True, "bfloat16", (".A_log",), ("mtp.",))}
+# model_type of config.json -> ModelFamily. docs/recipe.md says why others are not among them.
+BASES = {
+    "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", "Qwen3VLModel", "qwen3_vl"),
+    # vLLM's gated-delta kernels for CPUs know bf16 alone. exp(A_log) is the rate of forgetting: an
+    # error of bf16 in it grows with the length of the sequence.
+    "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "Qwen3_5Model", "qwen3_5",
+                           recurrent=True, cpu_dtype="bfloat16", keep_fp32=(".A_log",)),
+}
 
 
 @contextlib.contextmanager
@@ -400,10 +395,9 @@ def load_config(ckpt):
     if re.search(r'attn_implementation": (?:"[^"]*|\{[^}]*)/', text):
         raise launch.UserError(f"checkpoint {ckpt}: attn_implementation in config.json asks for "
                                "code from the Hub, which is never run; remove it")
-    if config.model_type not in bases():
-        titles = ", ".join(base.title for base in bases().values())
+    if config.model_type not in BASES:
         raise launch.UserError(f"checkpoint {ckpt}: model_type is {config.model_type}, this code "
-                               f"trains {titles}; docs/recipe.md says why")
+                               f"trains {', '.join(BASES)}; docs/recipe.md says why")
     # transformers would load quantized weights, but they have no gradients.
     if getattr(config, "quantization_config", None):
         raise launch.UserError(f"checkpoint {ckpt}: its weights are quantized and cannot be "
@@ -437,7 +431,7 @@ def load_codec(ckpt, template_kwargs=None):
         if token.special or str(token).startswith("<"):
             added.append(str(token))
     codec = ChatProcessor(
-        tokenizer=tokenizer, processor=processor, config=config, base=bases()[config.model_type],
+        tokenizer=tokenizer, processor=processor, config=config, base=BASES[config.model_type],
         image_pad=config.image_token_id, eos=eos, patch=images.patch_size, merge=images.merge_size,
         temporal=images.temporal_patch_size, mean=tuple(images.image_mean),
         std=tuple(images.image_std),

@@ -447,10 +447,11 @@ def check_gap(step, stats, policy):
 def rank_tasks(tasks, step, args):
     """-> [(task, its K)] of this rank in a step. Every rank draws the same batch, then takes its
     part."""
-    # A batch across two epochs may draw a task twice, which then counts once.
-    num_frames = {}  # index of a task -> K
-    for i in launch.batch_indices(step, args.prompts, len(tasks), args.seed):
-        num_frames[i] = rollout.draw_num_frames(args.frames, args.seed, step, tasks[i]["id"])
+    picked = launch.batch_indices(step, args.prompts, len(tasks), args.seed)
+    # Index of a task -> K. A batch across two epochs may draw a task twice, which then counts once.
+    num_frames = {
+        i: rollout.draw_num_frames(args.frames, args.seed, step, tasks[i]["id"]) for i in picked
+    }
     # Dealt out by K, the only cost that is known before sampling.
     rank, world = launch.rank_and_world()
     dealt = sorted(num_frames, key=num_frames.get)[rank::world]
@@ -593,12 +594,11 @@ def learn(policy, reference, optimizer, episodes, source, step, args):
     """Episodes of this rank -> one update of the weights; numbers for the log. Raises RunError for
     a gap beyond rounding. Collective."""
     # The frames that the rollouts saw, so that an update reads no file.
-    frames = {}
+    frames = []
     for episode in episodes:
-        frames.update((f.key, f) for f in episode.context.frames)
+        frames += episode.context.frames
     # The vision tower is frozen: features are computed once a step, for all its forwards.
-    tower = policy.hf.model.visual
-    policy.features = model.VisionFeatures(tower, policy.codec, source.load, frames)
+    policy.features = model.VisionFeatures(policy, source.load, frames)
     if reference:
         reference.features = policy.features
     # A group lies on one rank, so advantages need no exchange between ranks. The trees hold every

@@ -72,13 +72,13 @@ class VisionFeatures:
     each batch: which frames share a call of the tower decides on the last bits of their features,
     and a run that goes on has none of the calls before."""
 
-    def __init__(self, visual, codec, load, frames=None):
+    def __init__(self, policy, load, frames=()):
         """load: a VisionItem's spec -> video.Frames; for features and frames not kept. frames:
-        {VisionItem.key: video.Frames} that are in memory, which need no load."""
-        self.visual = visual
-        self.codec = codec
+        [video.Frames] that are in memory, which need no load."""
+        self.visual = policy.hf.model.visual
+        self.codec = policy.codec
         self.load = load
-        self.frames = frames or {}
+        self.frames = {loaded.key: loaded for loaded in frames}
         self.cache = {}  # VisionItem.key -> features
 
     @torch.no_grad()

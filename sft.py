@@ -146,9 +146,9 @@ class Chats:
         return sequence
 
     def packs(self, rows):
-        """Rows -> (Packs, {key: Frames that they show}, ids that are skipped). A chat is a tree
+        """Rows -> (Packs, the Frames that they show, ids that are skipped). A chat is a tree
         without branches."""
-        trees, frames_by_key, skipped = [], {}, []
+        trees, shown, skipped = [], [], []
         for row in rows:
             with launch.naming(row["id"]):
                 try:
@@ -161,9 +161,9 @@ class Chats:
             span = model.TokenSpan(sequence.ids, sequence.mask)
             trees.append(model.Tree(span, sequence.items))
             # The frames are kept until the forward, which then needs no file.
-            frames_by_key.update((loaded.key, loaded) for loaded in frames)
+            shown += frames
         parts = model.fill_packs(trees, self.args.pack_tokens)
-        return [model.pack_trees(self.codec, part) for part in parts], frames_by_key, skipped
+        return [model.pack_trees(self.codec, part) for part in parts], shown, skipped
 
     def batch(self, step):
         """This rank's packs of a step, from 1, as packs(). (seed, step) draws the chats, so a
@@ -292,12 +292,12 @@ def held_out_loss(policy, chats):
     import torch
 
     rank, world = launch.rank_and_world()
-    nats, tokens, tower = 0.0, 0, policy.hf.model.visual
+    nats, tokens = 0.0, 0
     size = chats.args.batch_size  # the frames of all chats would not fit into memory
     for first in range(0, len(chats.rows), size):
         batch = chats.rows[first:first + size]
         packs, frames, _ = chats.packs(batch[rank::world])
-        policy.features = model.VisionFeatures(tower, policy.codec, chats.source.load, frames)
+        policy.features = model.VisionFeatures(policy, chats.source.load, frames)
         # No policy.eval(): our attention has no dropout, so both modes compute the same.
         with torch.no_grad():
             loss, n = forward_backward(policy, packs)
@@ -378,7 +378,6 @@ def main():
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(train.batch, start + 1)
     is_stopping = launch.stop_on_signal()
-    tower = policy.hf.model.visual
     num_bad = 0  # steps in a row that moved no weight
     for step in range(start + 1, steps + 1):
         last = step == steps
@@ -389,7 +388,7 @@ def main():
             future = prefetch.submit(train.batch, step + 1)
 
         # 1. One optimizer step.
-        policy.features = model.VisionFeatures(tower, codec, train.source.load, frames)
+        policy.features = model.VisionFeatures(policy, train.source.load, frames)
         fraction = schedule(step - 1, steps, args.warmup, args.min_lr)
         numbers, has_moved = update(policy, optimizers, packs, fraction, args)
         num_bad = 0 if has_moved else num_bad + 1

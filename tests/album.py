@@ -30,7 +30,7 @@ class Album:
         return self.frames[spec["video"]]
 
     def features(self, policy, codec):
-        return model.VisionFeatures(policy.hf.model.visual, codec, self.load)
+        return model.VisionFeatures(policy, self.load)
 
 
 def user(*parts):

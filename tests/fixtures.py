@@ -133,7 +133,7 @@ def plain(toy):
 def vision(policy, codec, source):
     import model
 
-    return model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    return model.VisionFeatures(policy, source.load)
 
 
 # ------------------------------------------------------------------------------------------------

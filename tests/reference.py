@@ -148,7 +148,7 @@ class ReferenceEngine:
     def __init__(self, ckpt, codec, max_seqs=32, policy=None):
         self.policy = (policy or load_policy(ckpt, codec)).eval()
         self.codec, self.max_seqs, self.waiting = codec, max_seqs, []
-        self.vision = model.VisionFeatures(self.policy.hf.model.visual, codec, None)
+        self.vision = model.VisionFeatures(self.policy, None)
 
     def submit(self, request):
         self.waiting.append(request)

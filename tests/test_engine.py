@@ -62,7 +62,8 @@ def vllm_engines(base, codec):
 
 
 def trainer_logps(policy, codec, source, ids, mask, items, temperature=1.0):
-    features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    features = model.VisionFeatures(policy, source.load)
+    features.codec = codec
     tree = model.Tree(model.TokenSpan(ids, mask), items)
     return logprobs(policy, codec, features, [tree], temperature=temperature).numpy()
 

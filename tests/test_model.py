@@ -171,7 +171,7 @@ def one_update(toy, pack_tokens, replicas=1):
                            pack_tokens=pack_tokens)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
     policy = checkpoint.load_policy(str(toy / "init"), codec, device, replicas=replicas)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.source.load)
+    vision = model.VisionFeatures(policy, chats.source.load)
     trained = {n: p for n, p in policy.named_parameters() if p.requires_grad}
     before = {n: checkpoint.whole_tensor(p.detach()).clone() for n, p in trained.items()}
     rows = [chats.rows[index] for index in (0, 1, 2, 3, 4, 5, 7)]

@@ -65,7 +65,7 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
     """Not a mean of means: chats of different lengths weigh by their tokens, however they are
     packed."""
     chats = chats_of(toy / "sft.jsonl", codec)
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, chats.source.load)
+    vision = model.VisionFeatures(policy, chats.source.load)
     rows = [chats.rows[i] for i in (0, 1, 7)]
     alone = [forward(policy, p, vision)[0] for row in rows for p in chats.packs([row])[0]]
     assert len({len(x) for x in alone}) == 3

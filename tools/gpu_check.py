@@ -88,7 +88,7 @@ def engine_gap(policy, groups, temperature):
 
 def load_policy(ckpt, codec, device, source):
     policy = checkpoint.load_policy(ckpt, codec, device, recompute=True)
-    policy.features = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    policy.features = model.VisionFeatures(policy, source.load)
     return policy
 
 

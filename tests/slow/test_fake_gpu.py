@@ -362,7 +362,7 @@ def stored(size, layers):
     import transformers
 
     config = hf_config(size, layers)
-    config.architectures = [chat.bases()[config.model_type].model_class]  # as published
+    config.architectures = [chat.BASES[config.model_type].model_class]  # as published
     config.text_config.dtype = torch.bfloat16  # as published ones say
     with torch.device("meta"):
         hf = getattr(transformers, config.architectures[0])(config)
@@ -371,7 +371,7 @@ def stored(size, layers):
     checkpoint.small_files = lambda _: {}
     torch.distributed.checkpoint.load = lambda *_, **__: None
     chat.load_config = lambda _: deepcopy(config)
-    CODEC.config, CODEC.base = config, chat.bases()[config.model_type]
+    CODEC.config, CODEC.base = config, chat.BASES[config.model_type]
     return shapes
 
 
@@ -404,7 +404,7 @@ def keep_features(policy, reference):
     """Gives both the features of the policy's tower, those of two older videos in the cache."""
     frames = SimpleNamespace(key="", images=np.zeros((FRAMES, SIDE, SIDE, 3), np.uint8),
                              seconds=np.arange(FRAMES, dtype=float))
-    policy.features = model.VisionFeatures(policy.hf.model.visual, CODEC, lambda _: frames)
+    policy.features = model.VisionFeatures(policy, lambda _: frames)
     if isinstance(reference, model.Policy):
         reference.features = policy.features
     for key in ("a", "b"):

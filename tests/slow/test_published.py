@@ -333,7 +333,7 @@ def test_the_trainer_the_reference_and_plain_transformers_agree(
     policy, reference = (checkpoint.load_policy(ckpt, codec, CPU, frozen=frozen)
                          for frozen in (False, True))
     pack = model.pack_trees(codec, [model.Tree(model.TokenSpan(talk.ids, talk.mask), talk.items)])
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    vision = model.VisionFeatures(policy, source.load)
     with torch.no_grad():
         ours, theirs = (forward(p, pack, vision)[0] for p in (policy, reference))
         hf = Qwen3VLForConditionalGeneration.from_pretrained(ckpt, dtype=torch.float32)
@@ -544,7 +544,7 @@ def test_transformers_4_loads_what_is_saved_as_the_same_model(
     assert found["plain"] == codec.tokenizer("".join(ODD))["input_ids"]
     tree = model.Tree(model.TokenSpan(ids, [0] + [1] * (len(ids) - 1)), [item])
     pack = model.pack_trees(codec, [tree])
-    vision = model.VisionFeatures(policy.hf.model.visual, codec, source.load)
+    vision = model.VisionFeatures(policy, source.load)
     with torch.no_grad():
         ours = forward(policy, pack, vision)[0]
     logits = found["logits"][pack.predictor]

@@ -153,7 +153,7 @@ def test_frames_and_text_as_transformers_computes_them(world35, codec35):
         wanted = wanted.gather(1, torch.tensor(answer)[:, None])[:, 0]
         policy = model.wrap_policy(hf, codec35, torch.device("cpu"), False)
         qwen35.use_packed_layers(hf)
-        policy.features = model.VisionFeatures(hf.model.visual, codec35, source.load)
+        policy.features = model.VisionFeatures(policy, source.load)
         tree = model.Tree(model.TokenSpan(context.ids, [0] * len(context.ids)), context.items,
                           [model.TokenSpan(answer, [1] * len(answer))])
         logp, _ = policy(model.pack_trees(codec35, [tree]))
