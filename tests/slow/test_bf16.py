@@ -9,14 +9,11 @@ import contextlib
 import functools
 import json
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, Overheard
-
-sys.path.insert(0, ROOT)  # of the worker at the bottom
+from conftest import Overheard
 
 import grpo
 import launch
@@ -160,10 +157,3 @@ def test_a_step_in_bf16_is_nearly_the_step_in_fp32(one_rank, toy, script):
     assert half["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.02)
     # Adam's first step is the sign of the gradient, which rounding turns if it is small
     assert cosine(toy, moved, wanted) > 0.9
-
-
-if __name__ == "__main__":  # the worker of the two-rank test
-    # One process group for both scripts: torchrun's store would remember the addresses of the first
-    # one's.
-    with gpu_precisions(), mock.patch.object(torch.distributed, "destroy_process_group"):
-        both_steps(*map(Path, sys.argv[1:]))

@@ -401,14 +401,12 @@ def video_item(key):
 
 
 def keep_features(policy, reference):
-    """Gives both the features of the policy's tower, those of two older videos in the cache."""
+    """Gives both the features of the policy's tower."""
     frames = SimpleNamespace(key="", images=np.zeros((FRAMES, SIDE, SIDE, 3), np.uint8),
                              seconds=np.arange(FRAMES, dtype=float))
     policy.features = model.VisionFeatures(policy, lambda _: frames)
     if isinstance(reference, model.Policy):
         reference.features = policy.features
-    for key in ("a", "b"):
-        policy.features([video_item(key)])
 
 
 def sft_step(policy, optimizer):
@@ -440,8 +438,7 @@ def grpo_step(policy, reference, optimizer):
 def trace(stage, size, ranks, layers, lora):
     """Load, one step and the engine's weights -> {"waits": of the host, "reduced"}."""
     shapes, (policy, optimizer) = stored(size, layers), load(lora)
-    reference, computed, real = None, [], model.patchify
-    model.patchify = lambda codec, *given: computed.append(1) or real(codec, *given)
+    reference = None
     if stage == "grpo":
         reference = checkpoint.AdapterReference(policy) if lora else load_reference()
         keep_features(policy, reference)
@@ -452,8 +449,6 @@ def trace(stage, size, ranks, layers, lora):
     else:
         sft_step(policy, optimizer)
     found = {"waits": dict(waits), "reduced": sorted(reduced)}
-    if reference:
-        assert len(policy.features.cache) == len(computed) == 3
     sent = {name: (list(t.shape), t.dtype, t.device)
             for name, t in checkpoint.full_weights(policy, torch.bfloat16)}
     exact = {name: torch.float32 if name.endswith(".A_log") else torch.bfloat16 for name in shapes}
@@ -467,34 +462,18 @@ def faults():
     import torch.distributed.fsdp
     from transformers import Qwen3VLForConditionalGeneration as Qwen
 
-    plan_of, masks, chunk = model.attention_plan, model.block_mask, model.chunk_logprobs
-    load_whole, precision = checkpoint.load_policy, torch.distributed.fsdp.MixedPrecisionPolicy
-    host = torch.device("cpu")
-
-    def plan_on_host(pack, device):
-        plan = plan_of(pack, device)
-        if plan.ends is not None:
-            plan.ends = plan.ends.cpu()
-        return plan
-
-    def rotary_left(*given, **named):
-        policy = load_whole(*given, **named)
-        text = policy.hf.model.language_model
-        text.rotary_emb = type(text.rotary_emb)(text.rotary_emb.config).to(host)
-        return policy
-
+    masks, chunk = model.block_mask, model.chunk_logprobs
+    precision = torch.distributed.fsdp.MixedPrecisionPolicy
     return {
-        "none": ("grpo", model, "attention_plan", plan_of),
-        "sequence ends left on the host": ("sft", model, "attention_plan", plan_on_host),
+        "none": ("grpo", model, "block_mask", masks),
         "no compute in bf16": ("sft", torch.distributed.fsdp, "MixedPrecisionPolicy",
                                lambda param_dtype=None, **more: precision(**more)),
         "masters in the configuration's dtype": ("sft", Qwen, "float", lambda self: self),
-        "rotary table left behind": ("sft", checkpoint, "load_policy", rotary_left),
         "bias of banned ids on the host": (
             "sft", model, "chunk_logprobs",
             lambda h, w, y, bias, t: chunk(h, w, y, bias.cpu(), t)),
         "blocks on the host": ("grpo", model, "block_mask",
-                               lambda p, device: masks(p, device).to(host))}
+                               lambda p, device: masks(p, device).to("cpu"))}
 
 
 def outcome(stage, owner, name, fault):

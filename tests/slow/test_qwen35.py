@@ -186,14 +186,9 @@ def test_tags_of_a_call_carry_credit(codec35):
 
 
 @pytest.mark.parametrize("body", [
-    CALL.format(8, 16).replace("</parameter>\n<parameter=end_time>", "<parameter=end_time>"),
     "<tool_call><function=crop_video>" + "<parameter=a>" * 200 + "</function></tool_call>",
-    CALL.format(8, 16).replace("</parameter>\n</function>", "</function>"), "<tool_call><function=",
-    CALL.format(8, 16).replace("<parameter=start_time>", "start_time="), CALL.format("soon", 8),
-    "<tool_call><function=crop_video></function></tool_call>", CALL.format("", 8),
-    "<tool_call>" + "<function=crop_video>" * 100_000, CALL.format(16, 8),
-    CALL.format(8, 16).replace("crop_video", "look"),
-    "<tool_call><function=></function></tool_call>"])
+    CALL.format(8, 16).replace("<parameter=start_time>", "start_time="), "<tool_call><function=",
+    "<tool_call>" + "<function=crop_video>" * 100_000, CALL.format(16, 8)])
 def test_faulty_calls_in_xml_are_one_error_each(body):
     (call,) = rewards.parse_tool_calls("ok</think>\n" + body, TOOLS, True)
     assert call.error and len(call.error) < 200

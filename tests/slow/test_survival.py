@@ -14,10 +14,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT, run_script
-from reference import ReferenceEngine
 from scripted import LIVE
-
-from test_engine import broken  # isort: skip
 
 import launch
 import rollout
@@ -114,21 +111,6 @@ def test_an_update_without_a_finite_gradient_is_skipped(train, varied_rewards, m
                        match="no finite gradient"):
         train(script, "--steps", 9, "--resume")
     assert checkpoint.step_folders(str(folder))[0].endswith("step_000003")
-
-
-# ------------------------------------------------------------------------------------------------
-# The engine samples from other weights than the trainer trains
-
-
-def test_an_engine_that_samples_from_another_policy_stops_the_run(
-        train, varied_rewards, monkeypatch):
-    """Two layers in each other's place. Old weights, which the gap does not see: test_engine.py."""
-    real = ReferenceEngine.sync
-    monkeypatch.setattr(ReferenceEngine, "sync", lambda engine, weights: real(
-        engine, broken(weights, "two layers swapped")))
-    with pytest.raises(launch.RunError,
-                       match="step 2: gap, the mean .log-prob gap. between engine and trainer, is"):
-        train("grpo", "--steps", 2)
 
 
 # ------------------------------------------------------------------------------------------------
