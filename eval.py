@@ -191,7 +191,7 @@ class Suite:
     source: rollout.VideoSource  # of the videos and subtitles
     out: str = ""  # leaf folder of the records
     digest: str = ""  # see results.settings_digest
-    done: set = None  # items that have a record
+    done_items: set = None  # items that have a record
 
 
 def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
@@ -210,11 +210,11 @@ def load_suites(args, weights: str | None, prompts: str) -> list[Suite]:
             names = [task["subtitles"] for task in tasks if task.get("subtitles")]
             texts = results.digest_of_files(video.resolve(name, root) for name in names)
         digest = results.settings_digest(args, weights, mode, tasks, prompts, texts)
-        done = set(results.read_records(out, digest))
+        done_items = set(results.read_records(out, digest))
         tasks = tasks[: args.limit]
         # Refused now, or a wrong folder would cost hours of counted errors.
         source.cache.check_present(bench or args.data, tasks, root)
-        suites.append(Suite(bench, tasks, agent, source, out, digest, done))
+        suites.append(Suite(bench, tasks, agent, source, out, digest, done_items))
     return suites
 
 
@@ -259,7 +259,7 @@ def pending_tasks(suites: list[Suite], args) -> list[tuple]:
             todo = []
             for task in suite.tasks:
                 items = {(task["id"], str(k), mode, sample) for sample in range(args.samples)}
-                if not items <= suite.done:
+                if not items <= suite.done_items:
                     todo.append(task)
             jobs.append((suite, k, mode, todo))
     return jobs
@@ -317,7 +317,7 @@ def make_engine(args, ckpt, system):
     """-> (codec, engine that samples), made for the largest K of the run."""
     if args.base_url:
         # No ids there: prompts stay messages, and answers stay text.
-        return None, endpoint.make_engine(args, system.prefill, system.jpeg)
+        return None, endpoint.make_engine(args, system.prefill, system.jpeg_quality)
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     largest = max(1, *map(rollout.max_num_frames, args.frames))
     # rollout's --frames is one K, ours is a list of them. Here no trainer shares the card.

@@ -451,9 +451,9 @@ def statements(text):
         if is_sure(clause) and "doubt" not in clause:
             text = declared[2]
     candidates = [text]
-    reason = BECAUSE.fullmatch(text)
-    if reason and is_sure(reason[2][:1000]):  # else the reason may take the answer back
-        candidates.append(reason[1])
+    because = BECAUSE.fullmatch(text)
+    if because and is_sure(because[2][:1000]):  # else the reason may take the answer back
+        candidates.append(because[1])
     return candidates
 
 
@@ -467,8 +467,8 @@ def match_open(response, gold):
     for statement in statements(text):
         forms += answer_forms(statement.replace("\n", " "))
         predicate = PREDICATE.search(statement)
-        one_sentence = len(statement) < 200 and not re.search(r"[.;!?] +\w|\n", statement)
-        if predicate and one_sentence and is_sure(statement):
+        is_one_sentence = len(statement) < 200 and not re.search(r"[.;!?] +\w|\n", statement)
+        if predicate and is_one_sentence and is_sure(statement):
             forms.append(predicate[1])
     wanted = answer_forms(gold)
     return any(same_form(*pair) for pair in itertools.product(forms, wanted))

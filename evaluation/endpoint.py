@@ -56,13 +56,13 @@ class OpenAIEngine(ChatClient):
     takes_messages = True
 
     def __init__(self, base_urls, model, key_variable=None, workers=8, seconds=300.0,
-                 prefill=False, jpeg=90, fields=None):
+                 prefill=False, jpeg_quality=90, fields=None):
         """base_urls: they take turns. workers: requests at once. seconds: of one try. prefill: a
-        turn's forced start goes as a begun turn (vLLM and SGLang take it). jpeg: quality of images.
-        fields: of every request; None takes one out."""
+        turn's forced start goes as a begun turn (vLLM and SGLang take it). jpeg_quality: of
+        images. fields: of every request; None takes one out."""
         super().__init__(base_urls, model, key_variable, seconds, workers)
         self.max_seqs = workers
-        self.prefill, self.jpeg, self.fields = prefill, jpeg, fields or {}
+        self.prefill, self.jpeg_quality, self.fields = prefill, jpeg_quality, fields or {}
         self.calls, self.done = {}, queue.SimpleQueue()
 
     def check_servers(self):
@@ -172,19 +172,20 @@ class OpenAIEngine(ChatClient):
             text = chat.stamp_text(seconds, index, stamp)
             if text:
                 parts.append({"type": "text", "text": text})
-            parts.append({"type": "image_url", "image_url": {"url": jpeg_url(image, self.jpeg)}})
+            url = jpeg_url(image, self.jpeg_quality)
+            parts.append({"type": "image_url", "image_url": {"url": url}})
         return parts
 
 
-def make_engine(args, prefill, jpeg=90):
+def make_engine(args, prefill, jpeg_quality=90):
     """Flags -> OpenAIEngine. Raises UserError if a server does not answer, or refuses. prefill: the
-    system's forced start of every turn, or "". jpeg: quality of images."""
+    system's forced start of every turn, or "". jpeg_quality: of images."""
     fields = {}
     for name in ("top_p", "top_k", "presence_penalty"):  # of the system, if it sets them
         if getattr(args, name, None) is not None:
             fields[name] = getattr(args, name)
     engine = OpenAIEngine(
-        args.base_url, args.model, args.api_key_env, args.max_num_seqs, jpeg=jpeg,
+        args.base_url, args.model, args.api_key_env, args.max_num_seqs, jpeg_quality=jpeg_quality,
         prefill=bool(args.think_prefix or prefill), fields={**fields, **args.request})
     engine.check_servers()
     return engine

@@ -76,8 +76,8 @@ def read_records(out, digest=None):
                 item = row["task"]["id"], row["budget"], row["tools"], row["sample"]
                 digest = digest or row["digest"]  # None: of the first record
             except (ValueError, KeyError, TypeError):
-                reason = "not JSON, or no record; delete the line or the file"
-                raise launch.UserError(f"{path}:{number}: {reason}") from None
+                fault = "not JSON, or no record; delete the line or the file"
+                raise launch.UserError(f"{path}:{number}: {fault}") from None
             if row["digest"] != digest:
                 raise launch.UserError(f"{out} holds records of another checkpoint or other "
                                        "settings; choose another --out")

@@ -58,7 +58,7 @@ class System:
     template: callable = None  # (texts, task, subtitles) -> user text; None: see user_text
     stamp: str = None  # before every frame, see chat.stamp_text
     label: str = "{}."  # of an option
-    between: str = "\n"  # options
+    option_separator: str = "\n"  # options
     text_first: bool = False  # the question stands before the frames
     parse: callable = None  # (text, think_open) -> calls
     final: callable = answers.answer_or_tail  # (turns, think_open) -> answer to grade, or None
@@ -67,14 +67,14 @@ class System:
     force: callable = None  # (task) -> (text put before the last turn, its tokens)
     prefill: str = ""  # forced start of every turn
     stop: tuple = ()  # strings that end a turn
-    jpeg: int = 90  # quality of images
+    jpeg_quality: int = 90  # quality of images
 
     def opening(self, task, num_frames, agent, subtitles, duration):
         """-> the first messages. The frames stand as an item without pixels."""
         if self.texts == {}:  # ParaVT, as it is trained
             return rollout.main_messages(
                 task, num_frames, agent.tools, subtitles, agent.crop_response)
-        filled = places(task, duration, subtitles, self.label, self.between)
+        filled = places(task, duration, subtitles, self.label, self.option_separator)
         template = (self.template or user_text)(self.texts, task, subtitles)
         if not filled["options"]:  # no empty line
             template = re.sub(r"\{options\}\n?", "", template)
@@ -104,7 +104,7 @@ def fill(template, filled):
     return re.sub(r"\{(\w+)\}", lambda match: filled.get(match[1], match[0]), template)
 
 
-def places(task, duration=0.0, subtitles="", label="{}.", between="\n"):
+def places(task, duration=0.0, subtitles="", label="{}.", option_separator="\n"):
     """What stands at the places of a template."""
     labels = [label.format(letter) for letter in string.ascii_uppercase]
     lines = [" ".join(pair) for pair in zip(labels, task.get("options") or [])]
@@ -113,7 +113,7 @@ def places(task, duration=0.0, subtitles="", label="{}.", between="\n"):
     return {
         "question": task["question"],
         "event": task.get("event") or task["question"],
-        "options": between.join(lines),
+        "options": option_separator.join(lines),
         "style": rollout.ANSWER_STYLES[task["type"]],
         "duration": clock,
         "length": clock if duration >= 3600 else clock[3:],
@@ -191,7 +191,7 @@ def paper_system(system_text):
          "max_pixels": 25165824},
         reader={"grid": "qwen", "grounding_as_video": True, "short_is_blind": True,
                 "written_lines": True, "crop_min_pixels": 784, "crop_pixels": 50176},
-        template=paper_text, stamp="none", jpeg=85)
+        template=paper_text, stamp="none", jpeg_quality=85)
 
 
 def paper_agent(general=False):
@@ -401,7 +401,7 @@ async def conan_answer(records, episode, worker, turn, texts):
     name = "round"
     if turn == worker.agent.max_turns - 1:
         name = "last"
-    text = fill(conan_text(texts, task, name=name), places(task, between=", "))
+    text = fill(conan_text(texts, task, name=name), places(task, option_separator=", "))
     starts = await worker.pump.load(frame_sources.frame_starts, worker.source, task["video"])
     old = episode.notes.setdefault("shown", set(map(float, episode.context.frames[0].seconds)))
     seconds = conan_seconds(records, [start for start in starts if start not in old])
@@ -648,7 +648,7 @@ def all_systems():
             CONAN_TEXTS,
             {"max_turns": 2, "max_parallel": 1, "think_prefix": False, "frames": [16],
              "max_pixels": 448 * 448, "temperature": 1.0, "max_new_tokens": 4000},
-            template=conan_text, stamp="clock", between=", ", parse=conan_calls,
+            template=conan_text, stamp="clock", option_separator=", ", parse=conan_calls,
             answer=partial(conan_answer, texts=CONAN_TEXTS)),
         # SAGE-7B
         "sage": sage_agent()}

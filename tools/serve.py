@@ -123,7 +123,7 @@ class Agent:
                 content = base64.b64decode(url.partition(";base64,")[2], validate=True)
             except ValueError:
                 raise HTTPException(400, "a data: URL that is not base64") from None
-            url = "video:" + self.keep(content)
+            url = "video:" + self.save_upload(content)
         path = url
         if url.startswith("video:"):
             root, path = self.uploads, url.removeprefix("video:")
@@ -139,7 +139,7 @@ class Agent:
             raise HTTPException(404, "no such video below --video-root") from None
         return root, os.path.normpath(path)
 
-    def keep(self, content):
+    def save_upload(self, content):
         """Bytes of a video -> its name in `uploads`."""
         name = hashlib.sha256(content).hexdigest()
         with open(os.path.join(self.uploads, name), "wb") as file:
@@ -298,7 +298,7 @@ def add_videos(app, agent):
 
     @app.put("/videos")
     async def upload_video(request: Request):
-        return {"url": "video:" + agent.keep(await request.body())}
+        return {"url": "video:" + agent.save_upload(await request.body())}
 
     @app.get("/videos/{path:path}")
     def video_file(path: str):
