@@ -171,6 +171,7 @@ TABLE = [
     ([f"{THOUGHT}<answer>B</answer>"], 0.5, 0.35),
     # nothing but a thought that never closes: 0 - .15 is clipped to 0
     (["hi"], 0, 0), ([], 0, 0), (["</think><tool_call></tool_call><answer></answer>"], 0, 0),
+    ([f"</think>{CALL}"], 0, 0),  # a thought without a word
     # </answer> missing: .2 + .3, no balance; closed .4; .5 + .2 is capped
     ([f"{THOUGHT}</think><answer>B"], 0.5, 0.5),
     # one turn of two never closes: .2 + .5, no balance; anchor -.3
