@@ -54,7 +54,7 @@ class Teacher(Model):
             return "A hat."
         if not any("A hat." in text for text in texts):
             return "<think>look</think>\n" + call(0, 64.0)
-        (color,) = {r[2] for r in SCRIPT if r[0] and any(r[0]["question"] in t for t in texts)}
+        (color,) = {row[3] for row in SCRIPT if any(row[0] in text for text in texts)}
         (letter,) = [line[0] for text in texts for line in text.split("\n")
                      if line[1:3] == ". " and line[3:] in color.rstrip(".").split()]
         return f"<think>it is</think>\n<answer>{letter}</answer>"
