@@ -72,7 +72,7 @@ def main():
     ckpt = parser.parse_args().ckpt
     launch.import_shim()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's side has use_cpu
-    _, _, device = launch.start_process_group()
+    device = launch.start_process_group()
     trainer, batch = make_trainer(ckpt)
     trees = [make_tree(batch)]
     settings = grpo.build_parser().parse_args(["--ckpt", ckpt, "--beta", "0"])
