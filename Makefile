@@ -6,7 +6,6 @@
 # make demo   toy world -> SFT -> PARA-GRPO -> evaluation of both -> one table, one page (LORA=8: PARA-GRPO by adapters; SEED=1)
 # make table2  the paper's Table 2 in the fragile world of toy.py, one seed (SEED=1); PRIOR=weak: its contrast. -j2: two rows at a time
 # make test-page   the tests of view.py's page in a real browser (installs Debian's Chromium); `make test-all` runs them where there is one
-# make test-faults   a fault at every file operation of a save and of a start (`make test-all` tries a sample)
 # make test-compat   a saved checkpoint in transformers 4.57 (installed beside, in .venv/transformers-4.57; `make test-all` then does it too)
 PYTHON ?= python3
 # one rank a GPU (a power of two: the demo's 16 prompts are dealt out evenly), two where there is none
@@ -52,7 +51,7 @@ CPU_BUILDS := torchvision==0.28.0+cpu torchaudio==2.11.0+cpu torchcodec==0.17.0+
 LOADS = $(BIN)/python -c "from transformers import AutoProcessor" >/dev/null 2>&1 || echo "The index has no CPU builds of torchvision, \
 torchaudio and torchcodec. All scripts here work. In a Python of your own call launch.import_shim() before you import transformers."
 
-.PHONY: venv demo table2 lint test test-all test-fast test-faults test-page test-compat clean
+.PHONY: venv demo table2 lint test test-all test-fast test-page test-compat clean
 
 venv: .venv/ready
 
@@ -103,9 +102,6 @@ test-fast: .venv/dev
 lint: .venv/dev
 	$(BIN)/ruff check -q .
 
-test-faults: .venv/dev
-	$(BIN)/python -m pytest tests/slow/test_file_faults.py --all-faults $(ARGS)
-
 test-page: .venv/dev
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
 	$(BIN)/python -m pytest tests/slow/test_page.py tests/slow/test_serve_page.py
@@ -148,7 +144,7 @@ gating-unpaid = $(grpo-unpaid) --frames gated
 T2_ROWS = grpo para $(if $(filter strong,$(PRIOR)),anchoring gating no-tool-reward no-gamma credit-anchor grpo-unpaid gating-unpaid sequential)
 
 .SECONDARY:  # keeps all checkpoints
-table2: $(patsubst %,$(T2)/eval/%/summary.json,base sft $(T2_ROWS))
+table2: .venv/dev $(patsubst %,$(T2)/eval/%/summary.json,base sft $(T2_ROWS))
 	$(BIN)/python bench/table2.py out/table2/$(PRIOR)/*
 
 $(T2)/toy/init: | venv

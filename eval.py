@@ -321,7 +321,7 @@ def make_engine(args, ckpt, system):
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     largest = max(1, *map(rollout.max_num_frames, args.frames))
     # rollout's --frames is one K, ours is a list of them. Here no trainer shares the card.
-    flags = {**vars(args), "frames": largest, "gpu_memory_utilization": 0.9, "cpu": False}
+    flags = {**vars(args), "frames": largest, "gpu_memory_utilization": 0.9}
     return codec, rollout.make_engine(ckpt, codec, argparse.Namespace(**flags))
 
 
