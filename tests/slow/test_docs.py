@@ -1,19 +1,25 @@
 """
 Tests of what the pages in docs/ tell a reader to run: python -m pytest tests/slow/test_docs.py -q
 """
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 from conftest import ROOT, run_script
 from fixtures import rows_of
-from scripted import Server, call
+from scripted import ANSWER, Scripted, Server, call, play_one, text_of
 from slow.test_draft import SCRIPT, Model
+from test_docs import changed
 
 import chat
 import grpo
+import rollout
+import video
 
 
 def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
@@ -88,3 +94,33 @@ def test_videos_alone_lead_to_an_evaluation(toy, tmp_path):
           "--num-generations", 2, "--out", tmp_path / "grpo")
     stage("eval.py", *run, "--ckpt", tmp_path / "grpo", "--out", tmp_path / "eval")
     assert len(rows_of(next((tmp_path / "eval").glob("records*.jsonl")))) == 2
+
+
+def test_a_second_tool_is_one_class_and_one_function(codec, tasks, source, monkeypatch):
+    """zoom_frame, played: declared, parsed, its picture in the main context, recorded, paid."""
+    for name, text in changed("A second tool").items():
+        module = ModuleType(f"changed {name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look there
+        module.__file__ = os.path.join(ROOT, name)
+        exec(compile(text, name, "exec"), vars(module))
+    monkeypatch.setattr(video, "load", sys.modules["changed video.py"].load)
+    monkeypatch.setattr(rollout, "TOOLS", sys.modules["changed agent_tools.py"].TOOLS)
+
+    def zoom(**arguments):
+        body = json.dumps({"name": "zoom_frame", "arguments": arguments})
+        return f"<tool_call>{body}</tool_call>"
+
+    text = "Look.\n</think>\n" + call(0, 8) + zoom(time="0:10", x=500, y=250)
+    engine = Scripted(codec, [text + zoom(time=99, x=0, y=0) + zoom(time=1, x=2000, y=0), ANSWER])
+    episode = play_one(engine, tasks, source)
+    opening = text_of(codec, episode.context.ids[:episode.spans[0][0]])
+    assert '"name": "zoom_frame"' in opening
+    assert [c["status"] for c in episode.calls] == ["ok", "ok", "error", "error"]
+    # The window was summarised by a sub-agent; the zoomed picture stands in the main context.
+    assert len(engine.subs()) == 1 and len(episode.context.items) == 2
+    item = episode.context.items[1]
+    assert item.seconds == [10.0] and item.spec["zoom"] == [500, 250]
+    whole = source.load({"video": tasks[0]["video"], "times": [10.0]})
+    frames = source.load(item.spec)
+    assert frames.images.shape == whole.images.shape and frames.key != whole.key
+    assert episode.reward["tool"] >= 0.3
