@@ -625,7 +625,7 @@ def wrap_policy(hf, codec, device, recompute):
     return policy
 
 
-def shard(policy, device, replicas=1, shard_inside=None):
+def shard(policy, device, replicas, shard_inside):
     """FSDP2: one group per decoder layer, one for the rest (embeddings, head, norm). The frozen
     tower stays whole on every rank.
 
@@ -653,8 +653,7 @@ def shard(policy, device, replicas=1, shard_inside=None):
     if device.type == "cuda":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in policy.hf.model.language_model.layers:
-        if shard_inside is not None:
-            shard_inside(layer, mesh, precision)
+        shard_inside(layer, mesh, precision)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     tower = set(policy.hf.model.visual.parameters())
     fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)

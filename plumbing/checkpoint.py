@@ -185,9 +185,15 @@ class AdapterReference:
         return copies
 
 
-def with_adapters(weight, a, b):
-    """W + 2 B A in fp32 -> in the dtype of W."""
-    return (weight.float() + 2 * (b.float() @ a.float())).to(weight.dtype)
+def with_adapters(name, weight, adapters):
+    """W + 2 B A in fp32 -> in the dtype of W; a weight without adapters as it is. adapters: {name:
+    tensor}, of shards a collective."""
+    stem = name.removesuffix("weight")
+    if f"{stem}lora_A" not in adapters:
+        return weight
+    a = whole_tensor(adapters[f"{stem}lora_A"]).float()
+    b = whole_tensor(adapters[f"{stem}lora_B"]).float()
+    return (weight.float() + 2 * (b @ a)).to(weight.dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -223,11 +229,8 @@ def load_policy(ckpt, codec, device, recompute=False, lora_rank=0, frozen=False,
                   "target_modules": add_adapters(hf, lora_rank), "base_model_name_or_path": base}
         files["adapter_config.json"] = json.dumps(config, indent=1).encode()
     policy = model.wrap_policy(hf, codec, device, recompute)
-    shard_inside = None
-    if codec.base.recurrent:
-        qwen35.use_packed_layers(hf)
-        shard_inside = qwen35.shard_mixer
-    policy = model.shard(policy, device, replicas, shard_inside)
+    qwen35.use_packed_layers(hf)  # Qwen3-VL has none
+    policy = model.shard(policy, device, replicas, qwen35.shard_mixer)
     policy.to_empty(device=device)
     hf.tie_weights()  # to_empty unties weights that are not in shards
     # Rotary tables are computed, not stored, so they are made anew on the device.
@@ -280,14 +283,11 @@ def merged_weights(ckpt):
 
     adapters, base = {}, base_of(ckpt)
     if base != ckpt:
-        adapters = load_file(f"{ckpt}/adapter_model.safetensors")
+        for name, tensor in load_file(f"{ckpt}/adapter_model.safetensors").items():
+            adapters[name.removeprefix("base_model.model.").removesuffix(".weight")] = tensor
     for path in glob.glob(f"{glob.escape(base)}/*.safetensors"):
         for name, tensor in load_file(path).items():  # a file has at most some gigabytes
-            stem = name.removesuffix("weight")
-            a = adapters.get(peft_name(f"{stem}lora_A"))
-            if a is not None:
-                tensor = with_adapters(tensor, a, adapters[peft_name(f"{stem}lora_B")])
-            yield name, tensor
+            yield name, with_adapters(name, tensor, adapters)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -310,13 +310,7 @@ def full_weights(policy, dtype):
             continue
         if not name.endswith(policy.codec.base.keep_fp32):
             tensor = tensor.to(dtype)  # before the gather: bf16 is half the traffic
-        full = whole_tensor(tensor)
-        stem = name.removesuffix("weight")
-        if f"{stem}lora_A" in state:
-            a = whole_tensor(state[f"{stem}lora_A"])
-            b = whole_tensor(state[f"{stem}lora_B"])
-            full = with_adapters(full, a, b)
-        yield name, full
+        yield name, with_adapters(name, whole_tensor(tensor), state)
 
 
 def trained_state(policy):

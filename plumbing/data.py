@@ -48,9 +48,6 @@ def bare_options(options):
     return bare
 
 
-TASK_FIELDS = ("id", "video", "question", "answer", "type")
-
-
 def read_tasks(path, faults=None):
     """Task JSONL -> rows, checked before any long work. Raises UserError naming file and line; with
     a list `faults` the line goes there, and the row is left out."""
@@ -63,7 +60,8 @@ def read_tasks(path, faults=None):
         ids.add(name)
         return task_fault(row)
 
-    return launch.read_jsonl(path, TASK_FIELDS, fault, faults)
+    fields = ("id", "video", "question", "answer", "type")
+    return launch.read_jsonl(path, fields, fault, faults)
 
 
 def task_fault(row):
@@ -317,13 +315,10 @@ def srt_cues(text):
         body = re.sub(r"\n\d+\n\Z", "\n", body)  # the number of the next cue
         # The text ends at an empty line. In rolling captions the first row may be blank.
         text = re.split(r"\n[ \t]*\n", body.strip())[0]
-        cues.append((to_seconds(start), to_seconds(end), text))
+        start = rewards.to_seconds(start.replace(",", "."))
+        end = rewards.to_seconds(end.replace(",", "."))
+        cues.append((start, end, text))
     return cues
-
-
-def to_seconds(stamp):
-    """A time of a subtitle -> seconds."""
-    return rewards.to_seconds(str(stamp).replace(",", "."))
 
 
 def json_cues(text):
@@ -336,5 +331,5 @@ def json_cues(text):
         else:
             start, end, text = row["start"], row["end"], row["line"]
         # An open line stands until the end of the video, as in LongVideoBench's own reader.
-        cues.append((to_seconds(start), to_seconds(end or 1e8), text))
+        cues.append((rewards.to_seconds(start), rewards.to_seconds(end or 1e8), text))
     return cues

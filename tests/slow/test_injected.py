@@ -127,7 +127,7 @@ FAULTS = {
     "a stale prefix cache": lambda fault: fault.patch.setattr(
         "vllm.v1.engine.llm_engine.LLMEngine.reset_prefix_cache", lambda *_: None),
     "adapters not merged": lambda fault: fault.patch.setattr(
-        checkpoint, "with_adapters", lambda weight, a, b: weight),
+        checkpoint, "with_adapters", lambda name, weight, adapters: weight),
     "responses of a turn swapped": lambda fault: fault.replace(
         rollout, "response_context", swapped_responses),
     "advantages of the wrong sign": lambda fault: fault.replace(

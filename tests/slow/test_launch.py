@@ -57,24 +57,3 @@ def test_nohup_shields_a_process_alone_and_not_the_ranks_of_a_torchrun_that_ends
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT,
                           env={**os.environ, **rank})
     assert done.stdout == f"{saves}\n", done.stderr
-
-
-@pytest.mark.parametrize("local, rank, first", [
-    ("0", "0", True), ("1", "1", False), ("0", "8", True)])
-def test_the_first_rank_of_a_machine_speaks_at_once(monkeypatch, capsys, local, rank, first):
-    """All read the same files, and torchrun ends the others in the meantime."""
-    def main():
-        raise launch.UserError("chat x")
-
-    waits = []
-    for name, value in (("RANK", rank), ("LOCAL_RANK", local), ("WORLD_SIZE", "16")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["/some/a.py"])
-    monkeypatch.setattr(launch.time, "sleep", waits.append)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as end:
-        launch.run_main(main)
-    signal.signal(signal.SIGTERM, before)
-    assert end.value.code == 2 and waits == [1] * (not first)
-    assert capsys.readouterr().err == f"a.py: rank {rank}: chat x\n"

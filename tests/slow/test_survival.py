@@ -18,7 +18,6 @@ from scripted import LIVE
 
 import launch
 import rollout
-import sft
 from plumbing import checkpoint
 
 # ------------------------------------------------------------------------------------------------
@@ -62,26 +61,6 @@ def test_grpo_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, 
     assert a == b
     train("grpo", "--steps", 3, out="parts")
     assert "nothing to do" in capsys.readouterr().out
-
-
-def test_sft_stops_when_asked_and_goes_on_as_if_it_had_not(train, monkeypatch, capsys):
-    straight, real, calls = train("sft", "--steps", 4, out="straight"), sft.forward_backward, []
-
-    def asked_to_stop(*given):
-        calls.append(1)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*given)
-
-    monkeypatch.setattr(sft, "forward_backward", asked_to_stop)
-    parts = train("sft", "--steps", 4, out="parts", stopped=True)
-    assert "stopped after step 2" in capsys.readouterr().out and steps_of(parts) == [1, 2]
-    train("sft", "--steps", 4, out="parts")
-    assert steps_of(parts) == [1, 2, 3, 4] and same(weights(straight), weights(parts)) == 0.0
-    train("sft", "--steps", 4, out="parts")
-    assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(launch.UserError, match="another lr"):
-        train("sft", "--steps", 4, "--lr", 1e-9, out="parts")
 
 
 # ------------------------------------------------------------------------------------------------
