@@ -300,7 +300,7 @@ def measure_windows(policy, groups, args):
                     calls.append(call)
         if tree.branches:
             trees.append(tree)
-    packs = [model.pack_trees(policy.codec, p) for p in model.fill_packs(trees, args.pack_tokens)]
+    packs = model.make_packs(policy.codec, trees, args.pack_tokens)
     totals = torch.zeros(len(calls), dtype=torch.float64)  # log-prob of each branch's answer
     for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
         with torch.no_grad():
@@ -368,8 +368,8 @@ def update(policy, reference, optimizer, trees, num_tokens, args, sub_trees=()):
     if num_trees == 0:  # no group of any rank has a signal, so the weights stay
         return {"signal_groups": 0, "grad_norm": 0.0}
     # A pack holds as many trees as fit into --pack-tokens, and takes one forward.
-    parts = model.fill_packs(trees, args.pack_tokens) + [[tree] for tree in sub_trees]
-    packs = [model.pack_trees(policy.codec, part) for part in parts]
+    packs = model.make_packs(policy.codec, trees, args.pack_tokens)
+    packs += model.make_packs(policy.codec, sub_trees, args.pack_tokens)
     # Sums over the sampled tokens of each turn. Turn 0 is a sub-agent's. [turns, 5]
     sums = torch.zeros(MAX_TURNS, len(NUMBERS), dtype=torch.float64, device=device)
     # FSDP gathers weights in every forward, with all ranks. So ranks with fewer packs add spare

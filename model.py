@@ -138,7 +138,8 @@ class TokenSpan:
 
 @dataclass
 class Tree:
-    """A context and the responses that continue it. A tree without branches is one sequence."""
+    """A context and the responses that continue it. A tree without branches is one sequence. The
+    first token of a context is never trained: nothing predicts it."""
 
     prefix: TokenSpan
     items: list = field(default_factory=list)  # [chat.VisionItem] of the prefix
@@ -208,8 +209,6 @@ def pack_trees(codec, trees):
     for tree_number, tree in enumerate(trees):
         start = cursor
         p = len(tree.prefix.ids)
-        if tree.prefix.mask[0]:
-            raise ValueError("the first token of a context has no predecessor to be predicted from")
         for number, span in enumerate([tree.prefix, *tree.branches]):
             n = len(span.ids)
             ids = np.asarray(span.ids, np.int64)
@@ -271,6 +270,11 @@ def fill_packs(trees, budget):
         else:
             packs.append([piece])
     return packs
+
+
+def make_packs(codec, trees, budget):
+    """Trees -> [Pack] of at most `budget` tokens each, see fill_packs."""
+    return [pack_trees(codec, part) for part in fill_packs(trees, budget)]
 
 
 def pad_packs_over_ranks(codec, packs):

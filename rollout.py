@@ -608,7 +608,7 @@ def agent_settings(args, data_path):
     # The tools are offered where no flag says otherwise.
     agent = AgentConfig(**{f.name: getattr(args, f.name, f.default) for f in fields(AgentConfig)})
     root = video.root_of(args, data_path)
-    cache = video.FrameCache(workers=video.decode_threads(), folder=args.frame_cache_dir)
+    cache = video.FrameCache(workers=video.decode_threads())
     source = VideoSource(root, cache, max_pixels=args.max_pixels,
                          subtitles=data.task_subtitles)
     return agent, source

@@ -22,7 +22,7 @@ data is a function of (seed, step).
 Reads:  --ckpt, --data (SFT JSONL: {"id", "messages", "tools"?}), videos relative to the JSONL.
         tools/convert.py writes such files from published training data.
 Writes: --out/step_NNNNNN/ (checkpoint + train_state/), --out/last and --out/best (links),
-        --out/log.jsonl, --out/args.json; decoded frames in --frame-cache-dir
+        --out/log.jsonl, --out/args.json
 
 CPU toy:  torchrun --nproc_per_node 2 sft.py --preset toy --ckpt base --data toy/sft.jsonl \\
             --val toy/sft_val.jsonl --out sft_out
@@ -162,8 +162,7 @@ class Chats:
             trees.append(model.Tree(span, sequence.items))
             # The frames are kept until the forward, which then needs no file.
             shown += frames
-        parts = model.fill_packs(trees, self.args.pack_tokens)
-        return [model.pack_trees(self.codec, part) for part in parts], shown, skipped
+        return model.make_packs(self.codec, trees, self.args.pack_tokens), shown, skipped
 
     def batch(self, step):
         """This rank's packs of a step, from 1, as packs(). (seed, step) draws the chats, so a
@@ -360,7 +359,7 @@ def main():
     args = parse_args()
     ckpt = checkpoint.resolve(args.ckpt)
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
-    cache = video.FrameCache(workers=video.decode_threads(), folder=args.frame_cache_dir)
+    cache = video.FrameCache(workers=video.decode_threads())
     if args.check:
         return check_chats(args, codec, cache)
     train, val, device, folder, state = start_run(args, codec, cache)

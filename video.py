@@ -19,7 +19,7 @@ Frames are resized once, here, to multiples of 32 (patch 16 x merge 2), and by n
 A file whose bytes do not decode is a VideoError; a read that the disk refuses is an OSError, which
 ends the run. docs/your-own-data.md tells which files are read, and how.
 
-Reads one video. Writes only the folder of a FrameCache, if the cache has one.
+Reads one video; writes nothing.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ import math
 import os
 import re
 import threading
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -40,19 +39,14 @@ import numpy as np  # av and PIL are imported in the functions that decode; samp
 
 import launch
 
-CACHE_VERSION = 26  # raise this if reading changes: older frames on disk are then not used
-
 
 class VideoError(launch.UserError):
     """This file cannot be used: `.path` says which, `.reason` what is wrong; str() is
     "path: reason"."""
 
     def __init__(self, path, reason):
-        super().__init__(str(path), reason)
-        self.path, self.reason = self.args
-
-    def __str__(self):
-        return f"{self.path}: {self.reason}"
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = path, reason
 
 
 @dataclass(frozen=True)
@@ -241,7 +235,7 @@ FAST_CODECS = ("h264", "hevc", "vp9", "av1")
 class VideoTable:
     """When the frames of a video are displayed, and where a decoder can begin."""
 
-    state: tuple  # real path, identity, CACHE_VERSION: another state of the file is another video
+    state: tuple  # real path and identity: another state of the file is another video
     starts: np.ndarray  # [N] seconds, ascending, in steps of 0.1 ms, from 0 in a file; read-only
     ticks: np.ndarray  # [N] the same on the stream's own clock; numbers of a folder's images
     keys: np.ndarray  # [K] ticks of key frames; none of a file that is decoded in a row
@@ -345,7 +339,7 @@ def decode(packet):
 
 
 def read_table(path):
-    """Path -> [starts [N], ticks [N], keys [K], [duration, height, width]] of a VideoTable."""
+    """Path -> (starts [N], ticks [N], keys [K], (duration, height, width)) of a VideoTable."""
     if os.path.isdir(path):
         return folder_table(path)
     with open_video(path) as (container, stream):
@@ -366,7 +360,7 @@ def read_table(path):
         duration = sound_end
     if duration + max(begin, 0) < 0.8 * stated - 0.5:  # Matroska counts from 0, not from the first
         raise VideoError(path, f"truncated: ends at {duration:g} s, its header says {stated:g} s")
-    return [starts, ticks, keys, np.array([duration, height, width])]
+    return starts, ticks, keys, (duration, height, width)
 
 
 def clock_may_jump(container):
@@ -620,7 +614,7 @@ def folder_table(path):
         raise VideoError(path, f"{len(times)} times for {len(names)} images, or one that is below "
                          "0 or not later than the one before")
     ticks, (height, width) = np.arange(len(names)), read_image(path, names[0]).shape[:2]
-    return [np.round(times, 4), ticks, ticks[:0], np.array([last_end(times, 0.0), height, width])]
+    return np.round(times, 4), ticks, ticks[:0], (last_end(times, 0.0), height, width)
 
 
 def read_image(folder, name):
@@ -641,21 +635,15 @@ MISSING_SHARE = 0.01  # of the videos of a data file may be missing at a start
 
 
 class FrameCache:
-    """Decoded frames and tables of times: from memory, else from a folder, else decoded. Threads
-    that ask for the same at one time wait for the first of them.
-    max_bytes: of the frames in memory. workers: threads that decode; they share the frames of one
-    look. folder: for later runs and other processes; once it holds 50 GiB, nothing more is
-    written."""
+    """Decoded frames and tables of times in memory. Threads that ask for the same at one time wait
+    for the first of them. max_bytes: of the frames. workers: threads that decode; they share the
+    frames of one look."""
 
-    def __init__(self, max_bytes=4 * 2**30, workers=1, folder=None):
+    def __init__(self, max_bytes=4 * 2**30, workers=1):
         self.memory = cachetools.LRUCache(max_bytes, lambda frames: frames.images.nbytes)
         # An hour takes 3 MB.
         self.tables = cachetools.LRUCache(2**28, lambda table: 3 * table.starts.nbytes)
         self.condition = threading.Condition()  # guards both
-        self.folder, self.bytes_left = folder, 50 * 2**30
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-            self.bytes_left -= sum(entry.stat().st_size for entry in os.scandir(folder))
         self.workers, self.pool = workers, ThreadPoolExecutor(workers)
         self.missing = None  # real paths of videos that a start has missed; None: none has looked
 
@@ -678,49 +666,23 @@ class FrameCache:
                 f"{missing[0]}; is each disk mounted? Drop the rows of lost videos")
         self.missing = (self.missing or set()).union(missing)
 
-    def load_or_compute(self, name, compute, *args):
-        """-> compute(*args), a list of arrays, or the same from the folder."""
-        arrays = self.load(name) if self.folder else None
-        if arrays is None:
-            arrays = compute(*args)
-            size = sum(array.nbytes for array in arrays)
-            if self.folder and size <= self.bytes_left:
-                self.bytes_left -= size
-                part = f"{self.folder}/{name}.{os.getpid()}.{threading.get_ident()}"
-                with open(part, "wb") as file:
-                    np.savez(file, *arrays)
-                os.replace(part, f"{self.folder}/{name}.npz")
-        for array in arrays:
-            array.flags.writeable = False  # all callers share them
-        return arrays
-
-    def load(self, name):
-        """-> the arrays of this name in the folder; None: there is no such file, or a power cut has
-        torn it, which the checksums of the archive tell."""
-        try:
-            with np.load(f"{self.folder}/{name}.npz") as arrays:  # refuses pickles
-                return list(arrays.values())
-        except (FileNotFoundError, zipfile.BadZipFile, EOFError, ValueError):
-            return None
-
     def table(self, path):
         """Path -> VideoTable."""
         path = os.path.realpath(path)
         try:
-            state = (path, *identity(path), CACHE_VERSION)
+            state = (path, *identity(path))
         except (FileNotFoundError, NotADirectoryError):
             if self.missing is not None and path not in self.missing:
                 raise  # it was there at the start, so its disk has gone
             raise VideoError(path, "no such file") from None
-
         return self.table_of(state)
 
     @cachetools.cachedmethod(attrgetter("tables"), condition=attrgetter("condition"))
     def table_of(self, state):
-        """(real path, its identity, CACHE_VERSION) -> VideoTable."""
-        starts, ticks, keys, sizes = self.load_or_compute(digest(state), read_table, state[0])
-        duration, height, width = sizes.tolist()
-        info = VideoInfo(duration, len(starts), len(starts) / duration, int(width), int(height))
+        """(real path, its identity) -> VideoTable."""
+        starts, ticks, keys, (duration, height, width) = read_table(state[0])
+        starts.flags.writeable = False  # all callers share it
+        info = VideoInfo(duration, len(starts), len(starts) / duration, width, height)
         return VideoTable(state, starts, ticks, keys, info)
 
     def frames(self, path, indices, min_pixels, max_pixels, size=None):
@@ -736,23 +698,24 @@ class FrameCache:
                              condition=attrgetter("condition"))
     def frames_of(self, key, names, table, indices, height, width):
         """-> Frames of this key, which stands for all other arguments."""
-        images, seconds = self.load_or_compute(key, self.decode, table, indices, height, width)
+        images, seconds = self.decode(table, indices, height, width)
+        images.flags.writeable = seconds.flags.writeable = False
         return Frames(images, seconds, key, names)
 
     def decode(self, table, indices, height, width):
-        """-> [images [T, height, width, 3], seconds [T]]. Each worker decodes one stretch of at
+        """-> (images [T, height, width, 3], seconds [T]). Each worker decodes one stretch of at
         least 8 frames."""
         path, ticks, num_frames = table.state[0], table.ticks[indices], len(table.ticks)
         if len(ticks) < num_frames <= 2**18 // (3 * height * width):
             # A tiny video is decoded whole, once: opening it takes longer than its frames.
             video = self.frames(path, np.arange(num_frames), 0, 0, (height, width))
-            return [video.images[indices], video.seconds[indices]]
+            return video.images[indices], video.seconds[indices]
         num_parts = 1
         if len(table.keys):  # else each part would decode from the first frame on
             num_parts = max(1, min(self.workers, len(ticks) // 8))
         jobs = [self.pool.submit(read_frames, path, part, table.keys, height, width)
                 for part in np.array_split(ticks, num_parts)]
-        return [np.concatenate([job.result() for job in jobs]), table.starts[indices]]
+        return np.concatenate([job.result() for job in jobs]), table.starts[indices]
 
 
 def digest(value):

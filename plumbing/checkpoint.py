@@ -45,7 +45,7 @@ from plumbing import qwen35
 # What two parts of one run may differ in: how far, how fast, where, and who is told. The rows of
 # --data and --val are compared, not their paths.
 FREE = ("steps epochs out resume check data val save_every track dp_replicate "
-        "frame_cache_dir max_num_seqs gpu_memory_utilization judge_url").split()
+        "max_num_seqs gpu_memory_utilization judge_url").split()
 
 # ------------------------------------------------------------------------------------------------
 # Folders

@@ -149,7 +149,6 @@ def add_frame_arguments(parser):
     add("--video-root", help="folder that holds all videos; default: the JSONL's folder")
     # 50176 = 224 x 224, at most 49 vision tokens: a token stands for 32 x 32 pixels.
     add("--max-pixels", type=launch.positive, default=50176, help="of a frame after resizing")
-    add("--frame-cache-dir", help="50 GiB of decoded frames for later runs and other ranks")
 
 
 def balance_over_ranks(items, cost, rank, world):
