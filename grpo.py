@@ -13,6 +13,8 @@ rollout engine inside every rank.
   L        = -(1/N) sum_t [ w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) - beta k3_t ]
   k3_t     = exp(ref_t - logp_t) - (ref_t - logp_t) - 1      ref: the checkpoint of --ckpt
              N = sampled tokens of the whole batch, over ALL ranks
+  gain_c   = log p(answer turn of a right sibling | all responses) - log p(the same | that to c is
+             empty)      c: a call; --window-gain records it, nothing is trained on it
   gap      = mean |old_t - sampling_t|; gap_sub: of one sub-agent's context a step and rank;
              gap_by_turn: of the tokens of each main turn
 
@@ -114,6 +116,7 @@ def build_parser():
     # Looking and saving
     add("--save-every", type=launch.amount, default=20,
         help="steps between checkpoints, and uses of --val; 0: at the end")
+    add("--window-gain", action="store_true", help="record what each window was worth, in nats")
     add("--track", choices=TRACKERS, help="send the numbers of log.jsonl there too")
     rollout.add_agent_arguments(parser)
     add_judge_arguments(parser, "whether an open answer says what the label says; pays 1 or 0")
@@ -144,6 +147,8 @@ def parse_args():
     if args.num_generations < 2:
         raise launch.UserError("--num-generations must be at least 2: a rollout alone has no "
                                "advantage")
+    if args.window_gain and args.crop_response == "frames":
+        raise launch.UserError("--window-gain measures summaries, not --crop-response frames")
     return args
 
 
@@ -245,19 +250,18 @@ def build_trees(groups, credit):
 
 
 # -----------------------------------------------------------------------------
-# What each window was worth (--rollouts)
+# What each window was worth (--window-gain)
 
 
 def answers_without(episode, answer, args, codec):
     """Ids of an answer -> [(TokenSpan, call)]: for each turn with calls, the answer after the turn
-    and all responses (call: None), then the same without the response to one executed call."""
+    and all responses (call: None), then the same without the response to one call."""
     context = episode.context
     tools = rollout.tool_schema(args.crop_response)
     branches = []
     for turn, (_, end) in enumerate(episode.spans[:-1]):
         calls = [call for call in episode.calls if call["turn"] == turn]
-        executed = [call for call in calls if call["status"] == "ok"]
-        for hidden in [None, *executed]:
+        for hidden in [None, *calls]:
             replies = []
             for call in calls:
                 text = call["summary"]
@@ -276,7 +280,7 @@ def answers_without(episode, answer, args, codec):
 
 def measure_windows(policy, groups, args):
     """
-    Sets "window_gain" of executed calls, in nats: log p(last turn of a right sibling | all
+    Sets "window_gain" of calls, in nats: log p(last turn of a right sibling | all
     responses) - log p(the same | the response to this call is empty).
 
     Needs neither labels nor samples. Without another right rollout in its group a call gets none.
@@ -604,7 +608,7 @@ def learn(policy, reference, optimizer, episodes, source, step, args):
     # A group lies on one rank, so advantages need no exchange between ranks. The trees hold every
     # sampled token once and every prompt once per group.
     groups = group_by_prompt(episodes)
-    if args.rollouts and args.crop_response == "summary":
+    if args.window_gain:
         measure_windows(policy, groups, args)
     trees, num_tokens = build_trees(groups, args.format_credit)
     stats = update(policy, reference, optimizer, trees, num_tokens, args,

@@ -44,7 +44,7 @@ from plumbing import qwen35
 
 # What two parts of one run may differ in: how far, how fast, where, and who is told. The rows of
 # --data and --val are compared, not their paths.
-FREE = ("steps epochs out resume check data val save_every track dp_replicate "
+FREE = ("steps epochs out resume check data val save_every track window_gain dp_replicate "
         "max_num_seqs gpu_memory_utilization judge_url").split()
 
 # ------------------------------------------------------------------------------------------------
