@@ -345,9 +345,9 @@ def differing_weights(engine_model, sent, fractions):
     renamed = {engine_model.hf_to_vllm_mapper.map_name(name): x for name, x in sent.items()}
     differing = []
     for path, module in engine_model.named_modules():
-        parent, _, last = path.rpartition(".")
+        parent, _, name = path.rpartition(".")
         # The trainer's names of the parts that are fused here, in their order.
-        parts = engine_model.packed_modules_mapping.get(last, [last])
+        parts = engine_model.packed_modules_mapping.get(name, [name])
         for leaf, parameter in module.named_parameters(recurse=False):
             expected = torch.cat([renamed[f"{parent}.{part}.{leaf}"] for part in parts])
             for columns in parameter_columns(module, leaf, parameter, fractions):

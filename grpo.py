@@ -643,7 +643,7 @@ def main():
     dtype = model.engine_dtype(codec, device)
     worker = make_worker(ckpt, policy, dtype, folder, agent, source, args)
     decoders = ThreadPoolExecutor(max(2, video.decode_threads() // 2))
-    is_stopping = launch.stop_on_signal()
+    check_signals = launch.stop_on_signal()
     num_bad = 0  # steps in a row without a finite gradient
     if val_tasks and start == 0:  # the accuracy that training starts from
         evaluate(worker, val_tasks, 0, log, args)
@@ -678,7 +678,7 @@ def main():
             acc = evaluate(worker, val_tasks, step, log, args)  # on every rank the same
             checkpoint.note_best(state, acc, step)
         # A signal on any rank saves and stops all of them: they must leave at the same step.
-        stopping = is_stopping()
+        stopping = check_signals()
         if save or stopping:
             checkpoint.save_run(policy, optimizer, args.out, step, state)
         if stopping:

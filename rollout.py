@@ -531,10 +531,10 @@ def run(worker, tasks, frames=64, group=1, step=0, play=run_episode, done=()):
 
     # An episode exists only once there is room for it. More of them than the engine's batch keep
     # the batch full while some of them decode, or wait for a judge.
-    finished = in_flight(worker.pump, coroutines(), 2 * worker.engine.max_seqs)
+    in_order_of_finish = in_flight(worker.pump, coroutines(), 2 * worker.engine.max_seqs)
 
     async def next_episode():
-        return await anext(finished, None)
+        return await anext(in_order_of_finish, None)
 
     # A loop of its own: this is a plain generator, which any script can iterate over. If the caller
     # stops early, Runner cancels the episodes under way and ends their threads.
@@ -678,8 +678,8 @@ def rows_so_far(args, tasks):
     if not os.path.exists(args_path):
         launch.write_atomic(args_path, json.dumps(settings, indent=1))
     with open(args_path, encoding="utf-8") as file:
-        earlier = json.load(file)
-    changes = checkpoint.changed_settings(settings, earlier)
+        saved_settings = json.load(file)
+    changes = checkpoint.changed_settings(settings, saved_settings)
     if changes:
         raise launch.UserError(f"{args_path} is of rollouts with another {changes}: choose another "
                                "--out")

@@ -376,7 +376,7 @@ def main():
     # A thread decodes, tokenises and packs the next batch while this one trains.
     prefetch = ThreadPoolExecutor(1)
     future = prefetch.submit(train.batch, start + 1)
-    is_stopping = launch.stop_on_signal()
+    check_signals = launch.stop_on_signal()
     num_bad = 0  # steps in a row that moved no weight
     for step in range(start + 1, steps + 1):
         last = step == steps
@@ -409,7 +409,7 @@ def main():
             log.write({"step": step, "val_loss": loss}, "val_loss")
             checkpoint.note_best(state, -loss, step)
         # A signal on any rank stops all of them, after a checkpoint.
-        stopping = is_stopping()
+        stopping = check_signals()
         if save or stopping:
             checkpoint.save_run(policy, optimizers, args.out, step, state)
         if stopping:

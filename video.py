@@ -421,9 +421,9 @@ def times_in_a_row(path):
 
 def last_end(starts, end):
     """Starts [N], stated end of the last frame -> its end; if none is stated, one frame more."""
-    usual = np.median(np.diff(starts)) if len(starts) > 1 else 1.0  # a still: one second
+    median_step = np.median(np.diff(starts)) if len(starts) > 1 else 1.0  # a still: one second
     if round(end, 4) <= starts[-1]:
-        end = starts[-1] + usual
+        end = starts[-1] + median_step
     return round(float(end), 4)
 
 
@@ -467,7 +467,7 @@ def timed_frames(path, container, stream):
     of the one before."""
     end, pts_back, dts_back = None, 0, 0
     last_pts = last_dts = -math.inf
-    longest_gap = 10 if clock_may_jump(container) else math.inf  # seconds without a frame
+    longest_silence = 10 if clock_may_jump(container) else math.inf  # seconds without a frame
     for packet in demux(container, stream):
         for frame in decode(packet):
             pts, dts = frame.pts, frame.dts
@@ -480,7 +480,7 @@ def timed_frames(path, container, stream):
             if pts_back > dts_back:  # no dts: a frame that the decoder held back until the end
                 time = first_given(dts, end)
             # Joined files: the frames of both would mix. ffmpeg mends such a clock.
-            if end is not None and not -2 < (time - end) * stream.time_base < longest_gap:
+            if end is not None and not -2 < (time - end) * stream.time_base < longest_silence:
                 raise VideoError(path, "its clock jumps: remux it, or encode it anew")
             end = time + frame.duration
             yield time, frame
@@ -492,8 +492,8 @@ def seek_frames(container, stream, ticks, keys):
     import av
 
     codec, wanted = stream.codec_context, set(ticks)
-    # Frames of H.264 state whether others need them; those of HEVC too, if it has one layer, as
-    # its header says: a frame of a higher layer may need any.
+    # Frames of H.264 state whether others need them; those of HEVC too, if its header says that it
+    # has one temporal layer: a frame of a higher layer may need any.
     can_skip = codec.name == "h264"
     if codec.name == "hevc":
         can_skip = codec.extradata[21] >> 3 & 7 == 1
@@ -533,12 +533,12 @@ def read_frames(path, ticks, keys, height, width):
         with open_video(path) as streams:
             for tick, frame in seek_frames(*streams, ticks, keys):
                 images[tick] = resized(upright(frame), height, width)
-    missing = [tick for tick in ticks if tick not in images]
-    if missing:  # no regular file, or a seek went wrong: from the first frame on
+    missing_ticks = [tick for tick in ticks if tick not in images]
+    if missing_ticks:  # no regular file, or a seek went wrong: from the first frame on
         with open_video(path) as (container, stream):
-            last = missing[-1] + 2 / stream.time_base  # a clock may go back by less
+            last = missing_ticks[-1] + 2 / stream.time_base  # a clock may go back by less
             for time, frame in timed_frames(path, container, stream):
-                if time in missing:  # of two frames of one time the last counts
+                if time in missing_ticks:  # of two frames of one time the last counts
                     images[time] = resized(upright(frame), height, width)
                 if time > last:
                     break

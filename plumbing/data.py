@@ -310,10 +310,10 @@ def srt_cues(text):
     line = rf"^[ \t]*({stamp})[ \t]*-->[ \t]*({stamp}).*$"
     parts = re.split(line, text, flags=re.MULTILINE)
     cues = []
-    for start, end, body in zip(parts[1::3], parts[2::3], parts[3::3]):
-        body = re.sub(r"\n\d+\n\Z", "\n", body)  # the number of the next cue
+    for start, end, cue_text in zip(parts[1::3], parts[2::3], parts[3::3]):
+        cue_text = re.sub(r"\n\d+\n\Z", "\n", cue_text)  # the number of the next cue
         # The text ends at an empty line. In rolling captions the first row may be blank.
-        text = re.split(r"\n[ \t]*\n", body.strip())[0]
+        text = re.split(r"\n[ \t]*\n", cue_text.strip())[0]
         start = rewards.to_seconds(start.replace(",", "."))
         end = rewards.to_seconds(end.replace(",", "."))
         cues.append((start, end, text))

@@ -33,8 +33,6 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch,
         launch.run_main(launch.start_process_group)
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1 and "make venv GPU=1" in said
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert launch.use_gpu() is False
 
 
 @pytest.mark.parametrize("number, ends", [(signal.SIGTERM, False), (signal.SIGUSR1, False),
