@@ -171,16 +171,23 @@ def token_advantages(episode):
     return out
 
 
+def prompt_tree(group):
+    """Rollouts of one prompt -> Tree of the prompt, without branches."""
+    first = group[0].context
+    cut = first.mask.index(1)
+    # Values count at sampled tokens alone, so the prompt needs none.
+    return model.Tree(model.TokenSpan(first.ids[:cut], first.mask[:cut]), first.items[:1])
+
+
 def group_tree(group):
     """Rollouts of one prompt, with advantages -> Tree [shared prompt | o^1 | .. | o^G]."""
-    first = group[0].context
-    cut = first.mask.index(1)  # length of the prompt
-    branches = []
+    tree = prompt_tree(group)
+    cut = len(tree)
     for episode in group:
         context = episode.context
         # One wrong id in a shared prompt would train all G rollouts on a prompt that none of them
         # saw, so this is checked although one function built all of them.
-        assert context.ids[:cut] == first.ids[:cut], episode.group
+        assert context.ids[:cut] == tree.prefix.ids, episode.group
         mask = context.mask[cut:]  # 1 at the sampled tokens among turns, glue and tool responses
         # Turns are numbered from 1: each begins with a sampled token after one that was not.
         begins = [b > a for a, b in zip([0, *mask], mask)]
@@ -190,10 +197,8 @@ def group_tree(group):
             "turn": list(itertools.accumulate(begins)),
         }
         windows = context.items[1:]  # --crop-response frames
-        branches.append(model.TokenSpan(context.ids[cut:], mask, values, windows))
-    # Values count at sampled tokens alone, so the prompt needs none.
-    prompt = model.TokenSpan(first.ids[:cut], first.mask[:cut])
-    return model.Tree(prompt, first.items[:1], branches)
+        tree.branches.append(model.TokenSpan(context.ids[cut:], mask, values, windows))
+    return tree
 
 
 def sub_agent_trees(episodes):
@@ -237,6 +242,76 @@ def build_trees(groups, credit):
         if any(a_task) or any(a_fmt):
             trees.append(group_tree(group))
     return trees, num_tokens
+
+
+# -----------------------------------------------------------------------------
+# What each window was worth (--rollouts)
+
+
+def answers_without(episode, answer, args, codec):
+    """Ids of an answer -> [(TokenSpan, call)]: for each turn with calls, the answer after the turn
+    and all responses (call: None), then the same without the response to one executed call."""
+    context = episode.context
+    tools = rollout.tool_schema(args.crop_response)
+    branches = []
+    for turn, (_, end) in enumerate(episode.spans[:-1]):
+        calls = [call for call in episode.calls if call["turn"] == turn]
+        executed = [call for call in calls if call["status"] == "ok"]
+        for hidden in [None, *executed]:
+            replies = []
+            for call in calls:
+                text = call["summary"]
+                if call is hidden:
+                    text = rollout.EMPTY_SUMMARY  # as if its sub-agent had seen nothing
+                replies.append({"role": "tool", "content": text})
+            ended = episode.finish[turn] == "stop"
+            given = context.ids[context.mask.index(1):end]
+            given += chat.tool_response_ids(codec, replies, ended, (), tools)
+            if args.think_prefix:
+                given += chat.think_prefix_ids(codec, given)
+            mask = [0 for _ in given] + [1 for _ in answer]
+            branches.append((model.TokenSpan(given + answer, mask), hidden))
+    return branches
+
+
+def measure_windows(policy, groups, args):
+    """
+    Sets "window_gain" of executed calls, in nats: log p(last turn of a right sibling | all
+    responses) - log p(the same | the response to this call is empty).
+
+    Needs neither labels nor samples. Without another right rollout in its group a call gets none.
+    Collective.
+    """
+    import torch
+
+    trees, calls = [], []  # calls: of each branch
+    for group in groups:
+        tree = prompt_tree(group)
+        right = [e for e in group if e.reward["acc"] > 0.999 and len(e.turns) > 1]
+        for episode in group:
+            # Another rollout's words: after its own the episode would be its own judge.
+            siblings = [sibling for sibling in right if sibling is not episode]
+            for sibling in siblings[:1]:
+                start, end = sibling.spans[-1]
+                answer = sibling.context.ids[start:end]
+                for span, call in answers_without(episode, answer, args, policy.codec):
+                    span.values["row"] = [len(calls) for _ in span.ids]
+                    tree.branches.append(span)
+                    calls.append(call)
+        if tree.branches:
+            trees.append(tree)
+    packs = [model.pack_trees(policy.codec, p) for p in model.fill_packs(trees, args.pack_tokens)]
+    totals = torch.zeros(len(calls), dtype=torch.float64)  # log-prob of each branch's answer
+    for pack, is_real in model.pad_packs_over_ranks(policy.codec, packs):
+        with torch.no_grad():
+            logp, _ = policy(pack, args.temperature)  # [n]
+        if is_real:
+            totals.index_add_(0, pack.values["row"].long(), logp.double().cpu())
+    for call, total in zip(calls, totals.tolist()):
+        if call is None:
+            with_all = total  # the branches after it leave one response out
+        else:
+            call["window_gain"] = with_all - total
 
 
 # -----------------------------------------------------------------------------
@@ -528,7 +603,10 @@ def learn(policy, reference, optimizer, episodes, source, step, args):
         reference.features = policy.features
     # A group lies on one rank, so advantages need no exchange between ranks. The trees hold every
     # sampled token once and every prompt once per group.
-    trees, num_tokens = build_trees(group_by_prompt(episodes), args.format_credit)
+    groups = group_by_prompt(episodes)
+    if args.rollouts and args.crop_response == "summary":
+        measure_windows(policy, groups, args)
+    trees, num_tokens = build_trees(groups, args.format_credit)
     stats = update(policy, reference, optimizer, trees, num_tokens, args,
                    sub_agent_trees(episodes))
     check_gap(step, stats, policy)

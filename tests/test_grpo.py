@@ -13,9 +13,11 @@ import torch
 from handmade import colourful, make_group, plain_logps, record_logps, reward, sampled_positions
 from reference import load_policy
 
+import chat
 import grpo
 import launch
 import model
+import rollout
 
 # ------------------------------------------------------------------------------------------------
 # Hand-made episodes
@@ -264,3 +266,33 @@ def test_the_gap_of_each_turn(process_group, codec, source, groups, policy, visi
     _, stats = run_update(policy, vision, codec, groups, settings())
     assert stats["gap_by_turn"] == pytest.approx({1: 0.0, 2: 0.2}, abs=1e-4)
 
+
+# ------------------------------------------------------------------------------------------------
+# What each window was worth
+
+
+def test_a_window_is_worth_what_plain_forwards_say(process_group, codec, source, toy, policy,
+                                                   vision, plain):
+    task = colourful(toy)[0]
+    group = [make_group(codec, source, task, windows=((8, 16), (20, 24)))[0] for _ in range(2)]
+    group[1].reward = reward(1.0, 1.0, 0.8)  # the one that is right: it has nobody to judge it
+    policy.features = vision
+    grpo.measure_windows(policy, [group], settings(temperature=0.7))
+    first, right = group
+    assert not any("window_gain" in call for call in right.calls)
+    ids = first.context.ids
+    specs = [item.spec for item in first.context.items]
+    answer = right.context.ids[slice(*right.spans[-1])]
+
+    def value(given):
+        logps = plain_logps(plain, codec, source, given + answer, specs, 0.7)
+        return logps[-len(answer):].sum().item()
+
+    shown = ids[:first.spans[1][0]]
+    for number, call in enumerate(first.calls):
+        summary = chat.encode(codec, call["summary"])
+        places = [n for n in range(len(ids)) if ids[n:n + len(summary)] == summary]
+        at = places[number]  # both sub-agents say the same
+        hidden = shown[:at] + chat.encode(codec, rollout.EMPTY_SUMMARY) + shown[at + len(summary):]
+        assert call["window_gain"] == pytest.approx(value(shown) - value(hidden), abs=1e-3)
+        assert abs(call["window_gain"]) > 0.01
