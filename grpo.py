@@ -51,6 +51,7 @@ import asyncio
 import itertools
 import math
 import os
+import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +104,8 @@ def build_parser():
     add("--anchor", type=float, default=0.5, help="lambda: weight of R_anchor in R_fmt; 0: off")
     add("--gamma", type=float, default=0.3, help="penalty of a thought that never closes; 0: off")
     add("--tool-reward", type=float, default=1.0, help="w_tool; 0: off")
+    add("--window-credit", type=float, default=0.0, help="c: a window's gain at its call's tokens")
+    add("--window-random", action="store_true", help="gains are dealt out at random")
     add("--beta", type=launch.amount, default=0.01, help="weight of the KL; 0: no reference")
     # Optimizer
     add("--lr", type=launch.amount, help="of AdamW, constant; default 2e-6, of adapters 2e-5")
@@ -168,7 +171,45 @@ def token_advantages(episode):
     out = [episode.advantage["task"] * sampled for sampled in episode.context.mask]
     for t in episode.struct:  # Selective Anchoring
         out[t] += episode.advantage["fmt"]
+    for call in episode.calls:
+        if "window_credit" in call:
+            for t in call_tokens(episode, call):
+                out[t] += call["window_credit"]
     return out
+
+
+def call_tokens(episode, call):
+    """-> places in context.ids of the tokens that write a call."""
+    import re
+
+    turn = call["turn"]
+    number = [c for c in episode.calls if c["turn"] == turn].index(call)
+    pieces = episode.pieces[turn]
+    matches = list(re.finditer("<tool_call>.*?</tool_call>", "".join(pieces), re.DOTALL))
+    if number >= len(matches):
+        return []
+    places, end = [], 0
+    for t, piece in enumerate(pieces, episode.spans[turn][0]):
+        start, end = end, end + len(piece)
+        if start < matches[number].end() and end > matches[number].start():
+            places.append(t)
+    return places
+
+
+def credit_windows(groups, args, step):
+    """Sets "window_credit" of calls with a gain: c (gain - mean of the group's gains)."""
+    import random
+
+    total = 0
+    for group in groups:
+        calls = [call for e in group for call in e.calls if "window_gain" in call]
+        gains = [call["window_gain"] for call in calls]
+        if args.window_random:
+            random.Random(f"{args.seed}/{group[0].group}").shuffle(gains)
+        for call, gain in zip(calls, gains):
+            call["window_credit"] = args.window_credit * (gain - statistics.fmean(gains))
+        total += len(calls)
+    return total
 
 
 def prompt_tree(group):
@@ -239,7 +280,7 @@ def build_trees(groups, credit):
             episode.advantage = {"task": a_task[i], "fmt": a_fmt[i], "sigma": sigma}
             num_tokens += sum(episode.context.mask)  # without a signal too: the advantage is 0
         # Test the advantages, not sigma: rounding can leave sigma at 1e-16.
-        if any(a_task) or any(a_fmt):
+        if any(a_task) or any(a_fmt) or any("window_credit" in c for e in group for c in e.calls):
             trees.append(group_tree(group))
     return trees, num_tokens
 
@@ -604,12 +645,17 @@ def learn(policy, reference, optimizer, episodes, source, step, args):
     # A group lies on one rank, so advantages need no exchange between ranks. The trees hold every
     # sampled token once and every prompt once per group.
     groups = group_by_prompt(episodes)
-    if args.rollouts and args.crop_response == "summary":
+    began = time.monotonic()
+    num_windows = 0
+    if args.window_credit:
         measure_windows(policy, groups, args)
+        num_windows = credit_windows(groups, args, step)
+    gain_s = time.monotonic() - began
     trees, num_tokens = build_trees(groups, args.format_credit)
     stats = update(policy, reference, optimizer, trees, num_tokens, args,
                    sub_agent_trees(episodes))
     check_gap(step, stats, policy)
+    stats.update(gain_s=gain_s, num_windows=num_windows)
     return stats
 
 
