@@ -7,13 +7,15 @@ call, one class each. A second tool is one more class here and one more entry of
   schema(response)               what the chat template declares
   parse(arguments)               what the model wrote -> fields of the call's record; ValueError
   spec(call, task, duration)     the record of a call -> what video.load shall read; ValueError
-  answered_by(response)          "sub_agent": fresh eyes look, a text comes back; "main": the frames
-                                 stand in the main context
+  answered_by(response)          "sub_agent": fresh eyes look at the start and end of spec, a text
+                                 comes back; "main": the frames stand in the main context. A text
+                                 that a program computes needs a branch in rollout.answer_call
   max_frames                     of one call
 
 response: --crop-response, "summary" or "frames". The text of a ValueError is the response to the
 call, so it must tell the model what to write instead. "start" and "end" of a record are the seconds
-that were looked at, by which windows are judged. rollout.py, rewards.py and the limits of the
+that were looked at, by which windows are judged; a tool that does not look leaves them out. R_tool
+pays for every executed call. rollout.py, rewards.py and the limits of the
 engine go over TOOLS. A changed prompt or schema needs new data of toy.py and a new cold start.
 
 Reads and writes nothing. Used by rollout.py, rewards' parser and evaluation/.

@@ -87,7 +87,7 @@ def build_parser():
     add("--ckpt", required=True, help="checkpoint to start from; also the reference of the KL")
     add("--data", default="rl.jsonl", help="task JSONL")
     add("--val", help="held-out task JSONL: accuracy, and `best`")
-    add("--rollouts", metavar="JSONL", help="train once on these instead of sampling")
+    add("--rollouts", metavar="JSONL", help="train once on these; their --video-root")
     add("--out", default="grpo_out", help="run folder")
     add("--resume", action="store_true", help="go on although settings or rows have changed")
     add("--check", action="store_true", help="only look at the data: labels, videos, subtitles")
@@ -560,7 +560,7 @@ def start_run(args, inputs):
 def load_models(ckpt, codec, device, folder, args):
     """-> (policy, reference or None, optimizer). folder: the checkpoint from which the run goes on,
     or None. Collective."""
-    launch.print0(f"{args.ckpt} -> {args.out}: loading the checkpoint, then the engine")
+    launch.print0(f"{args.ckpt} -> {args.out}: loading")
     # fp32 master weights in shards; computed in bf16 on a GPU, in fp32 on a CPU.
     recompute = args.preset != "toy"
     policy = checkpoint.load_policy(ckpt, codec, device, recompute, args.lora_rank,

@@ -97,7 +97,8 @@ def score(turns, task, calls, think_open=True, pay=PAPER, verdict=None):
         "total": paid_task + paid_fmt,
     }
     if task.get("evidence"):
-        windows = [(call["start"], call["end"]) for call in executed]
+        # A tool that does not look at the video has no window.
+        windows = [(c["start"], c["end"]) for c in executed if c["start"] is not None]
         result["windows"] = window_scores(windows, task["evidence"])
     return result
 

@@ -81,9 +81,8 @@ def chats_of(row):
             content = call["summary"]
             if call["status"] == "ok":
                 # The window of a record is clamped already.
-                window = TOOLS[call["name"]].spec(call, task, float("inf"))
-                if window["num_frames"] is None:
-                    del window["num_frames"]
+                spec = TOOLS[call["name"]].spec(call, task, float("inf")).items()
+                window = {name: value for name, value in spec if value is not None}
                 if crop_response == "frames":
                     content = [{"type": "video", **window}]
                 else:
