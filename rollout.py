@@ -315,7 +315,7 @@ async def run_episode(episode, worker):
     # The forced start of every turn. No ids if the template has just opened a thought.
     prefix = chat.think_prefix_ids(codec, context.ids) if agent.think_prefix else []
     if len(context.ids) + len(prefix) >= agent.max_model_len:
-        episode.fail("context", f"{len(context.ids)} tokens leave no room in a context of "
+        episode.fail("context", f"{len(context.ids)} tokens leave no room in --max-model-len "
                      f"{agent.max_model_len}")
         return episode
 
@@ -337,7 +337,7 @@ async def run_episode(episode, worker):
         # If no token fits after the responses, they are left out: an episode never ends on a tool
         # response.
         if len(context.ids) + len(responses.ids) + len(prefix) >= agent.max_model_len:
-            episode.fail("context", f"the responses exceed a context of {agent.max_model_len}")
+            episode.fail("context", f"the responses exceed --max-model-len {agent.max_model_len}")
             break
         context.extend(responses)
     return episode
@@ -701,10 +701,10 @@ def main():
     ckpt = checkpoint.resolve(args.ckpt)
     folder, name = os.path.split(os.path.abspath(args.out))
     launch.lock(folder, f".{name}.lock")
+    source.cache.check_present(args.data, tasks, source.root)
     rows = rows_so_far(args, tasks)
     if os.path.exists(args.out):
         return launch.print0(f"nothing to do: {args.out} is written")
-    source.cache.check_present(args.data, tasks, source.root)
     launch.print0(f"{args.ckpt}: loading the tokenizer, then the engine")
     codec = chat.load_codec(ckpt, args.chat_template_kwargs)
     judge = open_judge(args, os.path.join(folder, "judge.jsonl"))

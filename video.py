@@ -663,7 +663,7 @@ class FrameCache:
         if len(missing) > MISSING_SHARE * len(paths):
             raise launch.UserError(
                 f"{path}: {len(missing)} of {len(paths)} videos are not below {root}: "
-                f"{missing[0]}; is each disk mounted? Drop the rows of lost videos")
+                f"{missing[0]}; give --video-root (eval.py: --root), or drop the rows")
         self.missing = (self.missing or set()).union(missing)
 
     def table(self, path):

@@ -120,9 +120,9 @@ def test_an_episode_that_fails_says_why(server, monkeypatch):
     monkeypatch.setitem(globals(), "AGENT", replace(AGENT, max_model_len=64))
     http, _ = server()
     response = post(http)
-    assert response.status_code == 400 and "leave no room in a context of 64" in response.text
+    assert response.status_code == 400 and "leave no room in --max-model-len 64" in response.text
     with http.stream("POST", "/v1/chat/completions", json=body_of(stream=True)) as stream:
-        assert "leave no room in a context of 64" in stream.read().decode()
+        assert "leave no room in --max-model-len 64" in stream.read().decode()
 
 
 def test_the_door_is_guarded(server, toy, tmp_path, start):

@@ -4,10 +4,10 @@ SFT chats, and the tasks whose rollouts disagree.
 
   python tools/pick.py r.jsonl --best chats.jsonl --band 0.2 0.8 tasks.jsonl
 
---best writes for each prompt (a task at one K) the rollout of the highest reward that ended well
-and is right. A tie goes to fewer calls. The main agent's context is one chat, and every sub-agent
-whose summary it read is another, as sft.py reads them. The records of eval.py are read too: a
-stronger model behind an endpoint then teaches the cold start.
+--best writes for each prompt (a task at one K) the most accurate rollout that ended well, if it is
+at least half right. A tie goes to the higher reward, then to fewer calls. The main agent's context
+is one chat, and every sub-agent whose summary it read is another, as sft.py reads them. The records
+of eval.py are read too: a stronger model behind an endpoint then teaches the cold start.
 
 --band LOW HIGH FILE writes the tasks whose mean R_acc lies in this range. From a group without
 variance GRPO learns nothing.
@@ -63,8 +63,8 @@ def best_of(group):
     for row in group:
         if row["status"] == "ok" and "length" not in row["finish"] and accuracy_of(row) >= 0.5:
             candidates.append(row)
-    return max(candidates, key=lambda row: (row["reward"]["total"], -len(row["calls"])),
-               default=None)
+    return max(candidates, default=None, key=lambda row: (
+        accuracy_of(row), row["reward"]["total"], -len(row["calls"])))
 
 
 def chats_of(row):
@@ -119,10 +119,10 @@ def main():
         rows_by_task = {}  # over all K
         for (task_id, _), group in groups.items():
             rows_by_task.setdefault(task_id, []).extend(group)
-        low, high, path = float(args.band[0]), float(args.band[1]), args.band[2]
+        low, high, path = args.band
         tasks = []
         for rows in rows_by_task.values():
-            if low <= statistics.fmean(map(accuracy_of, rows)) <= high:
+            if float(low) <= statistics.fmean(map(accuracy_of, rows)) <= float(high):
                 tasks.append(rows[0]["task"])
         launch.write_jsonl(path, tasks)
         print(f"{path}: {len(tasks)} of {len(rows_by_task)} tasks")
