@@ -296,8 +296,7 @@ def measure_windows(policy, groups, args):
             # Another rollout's words: after its own the episode would be its own judge.
             siblings = [sibling for sibling in right if sibling is not episode]
             for sibling in siblings[:1]:
-                start, end = sibling.spans[-1]
-                answer = sibling.context.ids[start:end]
+                answer = sibling.context.ids[slice(*sibling.spans[-1])]
                 for span, call in answers_without(episode, answer, args, policy.codec):
                     span.values["row"] = [len(calls) for _ in span.ids]
                     tree.branches.append(span)

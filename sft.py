@@ -320,7 +320,7 @@ def update(policy, optimizers, packs, fraction, args):
             optimizer.step()
         optimizer.zero_grad()  # frees the memory until the next backward
     num_tokens = launch.sum_over_ranks(sum(len(pack.ids) for pack in packs))
-    numbers = {"loss": loss, "lr": args.lr * fraction, "grad_norm": norm,
+    numbers = {"loss": loss, "lr": optimizers[0].param_groups[0]["lr"], "grad_norm": norm,
                "trained_tokens": num_trained, "tokens": num_tokens}
     return numbers, has_moved
 
