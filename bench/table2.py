@@ -13,7 +13,7 @@ The paper's own f_tau, kappa: base 0.03, 0.45; sft 0.13, 2.50; grpo 0.13, 0.02; 
 anchoring 0.35, 0.19; gating 0.10, 1.36; no-tool-reward 0.33, 0.04; no-gamma 0.36, 0.27.
 
 Reads:  SEED/rl/ROW/log.jsonl of grpo.py, SEED/eval/ROW/summary.json of eval.py. Prints Markdown.
-Run:    make table2 SEED=0; make table2 SEED=1; python bench/table2.py out/table2/*
+Run:    make table2 SEED=0; make table2 SEED=1; python bench/table2.py out/table2/strong/*
 """
 import json
 import os

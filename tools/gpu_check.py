@@ -145,7 +145,8 @@ def check_moved(worker, policy, groups, tasks, args, tolerance):
 
 def check_rank(args):
     """What one rank checks -> the engine, which is to end. Collective."""
-    device, rank = launch.start_process_group(), launch.rank_and_world()[0]
+    device = launch.start_process_group()
+    rank, _ = launch.rank_and_world()  # known once the group is joined
     launch.reset_watchdog()
     launch.import_shim()
     ckpt = checkpoint.resolve(args.ckpt)

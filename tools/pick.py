@@ -81,8 +81,8 @@ def chats_of(row):
             content = call["summary"]
             if call["status"] == "ok":
                 # The window of a record is clamped already.
-                spec = TOOLS[call["name"]].spec(call, task, float("inf")).items()
-                window = {name: value for name, value in spec if value is not None}
+                spec = TOOLS[call["name"]].spec(call, task, float("inf"))
+                window = {name: value for name, value in spec.items() if value is not None}
                 if crop_response == "frames":
                     content = [{"type": "video", **window}]
                 else:
