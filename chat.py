@@ -347,7 +347,6 @@ class ModelFamily:
     files: sizes, kinds of layers, template, dialect of calls, ids."""
 
     model_class: str  # in transformers, and in vLLM's module
-    backbone: str  # in transformers: the model without its head
     engine_module: str  # vllm.model_executor.models.*
     recurrent: bool = False  # has gated-delta layers, whose states no cache of prefixes holds
     cpu_dtype: str = "float32"  # in which vLLM runs on a CPU
@@ -356,11 +355,11 @@ class ModelFamily:
 
 # model_type of config.json -> ModelFamily. docs/recipe.md says why others are not among them.
 BASES = {
-    "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", "Qwen3VLModel", "qwen3_vl"),
+    "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", "qwen3_vl"),
     # vLLM's gated-delta kernels for CPUs know bf16 alone. exp(A_log) is the rate of forgetting: an
     # error of bf16 in it grows with the length of the sequence.
-    "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "Qwen3_5Model", "qwen3_5",
-                           recurrent=True, cpu_dtype="bfloat16", keep_fp32=(".A_log",)),
+    "qwen3_5": ModelFamily("Qwen3_5ForConditionalGeneration", "qwen3_5", recurrent=True,
+                           cpu_dtype="bfloat16", keep_fp32=(".A_log",)),
 }
 
 

@@ -24,7 +24,6 @@ import functools
 import importlib.util
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -154,7 +153,7 @@ class Pack:
     """Trees as the tensors of one forward, in host memory."""
 
     ids: torch.Tensor  # [L]
-    positions: torch.Tensor  # [4, 1, L] text position, then time/height/width (interleaved mrope)
+    positions: torch.Tensor  # [3, 1, L] time, height, width (interleaved mrope)
     tree: torch.Tensor  # [L] which tree a token belongs to
     branch: torch.Tensor  # [L] 0 in the prefix, 1.. in branches
     predictor: torch.Tensor  # [N] position whose hidden state predicts the trained token
@@ -168,25 +167,27 @@ def rope_positions(codec, ids, items):
     """Expanded ids [L] -> (positions [3, L] in time, height, width; the next free position).
 
     A text token advances all three axes by one. A frame of rows x columns tokens stays at one time
-    step and advances by max(rows, columns). transformers' own rule; it raises if placeholders and
-    frames do not match.
+    step and advances by max(rows, columns). The rule is transformers' get_rope_index, without its
+    loop over frames in torch. Raises ValueError if placeholders and frames do not match.
     """
     if not items:
         return np.tile(np.arange(len(ids)), (3, 1)), len(ids)
-    import transformers
-
-    backbone = getattr(transformers, codec.base.backbone)
-    # get_rope_index is a method, but it needs the configuration alone: no model is built for it.
-    shell = SimpleNamespace(config=codec.config)
-    shell.get_vision_position_ids = functools.partial(backbone.get_vision_position_ids, shell)
-    grids = []  # of each frame: time, rows and columns of patches
+    side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
+    # Of all vision tokens: row and column, and how far each moves the next token.
+    grids, moves = [], []
     for item in items:
-        grid = [1, item.height // codec.patch, item.width // codec.patch]
-        grids += [grid for _ in range(item.frames)]
-    ids = torch.as_tensor(ids)[None]  # [1, L]
-    kinds = (ids == codec.image_pad).int()  # 0 text, 1 image
-    positions, _ = backbone.get_rope_index(shell, ids, kinds, image_grid_thw=torch.tensor(grids))
-    return positions[:, 0].numpy(), int(positions.max()) + 1
+        rows, columns = item.height // side, item.width // side
+        grid = np.indices((rows, columns)).reshape(2, -1)  # [2, rows * columns]
+        move = np.zeros(rows * columns, np.int64)
+        move[-1] = max(rows, columns)
+        grids.append(np.tile(grid, item.frames))
+        moves.append(np.tile(move, item.frames))
+    is_vision = np.asarray(ids) == codec.image_pad  # [L]
+    advance = np.ones(len(ids), np.int64)
+    advance[is_vision] = np.concatenate(moves)
+    positions = np.tile(np.cumsum(advance) - advance, (3, 1))
+    positions[1:, is_vision] += np.concatenate(grids, -1)
+    return positions, int(advance.sum())
 
 
 def pack_trees(codec, trees):
@@ -202,7 +203,7 @@ def pack_trees(codec, trees):
       target             5  9   6
       predictor          1  2   1    token 6 is predicted at place 1, the prompt's end, not at 3
     """
-    columns = defaultdict(list)  # name -> arrays of each span; axes are [3, n], all others [n]
+    columns = defaultdict(list)  # name -> arrays of each span; positions are [3, 1, n]
     values = defaultdict(list)  # the same for TokenSpan.values
     items, layout = [], []
     cursor = 0  # pack position where the next span begins
@@ -212,19 +213,17 @@ def pack_trees(codec, trees):
         for number, span in enumerate([tree.prefix, *tree.branches]):
             n = len(span.ids)
             ids = np.asarray(span.ids, np.int64)
-            text = np.arange(n)
             span_items = span.items if number else tree.items
             axes, end = rope_positions(codec, span.ids, span_items)
             if number == 0:
                 following = end  # the position after the prefix, where every branch goes on
             else:
-                text += p
                 axes += following
             trained = np.flatnonzero(span.mask)  # [n'] places in this span
             # The state BEFORE a token, in its own sequence, predicts it. For the first token of a
             # branch that is the end of the prefix. Its left neighbour belongs to another branch.
             predictor = np.where(trained == 0, start + p - 1, cursor + trained - 1)
-            arrays = dict(ids=ids, text=text, axes=axes, tree=np.full(n, tree_number),
+            arrays = dict(ids=ids, positions=axes[:, None], tree=np.full(n, tree_number),
                           branch=np.full(n, number), predictor=predictor, target=ids[trained])
             for name, array in arrays.items():
                 columns[name].append(array)
@@ -233,10 +232,7 @@ def pack_trees(codec, trees):
             items += span_items
             cursor += n
         layout.append((start, p, [len(branch.ids) for branch in tree.branches]))
-    joined = join(columns)
-    # transformers takes four rows: the plain position, then the three axes. [4, 1, L]
-    positions = torch.cat([joined.pop("text")[None], joined.pop("axes")])[:, None]
-    return Pack(positions=positions, values=join(values), items=items, layout=layout, **joined)
+    return Pack(values=join(values), items=items, layout=layout, **join(columns))
 
 
 def join(columns):

@@ -268,10 +268,9 @@ def forward_backward(policy, packs):
 
     world, device = dist.get_world_size(), next(policy.parameters()).device
     # N is known before backward: a sum over all packs of all ranks is divided by it, not each pack
-    # by its own number. In host memory, so the host does not wait for a GPU.
-    count = torch.tensor(float(sum(len(pack.target) for pack in packs)), dtype=torch.float64)
-    dist.all_reduce(count)
-    n = max(1.0, count.item())  # a batch of broken videos has no token: 0 / 1, not NaN
+    # by its own number.
+    num_trained = launch.sum_over_ranks(sum(len(pack.target) for pack in packs))
+    n = max(1, num_trained)  # a batch of broken videos has no token: 0 / 1, not NaN
     loss = torch.zeros((), device=device, dtype=torch.float64)  # nats per token, this rank's part
     # All ranks run equally many forwards, since FSDP gathers in each: some get spare packs, which
     # are not real.
@@ -283,7 +282,7 @@ def forward_backward(policy, packs):
             (part * world).backward()
         loss += part.detach().double()
     dist.all_reduce(loss)
-    return loss.item(), int(count)
+    return loss.item(), num_trained
 
 
 def held_out_loss(policy, chats):

@@ -29,7 +29,7 @@ from plumbing import data
 
 def chats_of(path, codec, video_root=None, pack_tokens=2048):
     args = SimpleNamespace(video_root=video_root, max_pixels=50176, max_len=2048,
-                           pack_tokens=pack_tokens)
+                           pack_tokens=pack_tokens, batch_size=2)
     return sft.Chats(str(path), codec, args, video.FrameCache())
 
 
@@ -66,7 +66,7 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
     packed."""
     chats = chats_of(toy / "sft.jsonl", codec)
     vision = model.VisionFeatures(policy, chats.source.load)
-    rows = [chats.rows[i] for i in (0, 1, 7)]
+    rows = chats.rows = [chats.rows[i] for i in (0, 1, 7)]
     alone = [forward(policy, p, vision)[0] for row in rows for p in chats.packs([row])[0]]
     assert len({len(x) for x in alone}) == 3
     wanted = -torch.cat(alone).mean().item()
@@ -76,8 +76,8 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
         assert len(packs) == (3 if budget == 1 else 1)
         with torch.no_grad():
             loss, count = sft.forward_backward(policy, packs)
-        assert loss == pytest.approx(wanted, rel=1e-6)
-        assert count == sum(map(len, alone))
+        assert (loss, count) == (pytest.approx(wanted, rel=1e-6), sum(map(len, alone)))
+    assert sft.held_out_loss(policy, chats) == pytest.approx(wanted, rel=1e-6)  # batches of 2 and 1
     assert all(p.grad is None for p in policy.parameters())  # a held-out loss leaves no gradient
 
 
