@@ -443,7 +443,7 @@ def build_tokenizer(rng, base, scenes, crop_response, fragile):
     return tokenizer
 
 
-def random_model(tokenizer, seed, base):
+def random_model(tokenizer, seed, base, layers):
     """A random model of this model_type in transformers' own class."""
     import torch
     import transformers
@@ -452,7 +452,7 @@ def random_model(tokenizer, seed, base):
     # 16 rotary pairs of a head are shared out over time, height, width.
     rope = {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"}
     text = dict(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384,
-                num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+                num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
                 max_position_embeddings=4096, rope_scaling=rope, rope_theta=10000.0,
                 tie_word_embeddings=True)
     # One block, one deepstack level; 32 x 32 pixels are 2 x 2 patches, merged into one token.
@@ -474,7 +474,7 @@ def random_model(tokenizer, seed, base):
             linear_value_head_dim=128, linear_conv_kernel_dim=4, mamba_ssm_dtype="float32",
             # Every second layer is gated-delta, in published checkpoints three of four: with one
             # layer of attention the toy takes twice the steps to learn to copy a summary.
-            layer_types=["linear_attention", "full_attention"] * 2)
+            full_attention_interval=2)
     config = config_class(text_config=text, vision_config=vision,
                           image_token_id=one("<|image_pad|>"), video_token_id=one("<|video_pad|>"),
                           vision_start_token_id=one("<|vision_start|>"),
@@ -488,14 +488,13 @@ def random_model(tokenizer, seed, base):
     return policy
 
 
-def build_init(folder, rng, seed, base, scenes, crop_response, fragile):
-    """Writes a random checkpoint of this model_type -> number of parameters, one or two millions.
-    """
+def build_init(folder, rng, args):
+    """Writes a random checkpoint -> number of parameters, one or two millions."""
     launch.import_shim()
     import transformers
 
-    tokenizer = build_tokenizer(rng, base, scenes, crop_response, fragile)
-    policy = random_model(tokenizer, seed, base)
+    tokenizer = build_tokenizer(rng, args.base, args.scenes, args.crop_response, args.fragile)
+    policy = random_model(tokenizer, args.seed, args.base, args.layers)
     # The same mean and std for images as for videos, because vLLM normalises both with those of the
     # image processor.
     images = transformers.Qwen2VLImageProcessor(
@@ -504,7 +503,7 @@ def build_init(folder, rng, seed, base, scenes, crop_response, fragile):
     videos = transformers.Qwen3VLVideoProcessor(patch_size=16, merge_size=2)
     processor = transformers.Qwen3VLProcessor(
         image_processor=images, tokenizer=tokenizer, video_processor=videos,
-        chat_template=chat_template(base))
+        chat_template=chat_template(args.base))
     temp = f"{folder}.tmp"
     shutil.rmtree(temp, ignore_errors=True)  # of a kill
     policy.save_pretrained(temp)
@@ -531,8 +530,9 @@ def main():
     add("--eval-videos", type=launch.positive, default=64, help="held-out, one task each")
     add("--base", choices=["qwen3_vl", "qwen3_5"], default="qwen3_vl",
         help="model_type of the checkpoint; videos and rows are the same for both")
+    add("--layers", type=launch.positive, default=4, help="decoder layers of the checkpoint")
     args = parser.parse_args()
-    launch.make_out(os.path.join(args.out, "videos"))  # proves that the folder can be written
+    launch.make_out(f"{args.out}/videos")  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
     # The style has a generator of its own, so that another one changes no video.
     style = random.Random(f"style/{args.seed}")
@@ -555,8 +555,7 @@ def main():
             rows += sample_chats(task, style, WRONG_SHARE, args.crop_response, fragile,
                                  args.calling)
         launch.write_jsonl(f"{args.out}/{name}.jsonl", rows)
-    num_parameters = build_init(f"{args.out}/init", rng, args.seed, args.base, args.scenes,
-                                args.crop_response, args.fragile)
+    num_parameters = build_init(f"{args.out}/init", rng, args)
     num_videos = sum(count for _, _, count in splits)
     print(f"{args.out}: {num_videos} videos, random checkpoint of {num_parameters / 1e6:.2f} M "
           "parameters")
