@@ -106,6 +106,7 @@ def build_parser():
     add("--tool-reward", type=float, default=1.0, help="w_tool; 0: off")
     add("--window-credit", type=float, default=0.0, help="c: a window's gain at its call's tokens")
     add("--window-random", action="store_true", help="gains are dealt out at random")
+    add("--window-labels", type=float, default=0.0, help="w: w IoU joins R, the upper mark")
     add("--beta", type=launch.amount, default=0.01, help="weight of the KL; 0: no reference")
     # Optimizer
     add("--lr", type=launch.amount, help="of AdamW, constant; default 2e-6, of adapters 2e-5")
@@ -256,7 +257,7 @@ def sub_agent_trees(episodes):
     return []
 
 
-def build_trees(groups, credit):
+def build_trees(groups, credit, args):
     """Groups of this rank -> (trees of the groups with a signal, sampled tokens of ALL groups).
     Sets Episode.advantage = {"task": credited at every sampled token, "fmt": at struct(o) as well,
     "sigma"}."""
@@ -271,7 +272,8 @@ def build_trees(groups, credit):
                 everywhere = reward["paid_base"]
             elif credit == "sequence":  # plain GRPO
                 everywhere = reward["paid_fmt"]
-            task.append(reward["paid_task"] + everywhere)
+            labelled = args.window_labels * (reward["windows"]["iou"] or 0.0) if args.window_labels else 0.0
+            task.append(reward["paid_task"] + everywhere + labelled)
             fmt.append(reward["paid_fmt"] - everywhere)
         a_task, a_fmt, sigma = rewards.group_advantages(task, fmt)
         if credit == "none":  # R_fmt counts in sigma alone
@@ -651,7 +653,7 @@ def learn(policy, reference, optimizer, episodes, source, step, args):
         measure_windows(policy, groups, args)
         num_windows = credit_windows(groups, args, step)
     gain_s = time.monotonic() - began
-    trees, num_tokens = build_trees(groups, args.format_credit)
+    trees, num_tokens = build_trees(groups, args.format_credit, args)
     stats = update(policy, reference, optimizer, trees, num_tokens, args,
                    sub_agent_trees(episodes))
     check_gap(step, stats, policy)
