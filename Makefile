@@ -15,11 +15,10 @@ BIN := .venv/bin
 DEMO := out/demo
 LORA ?= 0
 SEED ?= 0
-# of the agents in docs/results.md: toy.py --scenes, --layers (4 there) and --crop-response, steps of the cold start, K, held-out tasks
+# of the agents in docs/results.md: toy.py --scenes and --crop-response, steps of the cold start, K, held-out tasks
 SCENES ?= 4
-LAYERS ?= 3
 RESPONSE ?= summary
-COLD ?= 650
+COLD ?= 700
 FRAMES ?= 4 16 64
 TASKS ?= 64
 AGENT = --crop-response $(RESPONSE)
@@ -118,7 +117,7 @@ test-compat: .venv/dev .venv/transformers-4.57
 demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
-	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED) --scenes $(SCENES) --layers $(LAYERS) --crop-response $(RESPONSE) --eval-videos $(TASKS))
+	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED) --scenes $(SCENES) --crop-response $(RESPONSE) --eval-videos $(TASKS))
 	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps $(COLD) --muon-lr 3e-3 --seed $(SEED) --out $(DEMO)/sft)
 	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora-rank $(LORA) --seed $(SEED) $(AGENT) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))

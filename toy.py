@@ -443,7 +443,7 @@ def build_tokenizer(rng, base, scenes, crop_response, fragile):
     return tokenizer
 
 
-def random_model(tokenizer, seed, base, layers):
+def random_model(tokenizer, seed, base):
     """A random model of this model_type in transformers' own class."""
     import torch
     import transformers
@@ -452,7 +452,7 @@ def random_model(tokenizer, seed, base, layers):
     # 16 rotary pairs of a head are shared out over time, height, width.
     rope = {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"}
     text = dict(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384,
-                num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+                num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
                 max_position_embeddings=4096, rope_scaling=rope, rope_theta=10000.0,
                 tie_word_embeddings=True)
     # One block, one deepstack level; 32 x 32 pixels are 2 x 2 patches, merged into one token.
@@ -494,7 +494,7 @@ def build_init(folder, rng, args):
     import transformers
 
     tokenizer = build_tokenizer(rng, args.base, args.scenes, args.crop_response, args.fragile)
-    policy = random_model(tokenizer, args.seed, args.base, args.layers)
+    policy = random_model(tokenizer, args.seed, args.base)
     # The same mean and std for images as for videos, because vLLM normalises both with those of the
     # image processor.
     images = transformers.Qwen2VLImageProcessor(
@@ -530,7 +530,6 @@ def main():
     add("--eval-videos", type=launch.positive, default=64, help="held-out, one task each")
     add("--base", choices=["qwen3_vl", "qwen3_5"], default="qwen3_vl",
         help="model_type of the checkpoint; videos and rows are the same for both")
-    add("--layers", type=launch.positive, default=4, help="decoder layers of the checkpoint")
     args = parser.parse_args()
     launch.make_out(f"{args.out}/videos")  # proves that the folder can be written
     rng, noise = random.Random(args.seed), np.random.default_rng(args.seed)
