@@ -40,9 +40,8 @@ async def run_events(episode, worker):
     overview times [K], duration: the frames that the main agent sees, seconds of the video
     turn     number, text: the main agent has written a turn
     call     number, turn, start, end, parseable: the turn holds this call, numbers count on
-    summary  the same, status, text, times [T], seconds or None: the response to this call, from
-             frames at these times
-    answer   text or None, letter or None, status, error, frames, windows: the episode has ended
+    summary  the same, status, text, times [T]: the response to this call, its frames' times
+    answer   text or None, status, error, frames, windows: the episode has ended
     """
     began, sent = time.monotonic(), set()
     work = asyncio.create_task(rollout.run_episode(episode, worker))
@@ -76,8 +75,7 @@ def episode_events(episode):
             yield {"event": "call", **step}
             if call["status"] != "pending":
                 yield {"event": "summary", **step, "status": call["status"],
-                       "text": call["summary"], "times": call.get("seconds_seen", []),
-                       "seconds": call.get("seconds")}
+                       "text": call["summary"], "times": call.get("seconds_seen", [])}
 
 
 def answer_event(episode):
@@ -229,7 +227,8 @@ def main():
     if args.out:
         launch.write_jsonl(args.out, rows)
         print(f"{len(rows)} answers -> {args.out}")
-    worker.engine.close()  # on a GPU this ends the process
+    failed = any(row["status"] != "ok" for row in rows)  # a question without an answer
+    launch.end_process_group(worker.engine, int(failed))
 
 
 if __name__ == "__main__":
