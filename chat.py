@@ -71,6 +71,12 @@ class VisionItem:
     seconds: list  # [T] time of each frame, on the clock of the whole video
 
 
+def token_grid(codec, item):
+    """VisionItem -> (rows, columns) of the vision tokens of each of its frames."""
+    side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
+    return item.height // side, item.width // side
+
+
 def vision_item(spec, frames):
     """A video item of the data and the decoded video.Frames -> VisionItem."""
     t, height, width, _ = frames.images.shape  # [T, H, W, 3]
@@ -198,11 +204,10 @@ def expand(codec, compact, items):
         <0.5 seconds><|vision_start|><|image_pad|><|vision_end|>
      -> <0.5 seconds><|vision_start|><|image_pad|><|image_pad|><|vision_end|>
     """
-    side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
     counts = []  # vision tokens of each frame
     for item in items:
-        tokens = (item.height // side) * (item.width // side)
-        counts += [tokens for _ in range(item.frames)]
+        rows, columns = token_grid(codec, item)
+        counts += [rows * columns for _ in range(item.frames)]
     places = compact.count(codec.image_pad)
     if places != len(counts):
         raise ValueError(f"{places} placeholders in the prompt, {len(counts)} frames")

@@ -168,15 +168,14 @@ def rope_positions(codec, ids, items):
 
     A text token advances all three axes by one. A frame of rows x columns tokens stays at one time
     step and advances by max(rows, columns). The rule is transformers' get_rope_index, without its
-    loop over frames in torch. Raises ValueError if placeholders and frames do not match.
+    loop over frames in torch. chat.py made the placeholders from the same grids.
     """
     if not items:
         return np.tile(np.arange(len(ids)), (3, 1)), len(ids)
-    side = codec.patch * codec.merge  # pixels a side of the square that one token stands for
     # Of all vision tokens: row and column, and how far each moves the next token.
     grids, moves = [], []
     for item in items:
-        rows, columns = item.height // side, item.width // side
+        rows, columns = chat.token_grid(codec, item)
         grid = np.indices((rows, columns)).reshape(2, -1)  # [2, rows * columns]
         move = np.zeros(rows * columns, np.int64)
         move[-1] = max(rows, columns)
