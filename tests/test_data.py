@@ -31,7 +31,8 @@ FOUR = ["Apple", "Pear", "A. Milne", "Egg"]
     (labelled("grounding", ["0", "5"]), "in seconds"), (labelled("grounding", [-1, 5]), "<= start"),
     (labelled("grounding", [25, 25]), "<= start"), (labelled("grounding", [1, 2, 3]), "in sec"),
     (labelled("open", "a </answer> b"), "no tags"), (labelled("list", ", ,"), "letter or a digit"),
-    (labelled("open", 4), "a text")])
+    (labelled("open", 4), "a text"), (labelled("mcq", "A", ["yes", 1]), "list of strings"),
+    (labelled("open", "x") | {"question": 4}, "must be texts")])
 def test_a_label_that_can_never_be_paid_is_refused_by_its_line(tmp_path, task, wanted):
     path = write_rows(tmp_path / "tasks.jsonl", [labelled("open", "fine"), {**task, "id": "u"}])
     with pytest.raises(launch.UserError) as e:

@@ -58,6 +58,8 @@ def test_fresh_adapters_change_nothing_and_alone_are_trained(adapted, toy, codec
     matrices = [m for m in whole.hf.model.language_model.layers.modules()
                 if isinstance(m, torch.nn.Linear)]
     assert len(names) == 2 * len(matrices) and all(".lora_" in n for n in names)
+    first = next(p for n, p in adapted.named_parameters() if "lora_A" in n)  # [rank, width]
+    assert 0.9 < first.abs().max() * first.shape[1] ** 0.5 <= 1
     assert {p.dtype for p in model.trained_parameters(adapted)} == {torch.float32}
     assert sum(p.numel() for p in model.trained_parameters(adapted)) == RANK * sum(
         sum(m.weight.shape) for m in matrices)

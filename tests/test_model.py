@@ -167,8 +167,7 @@ def one_update(toy, pack_tokens, replicas=1):
     of this rank, full gradients, and the way of the weights."""
     device, (rank, world) = launch.start_process_group(), launch.rank_and_world()
     codec = chat.load_codec(str(toy / "init"))
-    args = SimpleNamespace(video_root=None, max_pixels=50176, max_len=2048,
-                           pack_tokens=pack_tokens)
+    args = SimpleNamespace(video_root=None, max_pixels=50176, max_len=2048, pack_tokens=pack_tokens)
     chats = sft.Chats(str(toy / "sft.jsonl"), codec, args, video.FrameCache())
     policy = checkpoint.load_policy(str(toy / "init"), codec, device, replicas=replicas)
     vision = model.VisionFeatures(policy, chats.source.load)

@@ -82,8 +82,7 @@ def test_videos_alone_lead_to_an_evaluation(toy, tmp_path):
         stage("tools/draft.py", tmp_path, *asked, "--out", tasks, "--questions", 8)
         assert "no fault" in stage("grpo.py", *toy_flags, "--ckpt", toy / "init", "--data", tasks,
                                   "--check", "--out", tmp_path / "grpo")
-        stage("eval.py", *asked, "--data", tasks, "--frames", 8, "--out",
-              tmp_path / "teacher")
+        stage("eval.py", *asked, "--data", tasks, "--frames", 8, "--out", tmp_path / "teacher")
     stage("tools/pick.py", *(tmp_path / "teacher").glob("records.*"), "--best",
           tmp_path / "chats.jsonl")
     assert len(rows_of(tmp_path / "chats.jsonl")) == 4  # of each task one with its sub-agent's

@@ -429,8 +429,7 @@ def grpo_step(policy, reference, optimizer):
 
     prompt = span([10] + ([11] + [PAD] * FRAME_TOKENS + [13]) * FRAMES + [14] * 300, 0)
     tree = model.Tree(prompt, [video_item("of the step")], [span([20] * 3600, 1) for _ in range(8)])
-    args = grpo.build_parser().parse_args(
-        ["--ckpt", "nowhere", "--pack-tokens", str(len(tree))])
+    args = grpo.build_parser().parse_args(["--ckpt", "nowhere", "--pack-tokens", str(len(tree))])
     grpo.update(policy, reference, optimizer, [tree], 8 * 3600, args)
     return len(tree)
 

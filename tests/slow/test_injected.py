@@ -148,8 +148,7 @@ def cold(toy, tmp_path_factory):
     """A toy that has learned to call."""
     out = tmp_path_factory.mktemp("cold")
     done = run_script("sft.py", "--preset", "toy", "--ckpt", toy / "init", "--data",
-                      toy / "sft.jsonl", "--steps", 150, "--batch-size", 12,
-                      "--out", out)
+                      toy / "sft.jsonl", "--steps", 150, "--batch-size", 12, "--out", out)
     assert done.returncode == 0, done.stderr
     return out / "last"
 
