@@ -118,3 +118,12 @@ def test_sages_first_tool_is_read(text, calls):
         assert (error or "") in (call.error or "") and bool(error) == bool(call.error)
     answer = ["B"] if text == "B" else [text, '<json>{"final_answer": "(B) blue"}</json>']
     assert "B" in systems.sage_final(answer)
+
+
+def test_the_next_frames_of_conan_by_hand():
+    clips = [{"start": 0, "end": 3}, {"start": 10, "end": 19}, {"start": 40, "end": 41}]
+    # One each leaves 5: 1 for the 4 new frames of 14, 3 for the 10, the fifth for the largest clip.
+    # The third has none, so the video's first frame that is not among these fills the eight.
+    assert systems.conan_seconds(clips, [*range(20), 30]) == [0, 1, 3, 10, 12, 14, 17, 19]
+    assert [clip["summary"][:8] for clip in clips] == ["2 frames", "5 frames", "error: n"]
+    assert [clip["status"] for clip in clips] == ["ok", "ok", "error"]

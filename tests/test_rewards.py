@@ -189,8 +189,7 @@ TABLE = [
 @pytest.mark.parametrize("turns, base, total", TABLE)
 def test_format_reward_equals_hand_computed_values(turns, base, total):
     """Base and anchor are also what --format-credit anchor pays apart."""
-    calls = calls_in(turns)
-    assert rewards.format_reward(turns, calls) == approx((total, base))
+    assert rewards.format_reward(turns, calls_in(turns)) == approx((total, base))
     got = score(turns, "open", "B", format_weight=0.5)
     assert (got["paid_fmt"], got["paid_base"]) == approx((total / 2, base / 2))
 
@@ -215,8 +214,7 @@ def test_score_sums_its_weighted_terms():
     assert (got["acc"], got["tool"]) == (1, 0.8)
     assert (got["fmt"], got["total"]) == approx((0.9, 1.65))
     assert (got["paid_task"], got["paid_fmt"]) == (approx(1.2), approx(0.45))
-    judged = rewards.score(turns, {"type": "open", "answer": "x"}, [], verdict=True)
-    assert judged["acc"] == 1.0
+    assert rewards.score(turns, {"type": "open", "answer": "x"}, [], verdict=True)["acc"] == 1.0
 
 
 @pytest.mark.parametrize("setting, fmt", [

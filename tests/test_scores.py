@@ -70,8 +70,7 @@ def test_differences_are_paired(made, difference):
 def test_the_difference_is_the_headlines(bench, more, wanted, made, difference):
     """One item of eight. MLVU: half of one of two tasks. MMVU: one of four of multiple choice."""
     a = made("a", [0] * 8, bench=bench, more=more)
-    b = made("b", [1] + [0] * 7, bench=bench, more=more)
-    row = difference(a, b)
+    row = difference(a, made("b", [1] + [0] * 7, bench=bench, more=more))
     assert row["difference"] == wanted and row["n"] == 8
 
 

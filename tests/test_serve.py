@@ -98,8 +98,7 @@ def test_options_and_the_type_of_a_question(server, codec, toy, monkeypatch):
     for fields, style in (({}, "list"), ({"answer_type": "grounding"}, "grounding"),
                           ({"text": lines}, "mcq")):
         assert post(http, **fields).status_code == 200
-        asked = chat.decode(codec, engine.mains()[-1].ids)
-        assert rollout.ANSWER_STYLES[style] in asked
+        assert rollout.ANSWER_STYLES[style] in chat.decode(codec, engine.mains()[-1].ids)
     assert serve.question_task(lines + "\nBe brief.", "open")["style"] == "Be brief."
 
 

@@ -112,8 +112,7 @@ def test_a_second_tool_is_one_class_and_one_function(codec, tasks, source, monke
     text = "Look.\n</think>\n" + call(0, 8) + zoom(time="0:10", x=500, y=250)
     engine = Scripted(codec, [text + zoom(time=99, x=0, y=0) + zoom(time=1, x=2000, y=0), ANSWER])
     episode = play_one(engine, tasks, source)
-    opening = text_of(codec, episode.context.ids[:episode.spans[0][0]])
-    assert '"name": "zoom_frame"' in opening
+    assert '"name": "zoom_frame"' in text_of(codec, episode.context.ids[:episode.spans[0][0]])
     assert [c["status"] for c in episode.calls] == ["ok", "ok", "error", "error"]
     # The window was summarised by a sub-agent; the zoomed picture stands in the main context.
     assert len(engine.subs()) == 1 and len(episode.context.items) == 2

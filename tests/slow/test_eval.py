@@ -27,8 +27,7 @@ def record(name, score, video=None, **task):
 def test_intervals_are_of_videos_drawn_with_replacement():
     """40 of 80 right: 0.5 with a standard error of sqrt(.25 / 80) = .056. When the 80 are 8 videos
     that are right or wrong as a whole, the error is that of 8 coins: sqrt(.25 / 8) = .177."""
-    alone = [record(i, i % 2) for i in range(80)]
-    stats = scores.headline_stats(alone, None)
+    stats = scores.headline_stats([record(i, i % 2) for i in range(80)], None)
     low, high = stats["interval"]
     assert stats["headline"] == 0.5
     assert high - low == pytest.approx(2 * 1.96 * 0.0559, rel=0.12)

@@ -74,5 +74,4 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(train, varied_rewards, monkeypat
     half = train(script.__name__, *flags, out="halves", stopped=True)
     assert not equal(adapters(half), adapters(straight))
     monkeypatch.setattr(script, name, real)
-    whole = train(script.__name__, *flags, out="halves")
-    assert equal(adapters(whole), adapters(straight))
+    assert equal(adapters(train(script.__name__, *flags, out="halves")), adapters(straight))

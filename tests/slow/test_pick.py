@@ -35,8 +35,7 @@ def recorded(codec, toy, tmp_path_factory):
 def test_a_chat_holds_the_ids_that_were_sampled(recorded, codec, toy, tmp_path):
     """sft.py's own reader encodes each chat; the main agent's and the sub-agents' ids, masks and
     frames are those of the rollout."""
-    group = pick.read_groups([recorded])["a", 4]
-    row = pick.best_of(group)
+    row = pick.best_of(pick.read_groups([recorded])["a", 4])
     assert row["sample"] == 1 and len(row["calls"]) == 3
     rows = pick.chats_of(row)
     path = write_rows(tmp_path / "chats.jsonl", rows)

@@ -179,8 +179,7 @@ def test_calls_in_xml(body, wanted):
 
 def test_tags_of_a_call_carry_credit(codec35):
     text = "ok\n</think>\n" + CALL.format(8, 16)
-    ids = chat.encode(codec35, text) + [codec35.eos]
-    pieces = chat.token_bytes_of(codec35, ids)
+    pieces = chat.token_bytes_of(codec35, chat.encode(codec35, text) + [codec35.eos])
     marked = [p for p, m in zip(pieces, rewards.structural_mask(pieces)) if m]
     assert marked == [b"</think>", b"<tool_call>", b"</tool_call>", b"<|im_end|>"]
 
