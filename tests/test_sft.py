@@ -79,6 +79,9 @@ def test_loss_is_the_mean_over_all_trained_tokens(toy, codec, policy, process_gr
         assert (loss, count) == (pytest.approx(wanted, rel=1e-6), sum(map(len, alone)))
     assert sft.held_out_loss(policy, chats) == pytest.approx(wanted, rel=1e-6)  # batches of 2 and 1
     assert all(p.grad is None for p in policy.parameters())  # a held-out loss leaves no gradient
+    args = SimpleNamespace(lr=1e-3, muon_lr=0.0, beta2=0.9, max_grad_norm=1.0)
+    optimizers = sft.build_optimizers(policy, args, torch.device("cpu"))
+    assert not sft.update(policy, optimizers, [], 1.0, args)[1]  # no chat of a step can be read
 
 
 def test_optimizers_get_the_parameters_that_their_flags_name(policy):
