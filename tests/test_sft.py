@@ -226,3 +226,4 @@ def test_a_resumed_training_ends_with_the_same_weights(training, tmp_path):
     assert [r["step"] for r in again] == [r["step"] for r in first]
     losses = [[r.get("loss", r.get("val_loss")) for r in rows] for rows in (again, first)]
     assert losses[0] == losses[1]
+    assert "nothing to do" in run_script("sft.py", *arguments, "--out", half, ranks=2).stdout
