@@ -365,7 +365,7 @@ def test_the_same_command_goes_on_and_another_is_refused(toy, tmp_path, monkeypa
         return {(row["task"]["id"], row["sample"], row["K"]): row["ids"] for row in rows_of(out)}
 
     code, printed, _ = command()
-    assert code == 0 and f"4 rollouts -> {out} | R " in printed
+    assert code == 0 and f"4 rollouts -> {out} | R " in printed and "| 0 not ok" in printed
     whole, lines = ids(), out.read_text().splitlines(keepends=True)
     assert list(whole) == [(f"rl-000{i}", sample, 4) for i in (0, 1) for sample in (0, 1)]
     part.write_text("".join(lines[2:]) + lines[0][:100])
@@ -376,4 +376,4 @@ def test_the_same_command_goes_on_and_another_is_refused(toy, tmp_path, monkeypa
     assert command("--gpu-memory-utilization", 0.4)[0] == 0
     assert ids() == whole and not part.exists()
     before = out.stat().st_mtime_ns
-    assert command()[0] == 0 and out.stat().st_mtime_ns == before  # all is done
+    assert "nothing to do" in command()[1] and out.stat().st_mtime_ns == before
