@@ -141,8 +141,7 @@ def test_the_forms_that_people_have_become_tasks(tmp_path, start, row, flags, ki
     tasks = read_tasks(str(tmp_path / "out.jsonl"))
     assert [task["id"] for task in tasks] == ["mine/0", "mine/1"]
     assert tasks[0].items() >= {"type": "mcq", "video": "a.mp4", **ASKED}.items()
-    brief = "Be brief" in str(row)
-    assert tasks[0].get("after_options") == ("Be brief." if brief else None)
+    assert tasks[0].get("after_options") == ("Be brief." if "Be brief" in str(row) else None)
 
 
 def test_turns_types_and_windows(tmp_path):

@@ -126,7 +126,8 @@ def test_a_prompt_of_evaluation_is_that_of_training(world, toy, codec, tmp_path,
     (toy / "words.srt").write_text(
         "1\n00:00:07,000 --> 00:00:09,500\nHello <i>there</i>\n\n"
         "2\n00:00:20,000 --> 00:00:22,000\nGoodbye\n\n3\n00:00:39,000 --> 00:00:41,000\nAgain\n")
-    asked = world(rows=[row("spoken", subtitles="words.srt"), row("mute")]).engine
+    rows = [row("spoken", subtitles="words.srt"), row("mute")]
+    asked = world(rows=rows).engine
     engine = Scripted(codec, [answer("red")])
     monkeypatch.setattr(rollout, "make_engine", lambda *_, **__: engine)
     code, _, err = start(rollout, "--preset", "toy", "--ckpt", toy / "init", "--frames", 4,
@@ -137,6 +138,8 @@ def test_a_prompt_of_evaluation_is_that_of_training(world, toy, codec, tmp_path,
     said = chat.decode(codec, trained["spoken"])
     assert "Hello there" in said and "Again" in said and "Goodbye" not in said
     assert "Subtitles:" not in chat.decode(codec, trained["mute"])
+    (toy / "words.srt").write_text("1\n00:00:07,000 --> 00:00:09,500\nBye\n")
+    assert "other settings" in world(rows=rows).err  # other words, other prompts
 
 
 # ------------------------------------------------------------------------------------------------

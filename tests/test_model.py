@@ -84,8 +84,7 @@ def test_block_masks_show_exactly_the_pairs_of_the_dense_mask(lengths, size):
     assert (model.visible_pairs(pack.layout, tokens, size) == counts).all()
 
     mask, at = model.block_mask(pack, torch.device("cpu"), size), torch.arange(tokens)
-    asked = mask.mask_mod(0, 0, at[:, None], at[None, :]).numpy()  # [L, L]
-    assert (asked == wanted).all()
+    assert (mask.mask_mod(0, 0, at[:, None], at[None, :]).numpy() == wanted).all()  # [L, L]
     theirs = create_block_mask(mask.mask_mod, None, None, tokens, tokens, "cpu", size)
     for ours, other in ((mask.kv_num_blocks, theirs.kv_num_blocks),
                         (mask.full_kv_num_blocks, theirs.full_kv_num_blocks),

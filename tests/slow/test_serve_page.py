@@ -23,8 +23,7 @@ class Running:
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         self.until(lambda: self.server.started)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
 
     def until(self, holds, seconds=30):
         """Waits until holds() is true."""
