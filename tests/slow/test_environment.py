@@ -63,8 +63,7 @@ SCRIPTS = sorted(path for folder in (".", "plumbing", "evaluation", "tools", "be
 def place(name):
     """Dotted name -> its place in ORDER, None of what is not ours. Tools are one place:
     none imports another but those that ORDER names."""
-    folder = name.partition(".")[0]
-    found = [n for n in (name, folder) if n in ORDER]
+    found = [n for n in (name, name.partition(".")[0]) if n in ORDER]
     return ORDER.index(found[0]) if found else None
 
 

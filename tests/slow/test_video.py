@@ -57,9 +57,11 @@ def with_matrix(source, path, a, b, c, d):
 
 @pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0),
                                     (-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)])
-def test_files_turned_and_mirrored_are_displayed_as_ffmpeg_does(tmp_path, ffmpeg, matrix):
-    upright = write(tmp_path / "v.mp4", 4)
-    assert_as_shown_by(ffmpeg, with_matrix(upright, tmp_path / "turned.mp4", *matrix))
+def test_files_cropped_and_turned_are_displayed_as_ffmpeg_does(tmp_path, ffmpeg, matrix):
+    """Cropped by six pixels on the left, which are no aligned address."""
+    whole, cropped = write(tmp_path / "v.mp4", 4, size=(102, 64)), tmp_path / "cropped.mp4"
+    ffmpeg("-i", whole, "-c", "copy", "-bsf:v", "h264_metadata=crop_left=6", cropped)
+    assert_as_shown_by(ffmpeg, with_matrix(cropped, tmp_path / "turned.mp4", *matrix))
 
 
 def h264(params):
