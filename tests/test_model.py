@@ -263,6 +263,8 @@ def test_features_are_computed_once_per_frame_set(policy, codec, album):
     assert both.shape == (2 * 3 * 6, 2, 128) and not both.requires_grad
     late = dataclasses.replace(items[0], key="late", seconds=[t + 1 for t in items[0].seconds])
     pytest.raises(ValueError, vision, [late]).match("has changed")
+    few = torch.tensor([codec.image_pad, 0])  # placeholders for fewer features than are there
+    pytest.raises(ValueError, policy.placeholder_mask, few, both).match("1 vision placeholders, 36")
 
 
 if __name__ == "__main__":  # the worker of the two-rank test

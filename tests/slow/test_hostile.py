@@ -175,8 +175,7 @@ def test_files_that_name_others_or_are_text_are_no_videos(tmp_path, name, text):
     """A playlist inside the video folder could show what lies outside it, and a text becomes frames
     that show it."""
     (tmp_path / "root").mkdir()
-    secret = write(tmp_path / "secret.ts", 50)
-    (tmp_path / "root" / name).write_text(text.format(secret=secret))
+    (tmp_path / "root" / name).write_text(text.format(secret=write(tmp_path / "secret.ts", 50)))
     with pytest.raises(video.VideoError, match="Invalid"):
         video.load({"video": name, "frames": 4}, str(tmp_path / "root"))
 

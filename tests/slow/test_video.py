@@ -267,8 +267,7 @@ def assert_looks_as_in_a_row(path, count):
     with av.open(path) as container:
         row = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(row) == video.FrameCache(0).index(path)[1].num_frames == count
-    got = images(path, range(count))
-    assert all(np.array_equal(a, b) for a, b in zip(got, row))
+    assert all(np.array_equal(a, b) for a, b in zip(images(path, range(count)), row))
     for i in np.linspace(0, count - 1, 11).astype(int):
         assert np.array_equal(images(path, [i])[0], row[i]), i
 
