@@ -119,7 +119,7 @@ def test_span_is_read_in_seconds(response, want):
     ("5.0", "five"), ("x²", "x2"), ("dont", "don't"), ("50%", "50 percent"),
     ("well known", "well-known"), ("007", "7"), ("(A)", "A"),
     ("दिन", "दिन"), ("তিন", "তিন"), ("พ่อ", "พ่อ"), ("كِتَابٌ", "كتاب"), ("שָׁלוֹם", "שלום"),
-    ("cafe\u0301", "café")])
+    ("יְלָדִים", "ילדים"), ("cafe\u0301", "café")])
 def test_open_answers_match_after_normalising(response, gold):
     assert match_open(response, gold)
     assert answers.score_answer(response, {"type": "open", "answer": gold}) == 1.0

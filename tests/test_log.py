@@ -117,7 +117,7 @@ def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path, capsys):
     run.write(row, "gap loss acc by_K/4")
     run.close(3)
     assert [row["step"] for row in rows_of(path)] == [1, 2, 2, 3]
-    assert rows_of(path)[2:] == [{"step": 2, "val_loss": 1}, row]
+    assert rows_of(path)[2:] == [{"step": 2, "val_loss": 1}, row] and run.file.closed
     printed = capsys.readouterr().out
     assert "step 0003/0005 | gap 0.00125 | by_K/4 1 | eta 20.0 min" in printed
     assert "stopped after step 3; the same" in printed and "WARNING step 3: most <think>" in printed
