@@ -33,7 +33,7 @@ def scripts():
             "sage": [sage("extract_parts_from_timestamp", "00:00:08", "00:00:10"),
                      sage("verbal_transcript", "00:00:00", "00:00:10"),
                      '<json>{"answerable": {"verdict": true}, "final_answer": "(B) blue"}</json>'],
-            "videozoomer": ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>']}
+            "videozoomer": 4 * ['<video_zoom>{"segment": [8, 10], "fps": 1}</video_zoom>']}
 
 
 def readable(body):
