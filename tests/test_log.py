@@ -109,18 +109,18 @@ def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, chang
 
 def test_the_log_holds_no_step_twice_and_no_torn_line(tmp_path, capsys):
     path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1, "closed_think": 0}\n{"step": 2, "closed_think": 0}\n'
-                    '{"step": 2, "val_loss": 1}\n{"step": 3}\n{"step": 4, "lo')
+    old = [*({"step": n, "closed_think": 0} for n in (1, 2)), {"step": 2, "val_loss": 1}]
+    path.write_text("\n".join(map(json.dumps, old)) + '\n{"step": 3}\n{"step": 4, "lo')
     run = log.Log(str(tmp_path), 2, 5, argparse.Namespace(track=None, lr=1.0))
     run.began -= 600  # the next step ends ten minutes after the start
-    row = {"step": 3, "gap": 0.00125, "loss": None, "by_K": {"4": 1}, "closed_think": 0}
-    run.write(row, "gap loss acc by_K/4")
+    new = {"step": 3, "gap": 0.00125, "loss": None, "by_K": {"4": 1}, "closed_think": 0}
+    run.write(new, "gap loss acc by_K/4")
     run.close(3)
-    assert [row["step"] for row in rows_of(path)] == [1, 2, 2, 3]
-    assert rows_of(path)[2:] == [{"step": 2, "val_loss": 1}, row] and run.file.closed
+    assert rows_of(path) == [*old, new] and run.file.closed
     printed = capsys.readouterr().out
     assert "step 0003/0005 | gap 0.00125 | by_K/4 1 | eta 20.0 min" in printed
-    assert "stopped after step 3; the same" in printed and "WARNING step 3: most <think>" in printed
+    assert "WARNING step 3: most <think> tags stay open" in printed
+    assert "stopped after step 3; the same command goes on" in printed
     assert json.loads((tmp_path / "args.json").read_text()) == {"track": None, "lr": 1.0}
 
 

@@ -94,7 +94,7 @@ def test_benchmarks_are_evaluated_from_their_folders(world, videomme, tmp_path):
     assert "1 of 2 videos are not below" in world(*names, drop=("--data",)).err
     shutil.copy(videomme / "data" / "ab.mp4", videomme / "data" / "gone.mkv")
     shutil.rmtree(videomme / "subtitle")
-    assert "videomme_wsub: none of its subtitles" in world(*names, drop=("--data",)).err
+    assert "_wsub: none of its subtitles lies below" in world(*names, drop=("--data",)).err
     assert (tmp_path / "out" / "videomme" / "summary.json").exists()
 
 
