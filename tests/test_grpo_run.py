@@ -185,6 +185,7 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
                   "--format-credit", "none")
     assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
     assert (mixed["anchor"], mixed["format_credit"]) == (0.5, "none")
+    assert parse(monkeypatch, "--lora-rank", 4)["lr"] == pytest.approx(10 * default["lr"])
     assert mixed["tool_reward"] == 1.0  # every released recipe pays for calls
 
 

@@ -125,6 +125,13 @@ def test_peft_reads_it_as_the_same_model(saved, toy, codec, adapted):
         assert (whole[name] - tensor).abs().max() < 1e-6, name
 
 
+def test_adapters_of_another_scale_are_refused(saved):
+    path = saved / "adapter_config.json"
+    path.write_text(path.read_text().replace(f'"lora_alpha": {2 * RANK}', '"lora_alpha": 3'))
+    with pytest.raises(launch.UserError, match="lora_alpha of its adapters is not 2 r"):
+        checkpoint.adapter_rank(str(saved), 0)
+
+
 def test_merged_it_is_a_checkpoint_of_whole_weights(saved, adapted, codec, tmp_path, monkeypatch):
     out = tmp_path / "merged"
     monkeypatch.setattr(sys, "argv", ["merge.py", str(saved), "--out", str(out)])

@@ -28,7 +28,6 @@ def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
 
     (text,) = re.findall(r"^```bash\n(#!.*?)^```", (Path(ROOT) / "docs" / "recipe.md").read_text(),
                          re.M | re.S)
-    assert len(text.splitlines()) == 10
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
     path = tmp_path / "path"

@@ -1,7 +1,4 @@
-"""
-More of engine.py: what sleeps, what closes, what a rank decodes:
-python -m pytest tests/slow/test_engine.py -q
-"""
+"""More of engine.py: python -m pytest tests/slow/test_engine.py -q"""
 import asyncio
 from dataclasses import replace
 
@@ -80,3 +77,10 @@ def test_a_sample_that_is_cancelled_gives_up_its_request(codec, finished):
 
     assert asyncio.run(pumped(engine, work)) == (True, "red", "red")
     assert (("abort", "0/t/0/0") in engine.log) != finished and engine.waiting == []
+
+
+def test_a_request_that_is_aborted_is_forgotten_by_vllm_too(vllm_engines):
+    engine = vllm_engines()
+    engine.submit(Request("gone", [10, 11], [10, 11], [], [], 4, 1.0, 0))
+    engine.abort("gone")
+    assert not engine.running and not engine.engine.has_unfinished_requests()

@@ -1,21 +1,16 @@
-"""
-Rare files and the corners of the caches of video.py:
-python -m pytest tests/slow/test_video.py -q
-"""
+"""Rare files of video.py: python -m pytest tests/slow/test_video.py -q"""
 import base64
 import functools
 import re
 import struct
-import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from test_video import av, ffmpeg, images, long_gop, shown_by, write  # noqa: F401  # isort: skip
+from test_video import av, ffmpeg, images, shown_by, write  # noqa: F401  # isort: skip
 
 import video
 from video import FrameCache
@@ -304,18 +299,6 @@ def test_parameter_sets_that_change_inside_a_film(tmp_path, ffmpeg, ending, repe
 
 
 # ---- cache
-
-
-def test_decoded_once_by_eight_threads(long_gop, opened):
-    cache, gate = FrameCache(), threading.Barrier(8)
-
-    def look(_):
-        gate.wait()
-        return video.overview(long_gop, 32, cache=cache)
-
-    with ThreadPoolExecutor(8) as pool:
-        first, *others = pool.map(look, range(8))
-    assert all(frames is first for frames in others) and len(opened) == 2
 
 
 # ---- rarer files
