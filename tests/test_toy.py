@@ -112,7 +112,7 @@ def test_a_wrong_chat_looks_at_other_scenes_than_those_asked_about():
 def test_the_data_speaks_the_protocol(toy):
     """Its calls parse and name the windows that the thought marks; its turns earn the whole format
     reward."""
-    flashes = "|".join(set(toy_world.COLOURS) - BORDERS)
+    flashes, seen = "|".join(set(toy_world.COLOURS) - BORDERS), set()
     for row in rows_of(toy / "sft.jsonl"):
         (kind,) = re.fullmatch(r"\w+-\d{4}-(direct|call|plain|sub)-\d+", row["id"]).groups()
         texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
@@ -124,14 +124,15 @@ def test_the_data_speaks_the_protocol(toy):
         assert ("tools" in row) == ("crop_video" in str(row["messages"][0])) == (kind != "plain")
         assert all(text.startswith("<think>\n") for text in texts)
         turns = [text.removeprefix("<think>\n") for text in texts]
-        calls, records = [], []
-        for call in rewards.parse_tool_calls(turns[0], TOOLS, think_open=True):
-            calls.append((call.arguments["start"], call.arguments["end"]))
-            records.append({"turn": 0, "parseable": True})
+        parsed = rewards.parse_tool_calls(turns[0], TOOLS, think_open=True)
+        calls = [(call.arguments["start"], call.arguments["end"]) for call in parsed]
+        records = [{"turn": 0, "parseable": True} for _ in calls]
         assert rewards.format_reward(turns, records)[0] == 1.0
         told = turns[0].partition("I saw ")[2].split(".")[0]
         marked = [(int(a), int(b)) for a, b in re.findall(r"look (\d+) to (\d+)", told)]
         assert calls == (marked if kind == "call" else [])
         summaries = {m["content"] for m in row["messages"] if m["role"] == "tool"}
+        seen |= summaries
         for text in summaries - {rollout.EMPTY_SUMMARY}:
             assert re.sub(r"\d+ ", "", text) in texts[-1].partition("<answer>")[2]
+    assert len(seen) > 5

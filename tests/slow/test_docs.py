@@ -28,10 +28,9 @@ def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
 
     (text,) = re.findall(r"^```bash\n(#!.*?)^```", (Path(ROOT) / "docs" / "recipe.md").read_text(),
                          re.M | re.S)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
-    path = tmp_path / "path"
-    path.mkdir()
+    path = tmp_path / ".venv" / "bin"
+    path.mkdir(parents=True)
+    (path / "activate").touch()
     for name, body in (("srun", 'shift; exec "$@"'), ("scontrol", "echo node7; echo node8"),
                        ("torchrun", 'printf "%s\\n" "$@"')):
         (path / name).write_text(f"#!/bin/sh\n{body}\n")
