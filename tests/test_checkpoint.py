@@ -182,10 +182,8 @@ def test_a_run_goes_on_only_with_its_settings_and_rows(toy, tmp_path, capsys):
         folder, state = start(**flags)
         assert folder == str(whole) and state["step"] == 2
     assert os.readlink(tmp_path / "last") == "step_000002"  # a kill may have come before the link
-    with pytest.raises(launch.UserError, match=r"another lr 1.0 \(now 2.0\).*--resume"):
-        start(lr=2.0)
-    with pytest.raises(launch.UserError, match="another rows of --data"):
-        start(rows=["b"])
+    pytest.raises(launch.UserError, start, lr=2.0).match(r"another lr 1.0 \(now 2.0\).*--resume")
+    pytest.raises(launch.UserError, start, rows=["b"]).match("another rows of --data")
     with pytest.raises(launch.UserError, match="another ckpt .*init .*--resume"):
         start(ckpt=str(toy))  # as a link that leads to another checkpoint now
     capsys.readouterr()

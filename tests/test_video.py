@@ -123,8 +123,7 @@ def test_the_frames_of_overviews_and_windows(found, wanted):
 @pytest.mark.parametrize("start, end", [(5, 5), (9, 3), (64, 70), (-4, 0), (math.nan, 5),
                                         (3, math.nan)])
 def test_crop_of_nothing_names_window_and_duration(start, end):
-    with pytest.raises(ValueError, match=r"window .* 64 s"):
-        video.crop_indices(STARTS, 64.0, start, end)
+    pytest.raises(ValueError, video.crop_indices, STARTS, 64.0, start, end).match(r"window .* 64 s")
 
 
 # ---- how large
@@ -227,8 +226,7 @@ def test_a_read_that_fails_is_an_oserror(tmp_path, monkeypatch, name, codec, pix
             return real(file, size)
 
         monkeypatch.setattr(video.VideoFile, "read", read)
-        with pytest.raises(OSError, match="Is a directory"):
-            video.overview(path, 8)
+        pytest.raises(OSError, video.overview, path, 8).match("Is a directory")
         monkeypatch.undo()
     assert same(video.overview(path, 8), whole)
 
@@ -264,8 +262,7 @@ def test_resolve_stays_inside_root(tmp_path):
                              (tmp_path / "b", None, tmp_path / "b")):  # no root, no fence
         assert video.resolve(path, base) == str(want)
     for path in ("../b", str(tmp_path / "b"), "folder/../../a", "/etc/passwd", "../root2/a"):
-        with pytest.raises(VideoError, match="outside"):
-            video.resolve(path, root)
+        pytest.raises(VideoError, video.resolve, path, root).match("outside")
     with pytest.raises(VideoError, match="download the video first"):
         video.resolve("https://example.org/a.mp4", root)
 

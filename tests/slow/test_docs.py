@@ -28,6 +28,7 @@ def test_the_slurm_file_starts_a_run_that_all_parsers_take(tmp_path):
 
     (text,) = re.findall(r"^```bash\n(#!.*?)^```", (Path(ROOT) / "docs" / "recipe.md").read_text(),
                          re.M | re.S)
+    assert len(text.splitlines()) == 10
     path = tmp_path / ".venv" / "bin"
     path.mkdir(parents=True)
     (path / "activate").touch()

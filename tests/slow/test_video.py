@@ -1,16 +1,18 @@
-"""Rare files of video.py: python -m pytest tests/slow/test_video.py -q"""
+"""Rare files, and the cache of video.py: python -m pytest tests/slow/test_video.py -q"""
 import base64
 import functools
 import re
 import struct
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from test_video import av, ffmpeg, images, shown_by, write  # noqa: F401  # isort: skip
+from test_video import av, ffmpeg, images, long_gop, shown_by, write  # noqa: F401  # isort: skip
 
 import video
 from video import FrameCache
@@ -299,6 +301,14 @@ def test_parameter_sets_that_change_inside_a_film(tmp_path, ffmpeg, ending, repe
 
 
 # ---- cache
+
+
+def test_decoded_once_by_eight_threads(long_gop, opened):
+    cache, gate = FrameCache(), threading.Barrier(8)
+    with ThreadPoolExecutor(8, initializer=gate.wait) as pool:
+        looks = [pool.submit(video.overview, long_gop, 32, cache=cache) for _ in range(8)]
+    first, *others = [look.result() for look in looks]
+    assert all(frames is first for frames in others) and len(opened) == 2
 
 
 # ---- rarer files
