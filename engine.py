@@ -211,8 +211,9 @@ class VllmEngine:
         self.sleeping = self.gpu and limits.sleeping
         self.tied_on_cpu = tied and not self.gpu
         self.running = {}  # request id -> Request
-        # See engine_prompt. 64 frames of 50176 pixels take 77 MB.
-        self.prompts = cachetools.LRUCache(16)
+        # See engine_prompt. With fewer, the windows of a step push out the prompts that later turns
+        # need. 64 frames of 50176 pixels take 77 MB.
+        self.prompts = cachetools.LRUCache(64)
         self.sampling = {}  # more SamplingParams (top_p, ..), set by eval.py and ask.py alone
         self.num_syncs = 0
         self.asleep = False  # between sleep() and wake(): weights and cache may be gone

@@ -704,7 +704,7 @@ class FrameCache:
 
     def decode(self, table, indices, height, width):
         """-> (images [T, height, width, 3], seconds [T]). Each worker decodes one stretch of at
-        least 8 frames."""
+        least 8 frames, out of 256 of the video."""
         path, ticks, num_frames = table.state[0], table.ticks[indices], len(table.ticks)
         if len(ticks) < num_frames <= 2**18 // (3 * height * width):
             # A tiny video is decoded whole, once: opening it takes longer than its frames.
@@ -712,7 +712,7 @@ class FrameCache:
             return video.images[indices], video.seconds[indices]
         num_parts = 1
         if len(table.keys):  # else each part would decode from the first frame on
-            num_parts = max(1, min(self.workers, len(ticks) // 8))
+            num_parts = max(1, min(self.workers, len(ticks) // 8, num_frames // 256))
         jobs = [self.pool.submit(read_frames, path, part, table.keys, height, width)
                 for part in np.array_split(ticks, num_parts)]
         return np.concatenate([job.result() for job in jobs]), table.starts[indices]

@@ -189,8 +189,7 @@ def same(one, other):
 def test_a_rewritten_video_is_not_served_from_its_old_file(tmp_path):
     path, cache = write(tmp_path / "v.mp4", 10, rate=1), FrameCache()
     frames = video.overview(path, 64, cache=cache)
-    with pytest.raises(ValueError):  # all callers share them
-        frames.images[0] = 0
+    pytest.raises(ValueError, frames.images.fill, 0)  # all callers share them
     write(path, 20, rate=1)
     assert len(video.overview(path, 64, cache=cache).seconds) == 20
 
@@ -263,8 +262,7 @@ def test_resolve_stays_inside_root(tmp_path):
         assert video.resolve(path, base) == str(want)
     for path in ("../b", str(tmp_path / "b"), "folder/../../a", "/etc/passwd", "../root2/a"):
         pytest.raises(VideoError, video.resolve, path, root).match("outside")
-    with pytest.raises(VideoError, match="download the video first"):
-        video.resolve("https://example.org/a.mp4", root)
+    pytest.raises(VideoError, video.resolve, "https://example.org/a.mp4", root).match("download")
 
 
 def test_load_message_items(minute):
@@ -285,9 +283,11 @@ def test_frames_are_decoded_once_and_those_of_a_tiny_film_at_once(tmp_path, minu
     """Frames are those of a decoder that is asked for these alone."""
     looks = [{"frames": 4}, {"start": 3, "end": 9}, {"frames": 64}, {"times": [5.0, 60.0]}]
     tiny = write(tmp_path / "tiny.mp4", 64, rate=1, size=(32, 32))
-    for path, num_opened in ((minute, 5), (tiny, 2)):  # once for its times, then for its frames
+    long = write(tmp_path / "long.mp4", 520, rate=8)  # 64 frames of it in two parts
+    # Once for its times, then for its frames.
+    for path, num_opened in ((minute, 5), (tiny, 2), (long, 6)):
         opened.clear()
-        cache = FrameCache()
+        cache = FrameCache(workers=2)
         found = [video.load({"video": path, **look}, cache=cache) for look in looks]
         assert video.load({"video": path, **looks[0]}, cache=cache) is found[0]
         assert len(opened) == num_opened
