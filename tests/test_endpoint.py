@@ -111,8 +111,7 @@ def test_the_key_comes_from_the_named_variable_and_goes_nowhere_else(
     assert path == "/v1/chat/completions" and "Bearer s3cret-value" in headers.values()
     assert "Bearer no-key" in others.values() and "not-this-one" not in str(server.headers)
     with Server(ANSWER) as thief, Server((307, "", {"Location": thief.url})) as server:
-        with pytest.raises(launch.RunError):
-            ask(server, tasks, frames_of, key_variable="SOME_KEY")
+        pytest.raises(launch.RunError, ask, server, tasks, frames_of, key_variable="SOME_KEY")
         assert not thief.asked
     echo = 401, {"error": {"message": "Incorrect key: s3cret-value."}}, {}
     with Server(echo) as server, pytest.raises(launch.RunError) as refused:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import grpo
 import launch
 import rollout
+import sft
 import video
 from plumbing import checkpoint
 
@@ -170,10 +171,10 @@ def test_a_resumed_run_samples_and_learns_what_the_straight_one_does(run_grpo, v
 # Flags
 
 
-def parse(monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--ckpt", "c", *map(str, flags)])
+def parse(monkeypatch, *flags, stage=grpo):
+    monkeypatch.setattr(sys, "argv", ["a.py", "--ckpt", "c", *map(str, flags)])
     monkeypatch.setattr(checkpoint, "adapter_rank", lambda ckpt, rank: rank)
-    return vars(grpo.parse_args())
+    return vars(stage.parse_args())
 
 
 def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
@@ -186,6 +187,7 @@ def test_vanilla_sets_exactly_its_flags_and_explicit_flags_win(monkeypatch):
     assert (mixed["think_prefix"], mixed["frames"]) == (True, "gated")
     assert (mixed["anchor"], mixed["format_credit"]) == (0.5, "none")
     assert parse(monkeypatch, "--lora-rank", 4)["lr"] == pytest.approx(10 * default["lr"])
+    assert parse(monkeypatch, "--lora-rank", 4, stage=sft)["lr"] == 1e-4
     assert mixed["tool_reward"] == 1.0  # every released recipe pays for calls
 
 

@@ -89,6 +89,12 @@ def test_ranks_share_a_batch_without_loss_and_about_evenly(costs, world):
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
+def test_ranks_share_the_cores_that_they_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(7))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert launch.cores() == 2
+
+
 def test_the_name_of_a_small_file_is_on_the_disk_before_its_writer_goes_on(tmp_path, monkeypatch):
     """First the bytes, then the folder that holds the name."""
     real, synced = os.fsync, []

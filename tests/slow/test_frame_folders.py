@@ -57,5 +57,4 @@ def test_an_image_that_goes_is_no_broken_image(tmp_path):
         video.load({"video": str(tmp_path), "times": [3]})
     (tmp_path / "3.png").unlink()
     (tmp_path / "3.png").symlink_to(tmp_path / "not-there.png")
-    with pytest.raises(FileNotFoundError):
-        video.load({"video": str(tmp_path), "times": [3]})
+    pytest.raises(FileNotFoundError, video.load, {"video": str(tmp_path), "times": [3]})
