@@ -18,7 +18,7 @@ SEED ?= 0
 # of the agents in docs/results.md: toy.py --scenes and --crop-response, steps of the cold start, K, held-out tasks
 SCENES ?= 4
 RESPONSE ?= summary
-COLD ?= 700
+COLD ?= 600
 FRAMES ?= 4 16 64
 TASKS ?= 64
 AGENT = --crop-response $(RESPONSE)
@@ -118,8 +118,8 @@ demo: venv
 	rm -rf $(DEMO)
 	@$(WARM) &
 	$(call stage,toy world,$(BIN)/python toy.py --out $(DEMO)/toy --seed $(SEED) --scenes $(SCENES) --crop-response $(RESPONSE) --eval-videos $(TASKS))
-	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --batch-size 12 --steps $(COLD) --muon-lr 3e-3 --seed $(SEED) --out $(DEMO)/sft)
-	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --steps 30 --lora-rank $(LORA) --seed $(SEED) $(AGENT) --out $(DEMO)/grpo)
+	$(call stage,cold start,$(TORCHRUN) sft.py --preset toy --ckpt $(DEMO)/toy/init --data $(DEMO)/toy/pretrain.jsonl --val $(DEMO)/toy/sft_val.jsonl --steps $(COLD) --seed $(SEED) --out $(DEMO)/sft)
+	$(call stage,PARA-GRPO,$(TORCHRUN) grpo.py --preset toy --ckpt $(DEMO)/sft --data $(DEMO)/toy/rl.jsonl --lora-rank $(LORA) --seed $(SEED) $(AGENT) --out $(DEMO)/grpo)
 	$(call stage,evaluation of both,$(BOTH))
 	$(BIN)/python eval.py --compare $(DEMO)/eval/sft $(DEMO)/eval/grpo --out $(DEMO)
 	$(BIN)/python tools/view.py $(DEMO) --out $(DEMO)/index.html
@@ -128,7 +128,7 @@ demo: venv
 PRIOR ?= strong
 T2 = out/table2/$(PRIOR)/$(SEED)
 T2_PY = OMP_NUM_THREADS=1 $(BIN)/python
-T2_SFT = sft.py --preset toy --batch-size 12 --seed $(SEED)
+T2_SFT = sft.py --preset toy --seed $(SEED)
 T2_RL = grpo.py --preset toy --ckpt $(T2)/sft/last --data $(T2)/toy/rl.jsonl --prompts 6 --steps 20 --lr 3e-4 --temperature 0.7 --max-turns 1 --seed $(SEED)
 T2_EVAL = eval.py --preset toy --data $(T2)/toy/eval.jsonl --frames 4 64 --tools on off --temperature 0.7
 # the flags of each row in grpo.py; unpaid: no row of the paper, accuracy is the only reward
@@ -150,7 +150,7 @@ table2: .venv/dev $(patsubst %,$(T2)/eval/%/summary.json,base sft $(T2_ROWS))
 $(T2)/toy/init: | venv
 	$(T2_PY) toy.py --out $(@D) --seed $(SEED) --fragile $(if $(filter weak,$(PRIOR)),--calling 0.05) --eval-videos 32
 $(T2)/base/last: | $(T2)/toy/init
-	$(TORCHRUN) $(T2_SFT) --ckpt $(T2)/toy/init --data $(T2)/toy/pretrain.jsonl --steps 900 --muon-lr 3e-3 --out $(@D)
+	$(TORCHRUN) $(T2_SFT) --ckpt $(T2)/toy/init --data $(T2)/toy/pretrain.jsonl --steps 900 --out $(@D)
 $(T2)/sft/last: | $(T2)/base/last
 	$(T2_PY) $(T2_SFT) --ckpt $(T2)/base/last --data $(T2)/toy/sft.jsonl --steps 8 --muon-lr 3e-4 --lr 5e-4 --out $(@D)
 $(T2)/rl/%/last: | $(T2)/sft/last

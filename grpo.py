@@ -132,8 +132,8 @@ def parse_args():
     rank = checkpoint.adapter_rank(early.ckpt, early.lora_rank)
     lr = 2e-6
     if early.preset == "toy":
-        lr = 2e-4  # a toy of a million parameters takes large steps
-        parser.set_defaults(prompts=16, steps=40, pack_tokens=4096, save_every=0, beta=0.0,
+        lr = 3e-4  # a toy of a million parameters takes large steps
+        parser.set_defaults(prompts=16, steps=18, pack_tokens=4096, save_every=0, beta=0.0,
                             dp_replicate=0, temperature=1.0, **rollout.toy_defaults())
     if rank > 0:
         lr *= 10  # adapters start at zero
@@ -167,15 +167,6 @@ def group_by_prompt(episodes):
     return list(groups.values())
 
 
-def token_advantages(episode):
-    """-> A_it of the header, over context.ids; 0 at tokens that the policy did not sample."""
-    # The prompt, tool responses and forced tokens have mask 0.
-    out = [episode.advantage["task"] * sampled for sampled in episode.context.mask]
-    for t in episode.struct:  # Selective Anchoring
-        out[t] += episode.advantage["fmt"]
-    return out
-
-
 def prompt_tree(group):
     """Rollouts of one prompt -> Tree of the prompt, without branches."""
     first = group[0].context
@@ -197,7 +188,7 @@ def group_tree(group):
         # Turns are numbered from 1: each begins with a sampled token after one that was not.
         begins = [b > a for a, b in zip([0, *mask], mask)]
         values = {
-            "advantage": token_advantages(episode)[cut:],
+            "advantage": rewards.token_advantages(episode)[cut:],
             "sampling": context.logps[cut:],
             "turn": list(itertools.accumulate(begins)),
         }

@@ -314,6 +314,15 @@ def group_advantages(task, fmt):
     return a_task, a_fmt, sigma
 
 
+def token_advantages(episode):
+    """-> A_it of grpo.py, over context.ids; 0 at tokens that the policy did not sample."""
+    # The prompt, tool responses and forced tokens have mask 0.
+    out = [episode.advantage["task"] * sampled for sampled in episode.context.mask]
+    for t in episode.struct:  # Selective Anchoring
+        out[t] += episode.advantage["fmt"]
+    return out
+
+
 # -----------------------------------------------------------------------------
 # Tool calls
 

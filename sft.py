@@ -74,7 +74,7 @@ def build_parser():
     add("--pack-tokens", type=launch.positive, default=32768, help="tokens per pack (one forward)")
     add("--lr", type=launch.amount, help="peak of AdamW; default 1e-5, of adapters 1e-4, toy 2e-3")
     add("--muon-lr", type=launch.amount, default=0.0,
-        help="peak of Muon, for matrices; 0: AdamW for all; toy 6e-3")
+        help="peak of Muon, for matrices; 0: AdamW for all; toy 3e-3")
     add("--warmup", type=launch.amount, default=0.03, help="fraction of the steps")
     add("--max-grad-norm", type=launch.amount, default=1.0, help="clips gradients; 0: never")
     add("--lora-rank", type=launch.amount, default=0, help="of adapters; 0: all is trained")
@@ -97,8 +97,8 @@ def parse_args():
     if parser.parse_args().preset == "toy":
         # A model of a million parameters from random weights: large steps, few of them, and less
         # memory of past gradients.
-        parser.set_defaults(muon_lr=6e-3, lr=2e-3, batch_size=24, max_len=2048, pack_tokens=2048,
-                            epochs=1.75, beta2=0.98, min_lr=0.02, warmup=0.1, save_every=0,
+        parser.set_defaults(muon_lr=3e-3, lr=2e-3, batch_size=12, max_len=2048, pack_tokens=2048,
+                            beta2=0.98, min_lr=0.02, warmup=0.1, save_every=0,
                             gradient_checkpointing=False, dp_replicate=0)
     args = parser.parse_args()
     args.lora_rank = checkpoint.adapter_rank(args.ckpt, args.lora_rank)

@@ -39,14 +39,14 @@ and each line of the fixed prompts as one token, so that the short context is sp
 Run:  python toy.py --out toy
         (some 25 seconds; the same --seed gives the same bytes)
 Then: torchrun --nproc_per_node 2 sft.py --preset toy --ckpt toy/init \\
-        --data toy/pretrain.jsonl --val toy/sft_val.jsonl --batch-size 12 --steps 700 \\
-        --muon-lr 3e-3 --out sft_out
+        --data toy/pretrain.jsonl --val toy/sft_val.jsonl --out sft_out
 """
 import os
 import random
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH=1 leaves it out
 # Without the environment the first import says so.
@@ -451,7 +451,7 @@ def random_model(tokenizer, seed, base):
     one = tokenizer.convert_tokens_to_ids
     # 16 rotary pairs of a head are shared out over time, height, width.
     rope = {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"}
-    text = dict(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384,
+    text = dict(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256,
                 num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
                 max_position_embeddings=4096, rope_scaling=rope, rope_theta=10000.0,
                 tie_word_embeddings=True)
@@ -539,12 +539,15 @@ def main():
               ("val", "sft_val", 24), ("rl", "rl", args.rl_videos),
               ("eval", "eval", args.eval_videos)]
     print(f"{args.out}: drawing videos", flush=True)
+    encoders = ThreadPoolExecutor(2)
+    jobs = []
     for split, name, count in splits:
         rows = []  # SFT chats, or tasks
         for i in range(count):
             # Every split draws its own videos, so that none is seen in two of them.
             task = make_task(f"{split}-{i:04d}", *make_scenes(rng, args.scenes), args.fragile)
-            write_video(f"{args.out}/{task['video']}", draw_frames(task["scenes"], noise))
+            frames = draw_frames(task["scenes"], noise)
+            jobs.append(encoders.submit(write_video, f"{args.out}/{task['video']}", frames))
             if split in ("rl", "eval"):
                 rows.append(task)
                 continue
@@ -555,8 +558,9 @@ def main():
                                  args.calling)
         launch.write_jsonl(f"{args.out}/{name}.jsonl", rows)
     num_parameters = build_init(f"{args.out}/init", rng, args)
-    num_videos = sum(count for _, _, count in splits)
-    print(f"{args.out}: {num_videos} videos, random checkpoint of {num_parameters / 1e6:.2f} M "
+    for job in jobs:
+        job.result()  # raises its error
+    print(f"{args.out}: {len(jobs)} videos, random checkpoint of {num_parameters / 1e6:.2f} M "
           "parameters")
 
 

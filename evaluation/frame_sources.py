@@ -47,7 +47,7 @@ class PublisherSource(rollout.VideoSource):
 
     grid: str = "centres"
     fps: float = 0.0  # frames per second of the overview, K at most; 0 = always K
-    total_pixels: int = 0  # of the overview, all frames together; 0 = no bound
+    total_pixels: int = 0  # of the overview, all frames together; 0 = its own bound
     patch: int = 14  # "qwen": sides of frames are multiples of two patches
     crop_min_pixels: int = 0  # of a window's frame; 0 = min_pixels
     crop_pixels: int = 0  # the same at most; 0 = max_pixels

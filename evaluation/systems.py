@@ -659,7 +659,7 @@ def all_systems():
 
 # Settings of a system that are no flags, with the values of those that leave them out:
 # overview_fps: frames per second of video, at most --frames; 0 = always --frames. pixels: of a
-# frame after resizing; total_pixels: of the overview's frames together, 0 = any.
+# frame after resizing; total_pixels: of the overview's frames together, 0 = the reader's own bound.
 READER_SETTINGS = {"overview_fps": 0.0, "min_pixels": 1024, "max_pixels": 50176, "total_pixels": 0}
 
 

@@ -129,7 +129,7 @@ def test_format_credit_reaches_exactly_the_tokens_it_names(codec, groups, credit
             e.reward = reward(*(e.reward[name] for name in ("acc", "fmt", "tool")), weight)
         grpo.build_trees([group], credit)
         for e, wanted in zip(group, plain_advantages(group, weight, credit)):
-            found = grpo.token_advantages(e)
+            found = grpo.rewards.token_advantages(e)
             assert {t: found[t] for t in wanted} == pytest.approx(wanted, abs=1e-9)
             assert all(found[t] == 0 for t in range(len(found)) if t not in wanted)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 import launch
+import rewards
 import rollout
 import video
 from evaluation.endpoint import jpeg_url
@@ -178,10 +179,8 @@ def credits_of(row, turn):
     """The text of a turn -> [(text, credit of its tokens)], neighbours of equal credit joined."""
     if not row.get("advantage"):  # of an evaluation
         return [(row["turns"][turn], 0.0)]
-    import grpo  # torch takes seconds
-
     start, end = row["spans"][turn]
-    credit = grpo.token_advantages(rollout.from_dict(row))[start:end]
+    credit = rewards.token_advantages(rollout.from_dict(row))[start:end]
     parts = []
     tokens = zip(credit, row["pieces"][turn])
     for credit, run_of_tokens in itertools.groupby(tokens, key=lambda token: token[0]):
