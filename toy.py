@@ -556,10 +556,10 @@ def main():
                 fragile = "loose" if split == "base" else "strict"
             rows += sample_chats(task, style, WRONG_SHARE, args.crop_response, fragile,
                                  args.calling)
+        for job in jobs:  # no row is written before its video
+            job.result()
         launch.write_jsonl(f"{args.out}/{name}.jsonl", rows)
     num_parameters = build_init(f"{args.out}/init", rng, args)
-    for job in jobs:
-        job.result()  # raises its error
     print(f"{args.out}: {len(jobs)} videos, random checkpoint of {num_parameters / 1e6:.2f} M "
           "parameters")
 

@@ -703,8 +703,8 @@ class FrameCache:
         return Frames(images, seconds, key, names)
 
     def decode(self, table, indices, height, width):
-        """-> (images [T, height, width, 3], seconds [T]). Each worker decodes one stretch of at
-        least 8 frames, out of 256 of the video."""
+        """-> (images [T, height, width, 3], seconds [T]). Each worker decodes one stretch: at
+        least 8 of these frames and 256 of the video, as it begins at a key frame before them."""
         path, ticks, num_frames = table.state[0], table.ticks[indices], len(table.ticks)
         if len(ticks) < num_frames <= 2**18 // (3 * height * width):
             # A tiny video is decoded whole, once: opening it takes longer than its frames.

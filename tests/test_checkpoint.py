@@ -70,10 +70,9 @@ def test_weights_are_trained_in_fp32_whatever_dtype_the_configuration_names(
     lambda path: path.write_bytes(path.read_bytes()[:5000]),  # a download that was cut off
     lambda path: save_file({"a": torch.ones(2)}, path)])
 def test_weights_that_do_not_fit_are_one_line(toy, codec, process_group, tmp_path, damage):
-    folder = shutil.copytree(toy / "init", tmp_path / "ckpt")
-    damage(folder / "model.safetensors")
-    with pytest.raises(launch.UserError, match=str(folder)):
-        checkpoint.load_policy(str(folder), codec, CPU)
+    folder = str(shutil.copytree(toy / "init", tmp_path / "ckpt"))
+    damage(tmp_path / "ckpt" / "model.safetensors")
+    pytest.raises(launch.UserError, checkpoint.load_policy, folder, codec, CPU).match(folder)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -56,8 +56,7 @@ def test_labels_of_every_kind_are_read(tmp_path, task):
     (data.read_chats, {"id": "c", "messages": [], "videos": ["v.mp4"]}, "column 'videos', which"),
     (data.read_tasks, {"id": "t", "messages": []}, "missing 'video'")])
 def test_a_file_of_the_other_kind_is_named(tmp_path, read, row, hint):
-    with pytest.raises(launch.UserError, match=hint):
-        read(str(write_rows(tmp_path / "rows.jsonl", [row])))
+    pytest.raises(launch.UserError, read, str(write_rows(tmp_path / "r.jsonl", [row]))).match(hint)
 
 
 def test_ids_are_counted_as_strings(tmp_path):

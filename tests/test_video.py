@@ -262,7 +262,7 @@ def test_resolve_stays_inside_root(tmp_path):
         assert video.resolve(path, base) == str(want)
     for path in ("../b", str(tmp_path / "b"), "folder/../../a", "/etc/passwd", "../root2/a"):
         pytest.raises(VideoError, video.resolve, path, root).match("outside")
-    pytest.raises(VideoError, video.resolve, "https://example.org/a.mp4", root).match("download")
+    pytest.raises(VideoError, video.resolve, "https://x/a", root).match("download the video first")
 
 
 def test_load_message_items(minute):
