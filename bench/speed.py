@@ -11,13 +11,11 @@ Peer: trl 1.16.0. A folder of `pip install --target` will do:
 
   pip install --target peers --no-deps trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 dill \\
       multiprocess xxhash pandas python-dateutil pytz tzdata six aiohttp
-  PYTHONPATH=peers python bench/speed.py --ckpt out/demo/toy/init
+  PYTHONPATH=peers:. python bench/speed.py --ckpt out/demo/toy/init
 """
 import os
-import sys
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import numpy as np
 
 import chat

@@ -53,15 +53,17 @@ def main():
     for name in sorted(os.listdir(f"{args.folders[0]}/eval")):
         read = [read_row(folder, name) for folder in args.folders]
         rows[name] = np.array([list(columns.values()) for columns in read])
-    print(f"{len(read)} seeds. Mean [95% interval of the difference to {args.to}]\n")
+    print(f"{len(read)} seed(s). Mean [95% interval of the difference to {args.to}]\n")
     head = ["row", *read[0]]
     print("|", " | ".join(head), "|")
     print("|", " | ".join("---" for _ in head), "|")
     for name, row in rows.items():
-        interval = stats.ttest_1samp(row - rows[args.to], 0).confidence_interval()
         cells = [name]
-        for mean, low, high in zip(row.mean(0), *interval):
-            cells.append(f"{mean:.2f} [{low:+.2f}, {high:+.2f}]")
+        for mean, differences in zip(row.mean(0), (row - rows[args.to]).T):
+            cells.append(f"{mean:.2f}")
+            if len(row) > 1:  # one seed has no interval
+                low, high = stats.ttest_1samp(differences, 0).confidence_interval()
+                cells[-1] += f" [{low:+.2f}, {high:+.2f}]"
         print("|", " | ".join(cells), "|")
 
 

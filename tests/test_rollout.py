@@ -269,8 +269,7 @@ def test_gated_frames_is_uniform_and_drawn_anew_for_each_step_seed_and_task():
                     for keys in ([(0, s) for s in range(60)], [(s, 0) for s in range(60)]))
     assert steps == seeds == {4, 8, 16, 32, 64}
     # Python's own hash of a string is salted per process: ranks would disagree about K.
-    draws = [rollout.draw_num_frames("gated", 7, 3, f"t-{i}") for i in range(4)]
-    assert draws == [4, 32, 64, 4]
+    assert [rollout.draw_num_frames("gated", 7, 3, f"t-{i}") for i in range(4)] == [4, 32, 64, 4]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -343,8 +342,7 @@ def test_the_engine_has_room_for_all_frames_of_a_context(monkeypatch, codec, toy
     monkeypatch.setattr(rollout, "VllmEngine", lambda base, codec, limits: limits)
     args = grpo.build_parser().parse_args(["--ckpt", "c", "--data", "d", "--frames", "64",
                                            "--crop-response", response])
-    limits = rollout.make_engine(str(toy / "init"), codec, args)
-    assert limits.max_frames == frames
+    assert rollout.make_engine(str(toy / "init"), codec, args).max_frames == frames
 
 
 # ------------------------------------------------------------------------------------------------
