@@ -18,7 +18,7 @@ SEED ?= 0
 # of the agents in docs/results.md: toy.py --scenes and --crop-response, steps of the cold start, K, held-out tasks
 SCENES ?= 4
 RESPONSE ?= summary
-COLD ?= 600
+COLD ?= 560
 FRAMES ?= 4 16 64
 TASKS ?= 64
 AGENT = --crop-response $(RESPONSE)

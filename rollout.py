@@ -233,7 +233,7 @@ RECORD_FIELDS = (
 )
 
 
-@dataclass
+@dataclass(repr=False)  # asyncio.Runner would print it whole, without need, as a task's result
 class Episode:
     """One rollout. `to_dict` is a line of the rollout JSONL."""
 
