@@ -55,7 +55,7 @@ class Scripted:
     and comes only after all frames are there, so that batches do not depend on the machine. codec
     None: an endpoint, which has no ids."""
 
-    max_seqs = 8
+    max_seqs = 4
 
     def __init__(self, codec, main, sub="a red square", hold=None, newest_first=False,
                  at_once=False):
@@ -69,6 +69,7 @@ class Scripted:
     def submit(self, request):
         self.requests.append(request)
         self.waiting.append(request)
+        assert len({tuple(r.id.split("/")[:3]) for r in self.waiting}) <= 2 * self.max_seqs
         self.log.append(("submit", request.id))
 
     def abort(self, name):
@@ -176,8 +177,7 @@ def play(engine, tasks, source, agent=AGENT, frames=4, group=1, step=0, **more):
     if engine.codec:
         done = list(rollout.run(sampler, tasks, frames, group, step))
     else:
-        system = systems.all_systems()["paravt"]
-        done = list(systems.run(sampler, tasks, system, frames, group))
+        done = list(systems.run(sampler, tasks, systems.all_systems()["paravt"], frames, group))
     return sorted(done, key=lambda e: (order[e.task["id"]], e.sample))
 
 

@@ -4,7 +4,6 @@ Tests of chat.py: python -m pytest tests/test_chat.py -q
 The oracles are the checkpoint's own chat template, tokenizer and processor.
 """
 import dataclasses
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -76,10 +75,13 @@ def test_the_think_prefix_is_not_forced_twice(codec):
 # The codec of a checkpoint
 
 
-def test_another_architecture_is_refused(toy, tmp_path):
-    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    pytest.raises(launch.UserError, chat.load_codec, str(tmp_path)).match("qwen2")
+@pytest.mark.parametrize("file, text, why", [
+    ("config.json", '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}', "qwen2"),
+    ("tokenizer.json", "{", "processor cannot be used")])
+def test_another_architecture_or_a_broken_file_is_one_line(toy, tmp_path, file, text, why):
+    folder = shutil.copytree(toy / "init", tmp_path / "init")
+    (folder / file).write_text(text)
+    pytest.raises(launch.UserError, chat.load_codec, str(folder)).match(why)
 
 
 def test_a_template_argument_has_its_value(toy, tmp_path):

@@ -73,8 +73,7 @@ def stored(path, name, value):
 def test_an_endpoint_is_sent_what_is_stored(name, toy, monkeypatch):
     """tests/protocols.json, made of requests that reached a server: look at what changed there. An
     entry that is taken out is written anew."""
-    script = [*scripts().get(name, []), "<answer>B</answer>"]
-    with Server(*script) as server:
+    with Server(*scripts().get(name, []), "<answer>B</answer>") as server:
         args, agent, shown = set_up(name, toy, monkeypatch, server.url, "--frames", "2")
         system, _ = systems.make_system(args)
         engine = endpoint.make_engine(args, system.prefill)

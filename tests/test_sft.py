@@ -137,8 +137,7 @@ def test_an_unusable_video_is_skipped_by_name(toy, codec, tmp_path, capsys, spec
         with pytest.raises(launch.UserError, match="videos are not below .*none.mp4"):
             chats_of(path, codec, str(toy))
     monkeypatch.setattr(video, "MISSING_SHARE", 0.5)
-    chats = chats_of(path, codec, str(toy))
-    packs, _, skipped = chats.packs([rows[0], rows[1], rows[0]])
+    packs, _, skipped = chats_of(path, codec, str(toy)).packs([rows[0], rows[1], rows[0]])
     assert skipped == ["odd-one"] * 2 and len(packs) == 1 and len(packs[0].layout) == 1
     assert capsys.readouterr().out.count("skipped odd-one") == 2
 
