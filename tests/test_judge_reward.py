@@ -36,26 +36,23 @@ def table(replies):
     return lambda body: replies.get(given(body), "no")
 
 
-def flags(server, **more):
-    return argparse.Namespace(**{"judge_url": server.url, "judge_model": "j", **more})
-
-
 def pay(judge, *episodes):
     async def score_all():
-        pay = rewards.RewardConfig()
-        await asyncio.gather(*(rollout.score_episode(e, pay, judge) for e in episodes))
+        await asyncio.gather(*(rollout.score_episode(e, judge=judge) for e in episodes))
 
     asyncio.run(score_all())
     return [e.reward for e in episodes]
 
 
 @pytest.fixture
-def judge(tmp_path):
-    """judge(server, **flags) -> Judge with its file in tmp_path; closed at the end."""
+def judge(tmp_path, monkeypatch):
+    """judge(server, model) -> Judge with its file in tmp_path; closed at the end."""
+    monkeypatch.setenv("JUDGE_API_KEY", "k-7\n")
     made = []
 
-    def judge(server, **more):
-        made.append(client.open_judge(flags(server, **more), str(tmp_path / "judge.jsonl")))
+    def judge(server, judge_model="j"):
+        args = argparse.Namespace(judge_url=server.url, judge_model=judge_model)
+        made.append(client.open_judge(args, str(tmp_path / "judge.jsonl")))
         return made[-1]
 
     yield judge
@@ -68,6 +65,7 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         one, group = judge(server), [said("scarlet", n) for n in range(8)] + [said("blue", 8)]
         assert [r["acc"] for r in pay(one, *group)] == [1.0] * 8 + [0.0]
         assert sorted(map(given, server.asked)) == ["blue", "scarlet"]
+        assert server.headers[0][1]["authorization"] == "Bearer k-7"
         (again,) = pay(one, said("scarlet"))  # the next step
         assert again["judge"] is True and len(server.asked) == 2
         file = tmp_path / "judge.jsonl"
@@ -86,6 +84,11 @@ def test_a_text_is_asked_about_once_and_a_run_that_goes_on_reads_the_file(judge,
         assert [(b["model"], b["temperature"]) for b in server.asked[4:]] == [("k", 0), ("j", 0)]
     row = {"question": "Which colour?", "gold": "blood red", "answer": "scarlet", "model": "j"}
     assert json.loads(file.read_bytes().splitlines()[-1]) == {**row, "verdict": True}
+
+
+def test_a_judge_that_gives_no_verdict_is_refused_at_the_start(judge):
+    with Server(probe="maybe") as server:
+        pytest.raises(launch.UserError, judge, server).match("gives no verdict")
 
 
 @pytest.mark.parametrize("reply", ["yes and no", 400, None])

@@ -95,8 +95,7 @@ def history(steps, **changes):
     ("gap", {"gap": [9e-4] * 6 + [1e-2] + [9e-4] * 2}, 7),
     ("calls", {"called": [0.8, 0.8, 0.4, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0]}, 6),
     ("think", {"closed_think": [0.9, 0.4, 0.4, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3]}, 4),
-    ("tool_call", {"closed_tool_call": 0.2}, 3),
-])
+    ("tool_call", {"closed_tool_call": 0.2}, 3)])
 def test_each_way_to_die_is_named_from_the_step_on_at_which_it_shows(name, changes, since):
     found = [log.signs(history(9, **changes)[:n + 1]) for n in range(1, 10)]
     assert set().union(*found) == {name}  # and nothing else is blamed

@@ -105,8 +105,7 @@ def test_the_rows_of_the_gated_delta_kernels():
     def forgetful(*arguments, g, **more):
         return plain(*arguments, g=1.1 * g, **more)
 
-    kernels = {"right": [plain, plain], "wrong": [plain, forgetful]}
-    for name, pair in kernels.items():
+    for name, pair in (("right", [plain, plain]), ("wrong", [plain, forgetful])):
         with mock.patch.object(qwen35, "delta_kernel", side_effect=pair):
             rows = names_that_fail(gpu_check.check_delta, torch.device("cpu"), 1e-5)
         assert bool(rows) == (name == "wrong")

@@ -401,8 +401,7 @@ def test_cold_start_rollouts_and_updates_of_a_published_checkpoint(
                              "--out", cold.parent)
     assert row["grad_norm"] > 0 and 0 < row["loss"] < 30
     again = chat.load_codec(str(cold))
-    question = [{"role": "user", "content": "n\u00e9 1234"}]
-    for same in (lambda c: chat.encode_prompt(c, question),
+    for same in (lambda c: chat.encode_prompt(c, [{"role": "user", "content": "n\u00e9 1234"}]),
                  lambda c: (c.suppress_tokens, c.special_strings, c.token_bytes, c.opens_thought)):
         assert same(again) == same(codec)
     ends = json.loads((cold / "generation_config.json").read_text())["eos_token_id"]
