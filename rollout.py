@@ -233,7 +233,7 @@ RECORD_FIELDS = (
 )
 
 
-@dataclass(repr=False)  # asyncio.Runner makes a text of every result, 2 ms for an episode
+@dataclass(repr=False)  # else asyncio.Runner makes a text of each result, for nothing
 class Episode:
     """One rollout. `to_dict` is a line of the rollout JSONL."""
 

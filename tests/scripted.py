@@ -69,6 +69,7 @@ class Scripted:
     def submit(self, request):
         self.requests.append(request)
         self.waiting.append(request)
+        # Step, task and sample name an episode: no more of them begin than there is room for.
         assert len({tuple(r.id.split("/")[:3]) for r in self.waiting}) <= 2 * self.max_seqs
         self.log.append(("submit", request.id))
 
